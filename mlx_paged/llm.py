@@ -112,8 +112,15 @@ class LLM:
                     "[llm] model must be a folder, a hub id or a model that is loaded, got "
                     f"{kind_of(model)}"
                 )
-            load = partial(load_for, launched_ranks(), model, adapter_path=adapter_path)
-            model, loaded_tokenizer = run_apart(partial(load, tokenizer_path=tokenizer_path))
+            load = partial(
+                load_for,
+                launched_ranks(),
+                model,
+                adapter_path=adapter_path,
+                tokenizer_path=tokenizer_path,
+                engine_options=engine_options,
+            )
+            model, loaded_tokenizer = run_apart(load)
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)

@@ -1,5 +1,5 @@
-"""`benchmarks/approaches.py`, `throughput_curves.py` and `restart.py`: that they run, and that an
-approach which keeps something wrong is found out.
+"""`benchmarks/approaches.py`, `throughput_curves.py`, `identity.py` and `restart.py`: that they
+run, and that an approach which keeps something wrong is found out.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ def test_quick_curves_have_both_sides_at_each_point(tmp_path: Path):
     for each in results["at_once"]:
         assert all(side["tokens_per_second"] > 0 for side in each["sides"].values())
         assert set(each["sides"]) == {"mlx_paged", "mlx-lm"}
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_identity_finds_the_same_one_twice(tmp_path: Path):
+    (row,) = line_of("identity.py", tmp_path / "identity.json")["results"]
+    assert row["first"]["digest"] == row["next"]["digest"]
+    assert row["first"]["num_arrays"] == row["next"]["num_arrays"] == 32
+    assert row["kept"] > 32 * 64
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
     DIR/CACHEDIR.TAG                               says that it is a cache
     DIR/index-v1.sqlite3                           rows about the files, see index.py
+    DIR/weights/<64 hex>.json                      digests of weights, see weight_digests.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
     DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block; the first two digits of its hash
     DIR/blocks/<digest>/<2 hex>/.<...>.tmp         one that is being written
@@ -27,6 +28,7 @@ BlockName: TypeAlias = tuple[str, bytes]
 
 INDEX_NAME = "index-v1.sqlite3"
 BLOCKS_NAME = "blocks"
+WEIGHTS_NAME = "weights"
 TAG_NAME = "CACHEDIR.TAG"
 FINGERPRINT_NAME = "fingerprint.json"
 PINS_NAME = "pins"
@@ -40,7 +42,7 @@ _PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
 # What a folder of blocks may hold, from any version and from SQLite; the tag also while another
 # process writes it.
 _OWN_NAMES = re.compile(
-    rf"{BLOCKS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|index-v\d+\.sqlite3.*|\.DS_Store"
+    rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|index-v\d+\.sqlite3.*|\.DS_Store"
 )
 
 

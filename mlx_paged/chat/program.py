@@ -201,6 +201,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
+    options = engine_options(args, "chat")
     model, tokenizer = load_for(
         launched_ranks(),
         folder,
@@ -208,6 +209,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
+        engine_options=options,
     )
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -218,7 +220,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         draft_model=load_draft_model(args.draft_model, tokenizer),
         **with_step_seconds(
             {
-                **engine_options(args, "chat"),
+                **options,
                 # One answer at a time; the branches wait in the prefix cache.
                 "max_num_seqs": 1,
                 "max_num_batched_tokens": args.prefill_step_size,

@@ -15,6 +15,7 @@ from mlx_paged.config import DEFAULT_KV, SchedulerConfig
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
+from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
@@ -33,6 +34,7 @@ from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
+from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
@@ -123,8 +125,11 @@ def build(
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
-    # All weights are read for it: once, and only if it is asked for.
-    identities: Callable[[], Sequence[ModelIdentity]] = once(lambda: identities_of(checked, draft))
+    # Weights are read for it: once, and only if it is asked for.
+    known = make_tier.digests() if isinstance(make_tier, DiskTierOptions) else NOTHING_KNOWN
+    identities: Callable[[], Sequence[ModelIdentity]] = once(
+        lambda: identities_of(checked, draft, known)
+    )
     num_parameters = num_parameters_of(model)
     disk_tier = None
     if make_tier is not None:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_paged.block_store import BlockStore, Fingerprint
+from mlx_paged.block_store import BlockStore, Fingerprint, WeightDigests
 from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
     DURATION,
@@ -78,6 +78,10 @@ class DiskTierOptions:
             BlockStoreError: the folder can't be used.
         """
         return BlockStore(self.folder, self.max_nbytes, fingerprint, self.ttl)
+
+    def digests(self) -> WeightDigests:
+        """What weights hash to, as the folder has it from earlier starts."""
+        return WeightDigests(self.folder)
 
     def check_block(self, block_nbytes: int) -> None:
         """Refuse a limit that holds no block.

@@ -103,7 +103,7 @@ class EngineThread:
         failure: what stopped it before its end; ``None`` if nothing did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "mlx_paged engine") -> None:
         self.failure: BaseException | None = None
         self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         self._background: Callable[[], float | None] | None = None
@@ -112,7 +112,7 @@ class EngineThread:
         # The call that ran when an interrupt came last, and when that was.
         self._interrupted: tuple[Call[Any] | None, float] = None, 0.0
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Not with the first call, in which an interrupt could leave it half started.
         self._thread.start()
 

@@ -11,7 +11,6 @@ from mlx_paged.domains import BOOL, SHARE, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf
-from mlx_paged.loading.gguf.header import read_header
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 FILE_NAME = "generation_config.json"
@@ -42,6 +41,8 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
 
 def _read_gguf_sampling(path: Path) -> dict[str, Any]:
     """What the file recommends, under the names of ``generation_config.json``."""
+    from mlx_paged.loading.gguf.header import read_header
+
     metadata = read_header(path).metadata
     values = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_KEYS.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.distributed import Ranks, files_facts, package_facts
+from mlx_paged.loading.beside import KernelsBeside
 from mlx_paged.loading.folder import LoadError, find_model, find_tokenizer
-from mlx_paged.loading.loader import load, load_from
+from mlx_paged.loading.loader import load_from, load_whole
 
 
 def load_for(
@@ -21,6 +23,7 @@ def load_for(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     tokenizer_path: str | Path | None = None,
+    engine_options: Mapping[str, Any] | None = None,
 ) -> tuple[Module, TokenizerWrapper]:
     """A model and its tokenizer; split, where there are several ranks.
 
@@ -30,6 +33,8 @@ def load_for(
     Args:
         ranks: as :func:`mlx_paged.distributed.launched_ranks` returns them; ``None`` is as
             :func:`load`.
+        engine_options: of the engine that is to be made, whose kernels are tried meanwhile
+            (:class:`KernelsBeside`); by default none are.
         Others, and errors raised: see :func:`load`.
 
     Raises:
@@ -37,13 +42,16 @@ def load_for(
         LoadError: the model can't be split over that many ranks; or it has adapters.
     """
     if ranks is None:
-        return load(
-            path_or_hf_repo,
-            tokenizer_config,
-            model_config,
-            adapter_path,
-            tokenizer_path=tokenizer_path,
-        )
+        with KernelsBeside(engine_options) as beside:
+            model, tokenizer, _ = load_whole(
+                path_or_hf_repo,
+                tokenizer_config,
+                model_config,
+                adapter_path,
+                tokenizer_path=tokenizer_path,
+                before_reading=beside.begin,
+            )
+            return model, tokenizer
     if adapter_path is not None:
         raise LoadError(
             "[load] adapter_path: adapters can't be split over ranks; fuse them with the model "

@@ -6,9 +6,10 @@ import importlib
 import io
 import json
 import re
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import mlx.core as mx
 import mlx_lm
@@ -18,11 +19,11 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.loading.folder import (
@@ -32,14 +33,18 @@ from mlx_paged.loading.folder import (
     load_errors,
     read_json_object,
 )
-from mlx_paged.loading.gguf import is_gguf, load_gguf
+from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt, layer_specs_of
+from mlx_paged.models.weight_files import noting_classes
 
 # model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
+
+# Is told the layers of a model.
+BeforeReading: TypeAlias = Callable[[Sequence[LayerSpec]], None]
 
 # Of a module of mlx-lm's: no path, and no package of another.
 _MODULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -133,6 +138,31 @@ def load(
         LoadError: nothing is there, it is broken, or mlx-lm does not have the model type, or has
             one that does not run here.
     """
+    model, tokenizer, config = load_whole(
+        path_or_hf_repo,
+        tokenizer_config,
+        model_config,
+        adapter_path,
+        lazy,
+        return_config,
+        revision,
+        tokenizer_path,
+    )
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_whole(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = True,
+    revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
+    before_reading: BeforeReading | None = None,
+) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
+    """As :func:`load`, the configuration always with it, and as :func:`load_from`."""
     for name, value, kinds, what in (
         ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder, a hub id or a file"),
         ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
@@ -154,15 +184,15 @@ def load(
         raise LoadError(
             "[load] no folder ''; adapter_path must be one with adapters in it", "adapter_path"
         )
-    model, tokenizer, config = load_from(
+    return load_from(
         path,
         tokenizer_path=None if tokenizer_path is None else find_tokenizer(tokenizer_path),
         tokenizer_config=tokenizer_config,
         model_config=model_config,
         adapter_path=adapter_path,
         lazy=lazy,
+        before_reading=before_reading,
     )
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_from(
@@ -174,6 +204,7 @@ def load_from(
     adapter_path: str | Path | None = None,
     lazy: bool = False,
     group: mx.distributed.Group | None = None,
+    before_reading: BeforeReading | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
     """As :func:`load`, from a local path.
 
@@ -182,8 +213,12 @@ def load_from(
         tokenizer_path: a folder.
         group: the ranks that the model is split over, each of which calls this. A rank reads its
             own share of a folder's weights; a GGUF file is read whole, and cut then.
+        before_reading: is told the layers of the model before the weights are read, where these
+            are known by then: of a whole model in a folder, without adapters.
     """
     if is_gguf(path):
+        from mlx_paged.loading.gguf.loader import load_gguf
+
         model, tokenizer, config = load_gguf(
             path,
             tokenizer_path=tokenizer_path,
@@ -191,7 +226,12 @@ def load_from(
             model_config=model_config,
         )
     else:
-        model, config = _load_model(path, lazy or group is not None, model_config)
+        model, config = _load_model(path, model_config)
+        if group is None:
+            if before_reading is not None and adapter_path is None:
+                before_reading(layer_specs_of(model))
+            if not lazy:
+                _read_weights(model, path)
         tokenizer = read_tokenizer(
             tokenizer_path or path, tokenizer_config, config.get("eos_token_id")
         )
@@ -215,9 +255,8 @@ def model_name(path: Path) -> str:
     return path.resolve().name
 
 
-def _load_model(
-    path: Path, lazy: bool, model_config: dict[str, Any] | None
-) -> tuple[Module, dict[str, Any]]:
+def _load_model(path: Path, model_config: dict[str, Any] | None) -> tuple[Module, dict[str, Any]]:
+    """A model whose weights are read when they are evaluated."""
     config_file = path / "config.json"
     if not config_file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
@@ -230,14 +269,22 @@ def _load_model(
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
     with load_errors(f"the model in {path} is broken"):
+        classes = noting_classes(path, model_classes)
         model, config = load_model(
-            path, lazy, model_config=model_config, get_model_classes=model_classes
+            path, lazy=True, model_config=model_config, get_model_classes=classes
         )
     _check_weights(model, path)
     return model, config
 
 
+def _read_weights(model: Module, path: Path) -> None:
+    with load_errors(f"the model in {path} is broken"):
+        mx.eval(model.parameters())
+
+
 def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
+    from mlx_lm.tuner.dora import DoRAEmbedding  # and with it all that trains
+
     what = f"the adapters in {one_line(adapter_path)} can't be used"
     with load_errors(what):
         adapted: Module = load_adapters(model, str(adapter_path))

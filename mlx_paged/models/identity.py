@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.models.array_digests import NOTHING_KNOWN, KnownDigests, array_digests
 from mlx_paged.models.language_model import check_model, model_type_of
 
 KV_VERSION = 2
 """Of the code that computes K/V: raise it when the same model would give others."""
 
-# A piece of a weight that one thread hashes; large enough that starting one costs nothing.
-PIECE_NBYTES = 64 * 2**20
 # What says how a model is used and not what it computes.
 _UNRELATED = {"name", "description", "_training"}
 
@@ -43,12 +38,14 @@ class ModelIdentity:
         return f"{self.name} ({self.digest[:12]})"
 
 
-def model_identity(model: Module) -> ModelIdentity:
+def model_identity(model: Module, known: KnownDigests = NOTHING_KNOWN) -> ModelIdentity:
     """The identity of a model that :func:`mlx_paged.load` returned, adapters included.
 
     It covers every array of the model and every plain value of its modules (a base of RoPE is in
-    no weight), and the version of the code that runs it. All weights are read, in as many threads
-    as there are cores: some 2 GB per second and core.
+    no weight), and the version of the code that runs it.
+
+    Args:
+        known: see :func:`array_digests`.
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`.
@@ -58,16 +55,20 @@ def model_identity(model: Module) -> ModelIdentity:
     for path, module in sorted(checked.named_modules(), key=lambda pair: pair[0]):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         total.update(json.dumps([path, kind, _plain_values(module)], sort_keys=True).encode())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, digests in _array_digests(checked, pool):
-            total.update(name.encode() + b"\0" + b"".join(each.result() for each in digests))
+    leaves = sorted(dict(tree_flatten(checked)).items())
+    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
+    digests = array_digests(list(arrays.values()), known)
+    for (name, array), digest in zip(arrays.items(), digests, strict=True):
+        total.update(f"{name} {array.shape} {array.dtype}".encode() + b"\0" + digest)
     return ModelIdentity(total.hexdigest(), checked.name or model_type_of(checked))
 
 
-def identities_of(model: Module, draft_model: Module | None = None) -> list[ModelIdentity]:
+def identities_of(
+    model: Module, draft_model: Module | None = None, known: KnownDigests = NOTHING_KNOWN
+) -> list[ModelIdentity]:
     """Those of all models whose K/V lie in a cache, the model first."""
     models = [model] if draft_model is None else [model, draft_model]
-    return [model_identity(each) for each in models]
+    return [model_identity(each, known) for each in models]
 
 
 def _code_of(model: Module) -> list[str]:
@@ -98,24 +99,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [each for each in map(_plain, value) if each is not NotImplemented]
     return NotImplemented
-
-
-def _array_digests(
-    model: Module, pool: ThreadPoolExecutor
-) -> Iterator[tuple[str, list[Future[bytes]]]]:
-    arrays = {
-        name: leaf for name, leaf in dict(tree_flatten(model)).items() if isinstance(leaf, mx.array)
-    }
-    for name, array in sorted(arrays.items()):
-        # Bytes as they lie; only an array that is a view with strides is copied.
-        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-        mx.eval(flat)
-        data = np.array(flat, copy=False).data
-        starts = range(0, len(data), PIECE_NBYTES)
-        pieces = [data[start : start + PIECE_NBYTES] for start in starts]
-        label = f"{name} {array.shape} {array.dtype}"
-        yield label, [pool.submit(_digest, piece) for piece in pieces]
-
-
-def _digest(piece: memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()

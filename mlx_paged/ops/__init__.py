@@ -5,7 +5,7 @@ describe each step and layer to it.
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend, BackendError
-from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
+from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend, try_kernels_of
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.formats import (
     AffineFormat,
@@ -27,6 +27,7 @@ from mlx_paged.ops.states import (
     reader_of,
 )
 from mlx_paged.ops.traced_step import traced_decode
+from mlx_paged.ops.tried_once import TrialStoppedError
 
 __all__ = [
     "BACKENDS",
@@ -49,6 +50,7 @@ __all__ = [
     "StateRow",
     "StateStack",
     "StepState",
+    "TrialStoppedError",
     "affine_name",
     "attend_to_latents",
     "attend_with_sdpa",
@@ -57,4 +59,5 @@ __all__ = [
     "part_ways",
     "reader_of",
     "traced_decode",
+    "try_kernels_of",
 ]

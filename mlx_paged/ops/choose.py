@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import mlx.core as mx
 
@@ -11,7 +12,8 @@ from mlx_paged.errors import shown
 from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend, BackendError
 from mlx_paged.ops.reference import ReferenceBackend
-from mlx_paged.ops.self_check import working_backend
+from mlx_paged.ops.self_check import try_beforehand, working_backend
+from mlx_paged.ops.tried_once import GoOn
 
 BACKENDS = ("auto", "reference", "metal")
 
@@ -50,6 +52,18 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
         raise BackendError(f"[backend] {lack}; choose the backend 'reference' or 'auto'")
     warnings.warn(f"[backend] {lack}; plain MLX operations run instead", stacklevel=2)
     return ReferenceBackend()
+
+
+def try_kernels_of(name: str, shapes: Iterable[AttentionShape]) -> Callable[[GoOn], None] | None:
+    """What :func:`choose_backend` will try for a backend and shapes, to be called before it in any
+    thread; ``None`` if it will try nothing.
+    """
+    shapes = list(dict.fromkeys(shapes))
+    if name not in ("auto", "metal") or not is_metal_available():
+        return None
+    if any(shape.why_unsupported is not None for shape in shapes):
+        return None
+    return partial(try_beforehand, shapes)
 
 
 def check_backend_name(name: str) -> None:

@@ -4,9 +4,6 @@ first real write.
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import mlx.core as mx
 
 from mlx_paged.ops import kernels
@@ -14,27 +11,27 @@ from mlx_paged.ops.formats import KVFormat
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import padded
+from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 64, 4, 16, 128
 NUM_TURNS = 8
+NUM_LOOKS = 16  # for a copy of a slab
 FORMAT = KVFormat.dense("float16")
 
 
-@cache
-def writes_in_place() -> bool:
-    """The outcome of :func:`check_writes_in_place`, found at the first call; a warning says what
-    failed.
-    """
+def _try_writes_in_place(go_on: GoOn) -> Found[bool]:
     try:
         failure = check_writes_in_place()
     except Exception as error:  # whatever a compiler or a driver raises
         failure = f"a write in place raised {type(error).__name__}: {error}"
-    if failure is not None:
-        warnings.warn(
-            f"[metal] {failure}; slots are written by donated scatter instead, which is slower",
-            stacklevel=2,
-        )
-    return failure is None
+    if failure is None:
+        return Found(True)
+    instead = "slots are written by donated scatter instead, which is slower"
+    return Found(False, (f"[metal] {failure}; {instead}",))
+
+
+writes_in_place = TriedOnce(_try_writes_in_place)
+"""Whether :func:`check_writes_in_place` found nothing; a warning says what failed."""
 
 
 def check_writes_in_place() -> str | None:
@@ -71,6 +68,18 @@ def check_writes_in_place() -> str | None:
 
 
 def _check_no_copy(kv: KVHandle) -> str | None:
+    # Weights may be read beside this, in another thread. A copy would show each time.
+    limit = kv.k[0].nbytes // 2
+    if any(_nbytes_of_a_write(kv) < limit for _ in range(NUM_LOOKS)):
+        return None
+    return (
+        f"each write of one row in place takes {limit} bytes or more, "
+        f"so MLX copies the slab of {kv.k[0].nbytes}"
+    )
+
+
+def _nbytes_of_a_write(kv: KVHandle) -> int:
+    """What the process takes meanwhile."""
     row = mx.zeros((1, NUM_KV_HEADS, HEAD_DIM), kv.dtype)
     mx.eval(row)
     mx.synchronize()
@@ -80,10 +89,4 @@ def _check_no_copy(kv: KVHandle) -> str | None:
     mx.eval(kv.fence)
     mx.synchronize()
     # What was freed again is kept for reuse. Nothing resets the peak, which is the process's.
-    copied = mx.get_active_memory() + mx.get_cache_memory() - base
-    if copied >= kv.k[0].nbytes // 2:
-        return (
-            f"a write of one row in place takes {copied} bytes, "
-            f"so MLX copies the slab of {kv.k[0].nbytes}"
-        )
-    return None
+    return mx.get_active_memory() + mx.get_cache_memory() - base

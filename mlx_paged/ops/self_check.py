@@ -1,5 +1,6 @@
-"""Whether the kernels that a model needs work on this device: when the first cache of a shape is
-made, each is compiled, and held against plain MLX on a random step.
+"""Whether the kernels that a model needs work on this device: before the first cache of a shape is
+made, each is compiled, and held against plain MLX on a random step. That may be done beside the
+reading of the model's weights, in another thread.
 
 So no answer waits for a compiler later on, and a kernel that this device's compiler refuses or gets
 wrong is not used.
@@ -8,11 +9,10 @@ wrong is not used.
 from __future__ import annotations
 
 import math
-import warnings
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,6 +26,7 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
+from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
 
 # Tokens that no threadgroup attends to alone, so that partitions are merged.
 LONG, LONG_WINDOW = 280, 260
@@ -61,38 +62,53 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
     return MetalBackend(writes, decode_runs)
 
 
-@cache
-def try_kernels(shape: AttentionShape) -> WorkingKernels:
-    """Try each kernel for ``shape``, and warn of those that fail."""
+def try_beforehand(shapes: Iterable[AttentionShape], go_on: GoOn) -> None:
+    """Try what :func:`working_backend` will ask for, and say nothing of it.
+
+    Raises:
+        TrialStoppedError: ``go_on`` did.
+    """
+    for shape in shapes:
+        try_kernels.quietly(shape, go_on=go_on)
+
+
+def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
+    said: list[str] = []
 
     def warn(name: str, failure: str, instead: str) -> None:
-        warnings.warn(f"[metal] {name} ({shape}) {failure}; {instead}", stacklevel=4)
+        said.append(f"[metal] {name} ({shape}) {failure}; {instead}")
 
     def failure_of_moves(writes: bool) -> str | None:
+        go_on()
         return _failure_of(_move, MetalBackend(writes), shape, [shape.block_size + 3, 5], [9, 5])
 
-    writes = writes_in_place()
+    writes = writes_in_place.quietly(go_on=go_on)
     failure = failure_of_moves(writes)
     if failure is not None:
         if not writes or failure_of_moves(False) is not None:
             warn("gather_blocks", failure, "plain MLX operations run instead")
-            return WorkingKernels(writes=False, gathers=False, decode_runs=())
+            return Found(WorkingKernels(writes=False, gathers=False, decode_runs=()), tuple(said))
         writes = False
         instead = "slots are written by donated scatter instead, which is slower"
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
         warn(" or ".join(filter(None, names)), failure, instead)
 
     runs = DECODE_RUNS if shape.why_no_attention is None else ()
-    failures = {run: _failure_of_attention(shape, run, writes) for run in runs}
+    failures = {run: _failure_of_attention(shape, run, writes, go_on) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
         name = f"paged_attention of {', '.join(map(str, failed))} query tokens"
         instead = "MLX's own attention on gathered K/V, or another kernel, runs instead"
         warn(name, next(iter(failed.values())), instead)
-    return WorkingKernels(writes, True, tuple(run for run in runs if run not in failed))
+    working = tuple(run for run in runs if run not in failed)
+    return Found(WorkingKernels(writes, True, working), tuple(said))
 
 
-def _failure_of_attention(shape: AttentionShape, run: int, writes: bool) -> str | None:
+try_kernels = TriedOnce(_try_kernels)
+"""Which kernels work for a shape: each is tried, and a warning says which fail."""
+
+
+def _failure_of_attention(shape: AttentionShape, run: int, writes: bool, go_on: GoOn) -> str | None:
     """Of runs of up to ``run`` tokens, at once and in partitions that are merged."""
     metal, query_lens = MetalBackend(writes, {shape.group: (run,)}), [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
@@ -100,6 +116,7 @@ def _failure_of_attention(shape: AttentionShape, run: int, writes: bool) -> str 
         ([run + 1, run], AttentionParams(scale, softcap=shape.softcap)),
         ([LONG, run + 6], AttentionParams(scale, LONG_WINDOW, sinks, shape.softcap)),
     ):
+        go_on()
         failure = _failure_of(partial(_attend, params), metal, shape, context_lens, query_lens)
         if failure is not None:
             return failure

@@ -171,7 +171,7 @@ def _load(
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.loading import dtype_config, load_draft_model, load_for
 
-    template = read_chat_template(args.chat_template)
+    template, options = read_chat_template(args.chat_template), engine_options(args)
     model, tokenizer = load_for(
         launched_ranks(),
         folder,
@@ -179,9 +179,10 @@ def _load(
         model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
+        engine_options=options,
     )
     draft_model = load_draft_model(args.draft_model, tokenizer)
-    return model, tokenizer, {**engine_options(args), "draft_model": draft_model}
+    return model, tokenizer, {**options, "draft_model": draft_model}
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:

@@ -310,7 +310,7 @@ def test_attention_without_a_window_is_found(metal, monkeypatch):
 
 
 def test_where_writes_in_place_raise_slots_are_written_by_scatter(metal, break_kernel):
-    self_check.writes_in_place.cache_clear()
+    self_check.writes_in_place.forget()
     break_kernel("reshape_and_cache", refuse)
     with pytest.warns(
         UserWarning, match=r"a write in place raised RuntimeError: .*scatter instead"

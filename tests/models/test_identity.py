@@ -15,7 +15,7 @@ from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.loading.loader import model_name
-from mlx_paged.models import identity
+from mlx_paged.models import array_digests, identity
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.mlx_lm import adapt
 
@@ -58,7 +58,7 @@ def test_one_bit_of_one_weight_makes_another_model() -> None:
 
 
 def test_a_weight_longer_than_a_piece_is_covered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "PIECE_NBYTES", 100)
+    monkeypatch.setattr(array_digests, "PIECE_NBYTES", 100)
     model = livelier_model(CONFIG)
     before = model_identity(model).digest
     weight = model.model.embed_tokens.weight

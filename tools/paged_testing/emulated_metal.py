@@ -39,6 +39,7 @@ def emulated_metal(
             patch.setattr(
                 choose, "working_backend", lambda _: MetalBackend(in_place.writes_in_place())
             )
+            patch.setattr(choose, "try_beforehand", lambda shapes, go_on: None)
         _forget_verdicts()
         try:
             assert in_place.writes_in_place()
@@ -50,5 +51,5 @@ def emulated_metal(
 
 def _forget_verdicts() -> None:
     kernels.kernel.cache_clear()
-    in_place.writes_in_place.cache_clear()
-    self_check.try_kernels.cache_clear()
+    in_place.writes_in_place.forget()
+    self_check.try_kernels.forget()

@@ -1,4 +1,8 @@
-"""Models from GGUF files, the format of ggml and llama.cpp: weights, configuration, tokenizer."""
+"""Models from GGUF files, the format of ggml and llama.cpp: weights, configuration, tokenizer.
+
+What reads them (``loader``) is imported where there is such a file: it needs the package gguf,
+which takes as long to import as most of this one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.loading.folder import GGUF_SUFFIX, LoadError
-from mlx_paged.loading.gguf.loader import load_gguf
 
 
 def is_gguf(path: Path) -> bool:
@@ -29,4 +32,4 @@ def dtype_config(path: Path, dtype: str | None) -> dict[str, Any] | None:
     return {"dtype": dtype}
 
 
-__all__ = ["dtype_config", "is_gguf", "load_gguf"]
+__all__ = ["dtype_config", "is_gguf"]

@@ -18,12 +18,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.module_calls import put_back
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
+from mlx_paged.models.mlx_lm.recording import RecurrentCaches, record_packed
 from mlx_paged.models.mlx_lm.small_copy import small_copy
 from mlx_paged.models.mlx_lm.stock_logits import (
     Prompts,
@@ -68,6 +70,21 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     if len(set(reasons.values())) == 1:
         raise UnsuitableModelError(reasons["packed"])
     raise UnsuitableModelError("; ".join(f"{way}, {text}" for way, text in reasons.items()))
+
+
+def layer_specs_of(model: Module) -> list[LayerSpec]:
+    """The layers of a model, of this package or of mlx-lm, found without evaluating a weight; empty
+    where only a run of the model says them.
+    """
+    if isinstance(model, LanguageModel):
+        return model.layer_specs
+    classes = [(module, type(module)) for module in model.modules()]
+    try:
+        return list(record_packed(model, RecurrentCaches(model)).layers)
+    except UnsuitableModelError:
+        return []
+    finally:
+        put_back(classes)
 
 
 class Trial:

@@ -12,7 +12,7 @@ from helpers.gguf_files import demo_tokenizer, metadata_of, tensors_of, write
 from mlx.nn.layers.base import Module
 
 from mlx_paged.loading import LoadError
-from mlx_paged.loading.gguf import load_gguf
+from mlx_paged.loading.gguf.loader import load_gguf
 
 TINY = {
     "hidden_size": 32,

@@ -27,7 +27,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.cache import Sequences
-from mlx_paged.loading.gguf import load_gguf
+from mlx_paged.loading.gguf.loader import load_gguf
 from mlx_paged.models import qwen3
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step

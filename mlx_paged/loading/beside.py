@@ -1,0 +1,80 @@
+"""``KernelsBeside``: the kernels of a cache are tried while the weights of its model are read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from mlx_paged.cache import LayerSpec
+from mlx_paged.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE, DEFAULT_KV, KVBits
+from mlx_paged.engine.thread import EngineThread
+from mlx_paged.models.kv_format import stored_as
+from mlx_paged.ops import TrialStoppedError, try_kernels_of
+
+
+class KernelsBeside:
+    """Tries kernels in a thread of its own, in which MLX has streams of its own. The cache asks for
+    the outcome when it is made, and waits for what is still tried; what was not tried by then, it
+    tries itself. Leaving the context by an error, or by an interrupt, ends the trial.
+
+        with KernelsBeside(options) as beside:
+            ...  # read what says the shapes of layers
+            beside.begin(layers)
+            ...  # read weights
+
+    Args:
+        options: of the engine that is to be made, not checked yet; ``None`` tries nothing.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None):
+        self._options = options
+        self._is_stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._is_stopped.set()
+
+    def begin(self, layers: Sequence[LayerSpec]) -> None:
+        """Try the kernels of a cache for these layers, if there is to be one that has any."""
+        try:
+            trial = self._trial_of(layers)
+        except (ValueError, TypeError):
+            return  # Of options that can't be. The engine says so.
+        if trial is None:
+            return
+        thread = EngineThread("mlx_paged kernels")
+
+        def run() -> None:
+            try:
+                with contextlib.suppress(TrialStoppedError):
+                    trial(self._go_on)
+            finally:
+                thread.end()
+
+        thread.submit(run)
+
+    def _trial_of(self, layers: Sequence[LayerSpec]) -> Callable[[Callable[[], None]], Any] | None:
+        options = self._options
+        if options is None or not layers:
+            return None
+        if options.get("kv", DEFAULT_KV) != "paged":
+            return None
+        block_size = options.get("block_size", DEFAULT_BLOCK_SIZE)
+        stored = stored_as(KVBits.parse(options.get("kv_format")), layers)
+        shapes = [spec.attention_shape(block_size) for spec in stored]
+        return try_kernels_of(options.get("backend", DEFAULT_BACKEND), shapes)
+
+    def _go_on(self) -> None:
+        if self._is_stopped.is_set():
+            raise TrialStoppedError

@@ -1,0 +1,93 @@
+"""``TriedOnce``: what is tried on this device once per process."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+# How long a wait may overlook an interrupt.
+LOOK_SECONDS = 0.1
+
+
+class TrialStoppedError(Exception):
+    """Raised by ``go_on`` of a trial whose outcome is not needed any more."""
+
+
+# Called between two pieces of a trial; raises TrialStoppedError to end it.
+GoOn: TypeAlias = Callable[[], None]
+
+
+class Found(NamedTuple, Generic[T]):
+    """What came of a trial, and the warnings that there are to say of it."""
+
+    outcome: T
+    warnings: tuple[str, ...] = ()
+
+
+class TriedOnce(Generic[T]):
+    """The outcome of a trial, by its arguments: tried in the thread that asks first, while others
+    that ask wait. Warnings are said by the first call that is not :meth:`quietly`.
+
+    Args:
+        attempt: what is tried, given the arguments and ``go_on``.
+    """
+
+    def __init__(self, attempt: Callable[..., Found[T]]):
+        self._attempt = attempt
+        self._lock = threading.Lock()
+        self._trials: dict[tuple[Hashable, ...], Future[Found[T]]] = {}
+        self._unsaid: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
+
+    def __call__(self, *arguments: Hashable) -> T:
+        outcome = self.quietly(*arguments)
+        with self._lock:
+            unsaid = self._unsaid.pop(arguments, ())
+        for text in unsaid:
+            warnings.warn(text, stacklevel=3)
+        return outcome
+
+    def quietly(self, *arguments: Hashable, go_on: GoOn = lambda: None) -> T:
+        """The outcome; its warnings are left to a later call."""
+        while True:
+            with self._lock:
+                trial = self._trials.get(arguments)
+                is_ours = trial is None
+                if trial is None:
+                    trial = self._trials[arguments] = Future()
+            if is_ours:
+                self._run(trial, arguments, go_on)
+            try:
+                return _wait_for(trial).outcome
+            except CancelledError:
+                continue  # It was stopped, or it raised, in another thread.
+
+    def forget(self) -> None:
+        """Try all again."""
+        self._trials.clear()
+        self._unsaid.clear()
+
+    def _run(self, trial: Future[Found[T]], arguments: tuple[Hashable, ...], go_on: GoOn) -> None:
+        try:
+            found = self._attempt(*arguments, go_on)
+        except BaseException:
+            with self._lock:
+                del self._trials[arguments]
+            trial.cancel()
+            raise
+        with self._lock:
+            self._unsaid[arguments] = found.warnings
+        trial.set_result(found)
+
+
+def _wait_for(trial: Future[Found[T]]) -> Found[T]:
+    while not trial.done():
+        try:
+            trial.exception(LOOK_SECONDS)
+        except TimeoutError:
+            continue
+    return trial.result()
