@@ -44,6 +44,15 @@ class CacheOptions(TypedDict, total=False):
             says="80% of what Metal recommends (half of the memory elsewhere), less the weights",
         ),
     ]
+    preallocate: Annotated[
+        bool,
+        Option(
+            "whether the cache takes its whole budget at once, so that it never grows, which "
+            "copies slabs; paged only.",
+            BOOL,
+            default=False,
+        ),
+    ]
     kv_format: Annotated[
         str | int | None,
         Option(

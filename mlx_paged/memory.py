@@ -1,4 +1,6 @@
-"""How much memory there is, how much of it the K/V take by default, and what stays wired."""
+"""How much memory there is, how much of it the K/V take by default, what stays wired, and how many
+freed buffers MLX keeps.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import mlx.core as mx
@@ -18,6 +20,9 @@ from mlx_paged.errors import ArgumentError
 DEVICE_SHARE = 0.8
 HOST_SHARE = 0.5
 MIN_KV_CACHE_BYTES = 64 * 2**20
+# How many times the activations of a step MLX may keep in freed buffers: two, since they are an
+# estimate, and a Mac frees those of several layers at a time, when a command buffer ends.
+CACHED_STEPS = 2
 
 
 def default_kv_cache_bytes(weight_nbytes: int) -> int:
@@ -105,21 +110,36 @@ def read_wired_limit(value: str | int | None) -> int:
     return nbytes
 
 
-class _WiredLimits:
-    """The limits that are held in this process, which has one: the largest of them."""
+class _HeldLimits:
+    """A limit of MLX's, which is the process's, while engines want one.
 
-    def __init__(self) -> None:
+    Args:
+        set_limit: gives MLX a limit, and returns the one before.
+        join: of all limits that are held, the one that counts.
+        is_default: whether a limit that was there before the first may be changed.
+    """
+
+    def __init__(
+        self,
+        set_limit: Callable[[int], int],
+        join: Callable[[Iterable[int]], int],
+        is_default: Callable[[int], bool] = lambda before: True,
+    ) -> None:
         # Finalizers run wherever the garbage collector does, also inside the lock.
         self._lock = threading.RLock()
+        self._set_limit, self._join, self._is_default = set_limit, join, is_default
         self._keys = itertools.count()
         self._held: dict[int, int] = {}
         self._before = 0  # what was set when there were none
 
     def acquire(self, nbytes: int) -> Callable[[], None]:
         with self._lock:
-            before = mx.set_wired_limit(max([nbytes, *self._held.values()]))
+            before = self._set_limit(self._join([nbytes, *self._held.values()]))
             if not self._held:
                 self._before = before
+                if not self._is_default(before):
+                    self._set_limit(before)
+                    return _no_op
             key = next(self._keys)
             self._held[key] = nbytes
         return partial(self._release, key)
@@ -128,10 +148,18 @@ class _WiredLimits:
         with self._lock:
             if self._held.pop(key, None) is not None:
                 mx.synchronize()  # MLX wants no step in flight while the limit changes.
-                mx.set_wired_limit(max(self._held.values(), default=self._before))
+                held = self._held.values()
+                self._set_limit(self._join(held) if held else self._before)
 
 
-_wired_limits = _WiredLimits()
+def _no_op() -> None:
+    pass
+
+
+_wired_limits = _HeldLimits(lambda nbytes: mx.set_wired_limit(nbytes), max)
+_cache_limits = _HeldLimits(
+    lambda nbytes: mx.set_cache_limit(nbytes), sum, lambda before: before >= recommended_memory()
+)
 
 
 def acquire_wired_limit(nbytes: int) -> Callable[[], None]:
@@ -147,5 +175,16 @@ def acquire_wired_limit(nbytes: int) -> Callable[[], None]:
     return _wired_limits.acquire(nbytes) if nbytes else _no_op
 
 
-def _no_op() -> None:
-    pass
+def acquire_cache_limit(activation_nbytes: int) -> Callable[[], None]:
+    """Have MLX keep at most ``CACHED_STEPS`` times these bytes of freed buffers for reuse, until
+    the function that is returned is called, for the first time.
+
+    What one step frees is what the next one takes, so more than the activations of the largest step
+    are buffers of sizes that do not come back. MLX itself keeps as many as there is memory. The
+    limit is the process's: of several engines it is the sum, and after the last one it is again
+    what it was before the first. One below what Metal recommends as working set was set by somebody
+    and stays as it is. Nothing changes without Metal, where MLX keeps 32 MiB.
+    """
+    if not recommended_memory():
+        return _no_op
+    return _cache_limits.acquire(CACHED_STEPS * activation_nbytes)

@@ -1,5 +1,5 @@
-"""What stays wired: nothing, unless it is asked for; and what is said of a model that does not fit.
-The device is made up.
+"""What stays wired: nothing, unless it is asked for; how many freed buffers MLX keeps; and what is
+said of a model that does not fit. The device is made up.
 """
 
 from __future__ import annotations
@@ -181,6 +181,65 @@ def test_a_device_without_metal_says_that_it_wires_nothing(
         Engine(*demo, **BUDGET)
     with pytest.raises(ArgumentError, match="wired_limit must be"):
         Engine(*demo, **BUDGET, wired_limit="lots")
+
+
+# Freed buffers
+
+MLX_DEFAULT = 18 * 10**9
+
+
+@pytest.fixture
+def cache_limits(mac: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The limits of freed buffers that MLX is given, from its own default for this device on."""
+    found = [MLX_DEFAULT]
+
+    def set_limit(limit: int) -> int:
+        found.append(limit)
+        return found[-2]
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_limit)
+    return found
+
+
+@in_every_way
+def test_an_engine_bounds_the_freed_buffers_by_the_activations_of_its_largest_step(
+    demo: tuple[Any, Any], cache_limits: list[int], ask: Callable[..., Any]
+):
+    ask(demo)
+    gc.collect()
+    before, bound, after = cache_limits
+    assert before == after == MLX_DEFAULT and 10**6 < bound < 10**9
+
+
+def test_the_bound_is_twice_what_stats_say_and_that_of_several_engines_their_sum(
+    demo: tuple[Any, Any], cache_limits: list[int]
+):
+    first, second = (Engine(*demo, **BUDGET, max_num_batched_tokens=size) for size in (512, 1024))
+    sizes = [2 * engine.stats().nbytes_activations for engine in (first, second)]
+    assert cache_limits == [MLX_DEFAULT, sizes[0], sum(sizes)]
+    first.close()
+    first.close()
+    del second
+    gc.collect()
+    assert cache_limits == [MLX_DEFAULT, sizes[0], sum(sizes), sizes[1], MLX_DEFAULT]
+
+
+@pytest.mark.parametrize("own", [0, 10**6, RECOMMENDED - 1])
+def test_a_limit_that_the_user_has_set_stays(
+    demo: tuple[Any, Any], cache_limits: list[int], own: int
+):
+    cache_limits[:] = [own]
+    engine = Engine(*demo, **BUDGET)
+    assert cache_limits[-1] == own
+    engine.close()
+    assert cache_limits[-1] == own
+
+
+def test_without_metal_the_limit_is_left_to_mlx(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mx, "set_cache_limit", None)
+    Engine(*demo, **BUDGET).close()
 
 
 # Models that do not fit

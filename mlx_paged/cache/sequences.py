@@ -16,7 +16,6 @@ from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata
-from mlx_paged.ops.spare_buffers import SpareBuffers
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -62,7 +61,6 @@ class Sequences:
         states = SequenceStates() if cache.config.state_nbytes else None
         self.manager = KVCacheManager(cache.pool, cache.config.retentions, states)
         self._prefix = f"[{cache.kind} cache]"  # of messages
-        self._spare_buffers = SpareBuffers()
         self._has_open_step = False
 
     def __contains__(self, seq: SeqId) -> bool:
@@ -129,7 +127,6 @@ class Sequences:
         if made is not None:
             snapshot = None
             forget_before(made)
-        self._spare_buffers.end_step(sum(counts), len(counts))
 
     def _check_counts(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         if not num_new_tokens:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
 from mlx_paged.command_line.descriptions import (
+    describe_activations,
     describe_backend,
     describe_budget,
     describe_budget_in_full,
@@ -61,6 +62,7 @@ class Reports:
                 f"backend: {describe_backend(cache)} | kv: {cache.kind}]"
             )
             say(f"[K/V budget: {describe_budget_in_full(cache)}]")
+            say(f"[{describe_activations(engine)}]")
             for words in describe_disk_tier(engine):
                 say(f"[{words}]")
             say(f"[context: {describe_context(engine)}; prompt and answer together]")
@@ -75,6 +77,7 @@ class Reports:
                 model,
                 f"{describe_device()}, {describe_backend(cache)}",
                 f"{cache.kind} K/V: {describe_budget(cache)}",
+                describe_activations(engine),
                 *describe_disk_tier(engine),
                 f"context: {describe_context(engine)}",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),

@@ -35,9 +35,10 @@ def describe_model(name: str | None, engine: Engine) -> str:
 
 def describe_budget_in_full(cache: KVCache) -> str:
     config = cache.config
+    grows = "; grows into it" if cache.nbytes_held < config.nbytes else ""
     return (
         f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
-        f"= {config.nbytes / 1e9:.2f} GB ({describe_token_size(cache)}); grows into it"
+        f"= {config.nbytes / 1e9:.2f} GB ({describe_token_size(cache)}){grows}"
     )
 
 
@@ -50,6 +51,11 @@ def describe_budget(cache: KVCache) -> str:
     config, size = cache.config, format_nbytes(cache.config.nbytes)
     token = "" if config.layers[0].format.is_as_computed else f", {describe_token_size(cache)}"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
+
+
+def describe_activations(engine: Engine) -> str:
+    """What a step takes beside weights and K/V."""
+    return f"activations: some {format_nbytes(engine.nbytes_activations)} at most (estimated)"
 
 
 def describe_disk_tier(engine: Engine) -> list[str]:

@@ -34,6 +34,7 @@ from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
+from mlx_paged.models.activations import activation_nbytes
 from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
@@ -59,6 +60,7 @@ class EngineParts:
     reports: Reports
     steps: Steps
     run_ahead: bool
+    nbytes_activations: int  # of a step at its highest, an estimate
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -80,6 +82,7 @@ class EngineParts:
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
+            nbytes_activations=self.nbytes_activations,
             disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
         )
 
@@ -173,6 +176,13 @@ def build(
     snapshots = Snapshots(
         model, identities, cache, manager, draft is not None, finds_prefixes, ranks
     )
+    largest = config.max_num_batched_tokens
+    context = largest if max_model_len is None else min(largest, max_model_len)
+    nbytes_activations = max(
+        activation_nbytes(each, largest, config.max_num_seqs, context)
+        for each in (checked, draft)
+        if each is not None
+    )
     return EngineParts(
         tokenizer,
         max_model_len,
@@ -188,6 +198,7 @@ def build(
         reports,
         steps,
         run_ahead,
+        nbytes_activations,
     )
 
 

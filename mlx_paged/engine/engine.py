@@ -39,7 +39,7 @@ from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
-from mlx_paged.memory import acquire_wired_limit, read_wired_limit
+from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
@@ -100,10 +100,13 @@ class Engine(EngineParts):
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
-        self._release_wired_limit = acquire_wired_limit(wired_nbytes)
+        self._release_limits = [
+            acquire_wired_limit(wired_nbytes),
+            acquire_cache_limit(self.nbytes_activations),
+        ]
         # What lives as long as this engine. The end of Python ends it by itself.
         let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
-        for end in (self.thread.end, self._release_wired_limit, *let_go):
+        for end in (self.thread.end, *self._release_limits, *let_go):
             weakref.finalize(self, end).atexit = False
 
     # From any thread
@@ -352,10 +355,12 @@ class Engine(EngineParts):
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
-        more; whether all was written. No memory stays wired for this engine. Without it, the end of
-        the engine or of Python does this.
+        more; whether all was written. No memory stays wired for this engine, and MLX's limit of
+        freed buffers is what it was before. Without it, the end of the engine or of Python does
+        this.
         """
-        self._release_wired_limit()
+        for release in self._release_limits:
+            release()
         if self.disk_tier is None:
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)

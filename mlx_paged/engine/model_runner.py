@@ -19,7 +19,6 @@ from mlx_paged.engine.logprobs import ScoredPrompt
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models.language_model import check_model
-from mlx_paged.ops.spare_buffers import SpareBuffers
 from mlx_paged.request import PENDING_TOKEN, Request
 
 
@@ -78,7 +77,6 @@ class ModelRunner:
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
         self._swap_space = swap_space or SwapSpace(0)
-        self._spare_buffers = SpareBuffers()
 
     def launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """Begin to compute a step that a scheduler planned, and don't wait for it.
@@ -117,7 +115,6 @@ class ModelRunner:
         if states is not None:
             put_states(self._manager, seq_ids, states)
             forget_before(states)
-        self._spare_buffers.end_step(step.num_tokens, len(scheduled))
         return logits
 
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:

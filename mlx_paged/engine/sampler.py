@@ -25,6 +25,7 @@ from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
 from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
 from mlx_paged.errors import request_error
+from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.request import Logprob, Request
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -224,9 +225,11 @@ def _penalise(
     lengths = [len(states[entry].token_ids) for entry in penalised]
     if not any(lengths):
         return logits
-    rows = mx.array(np.repeat(penalised, lengths))
-    columns = mx.array(np.concatenate([states[entry].token_ids for entry in penalised]))
-    counts = mx.array(np.concatenate([states[entry].counts for entry in penalised]))
+    # Some stand there twice, which sets the same number, so that sizes repeat while answers grow.
+    pairs = np.arange(rounded_up(sum(lengths), 4)) % sum(lengths)
+    rows = mx.array(np.repeat(penalised, lengths)[pairs])
+    columns = mx.array(np.concatenate([states[entry].token_ids for entry in penalised])[pairs])
+    counts = mx.array(np.concatenate([states[entry].counts for entry in penalised])[pairs])
     table = np.array([state.penalties or (1, 0, 0) for state in states], np.float32)
     repetition, frequency, presence = mx.array(table)[rows].T
     chosen = logits[rows, columns]

@@ -52,4 +52,5 @@ class EngineStats(KVCacheManagerStats):
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
+    nbytes_activations: int  # of a step at its highest, beside weights and K/V; an estimate
     disk_tier: DiskTierStats | None = None

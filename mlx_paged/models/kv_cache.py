@@ -19,6 +19,7 @@ from mlx_paged.cache import (
     PagedKVCache,
     group_layers,
 )
+from mlx_paged.cache.paged import RotateKeys
 from mlx_paged.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
@@ -29,7 +30,7 @@ from mlx_paged.config import (
     KVBudget,
     StreamingWindow,
 )
-from mlx_paged.domains import AT_LEAST_1
+from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -112,6 +113,7 @@ def make_kv_cache(
             "kv",
         )
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
+    preallocate = _preallocates(kind, options.get("preallocate", False))
     specs = checked.layer_specs
     if draft_model is not None:
         specs = [*specs, *check_model(draft_model).layer_specs]
@@ -122,7 +124,8 @@ def make_kv_cache(
     if bits is not None:
         warn_if_coarse(checked, bits)
     if draft_model is not None:
-        return PagedKVCache(_drafted(budget, stored, block_size, streaming), backend)
+        config = _drafted(budget, stored, block_size, streaming)
+        return _paged_cache(config, backend, preallocate)
     groups = group_layers(stored, block_size, streaming)
     rotate_keys = None
     if streaming is not None:
@@ -130,7 +133,36 @@ def make_kv_cache(
         rotate_keys = checked.rotate_keys
     config = KVCacheConfig.within(budget, stored, block_size, groups)
     config = replace(config, state_nbytes=checked.state_nbytes)
-    return PagedKVCache(config, backend, rotate_keys=rotate_keys)
+    return _paged_cache(config, backend, preallocate, rotate_keys)
+
+
+def _preallocates(kind: str, given: object) -> bool:
+    preallocate: bool = BOOL.check("kv cache", "preallocate", given)
+    if preallocate and kind != "paged":
+        raise ArgumentError(
+            f"[kv cache] preallocate needs the paged cache: a {kind} one has arrays of each "
+            "sequence's own; leave it out",
+            "preallocate",
+        )
+    return preallocate
+
+
+def _paged_cache(
+    config: KVCacheConfig,
+    backend: str,
+    preallocate: bool,
+    rotate_keys: RotateKeys | None = None,
+) -> PagedKVCache:
+    if not preallocate:
+        return PagedKVCache(config, backend, rotate_keys=rotate_keys)
+    try:
+        return PagedKVCache(config, backend, config.num_blocks, rotate_keys)
+    except RuntimeError as error:  # MLX's
+        raise ArgumentError(
+            f"[kv cache] preallocate: there is no memory for a budget of {config.nbytes:,} bytes "
+            f"at once ({error}); make kv_cache_bytes smaller, or leave preallocate out",
+            "preallocate",
+        ) from error
 
 
 def kv_budget(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata
+from mlx_paged.ops.metadata import AttentionMetadata, rounded_up
 
 # The constants of the same names in metal/paged_kv.h.
 SIMDGROUP_LANES = 32
@@ -147,8 +147,7 @@ def num_records(num_partitions: int) -> int:
     A threadgroup of an empty record issues about a sixth of the slots of one of 256 positions, by
     Mesa's compiler.
     """
-    step = max(1, 1 << (num_partitions - 1).bit_length() >> 3)
-    return -(-num_partitions // step) * step
+    return rounded_up(num_partitions, 4)
 
 
 @cache

@@ -9,49 +9,74 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_paged.ops.metadata import AttentionMetadata, Rows, padded
+from mlx_paged.ops.attention_plan import plan_size
+from mlx_paged.ops.metadata import AttentionMetadata, Rows, rounded_up
+
+# Sizes of results from one power of two to the next: more of them waste less, and come back less
+# often while a context grows.
+NUM_OUT_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """The sequences of one dispatch."""
+    """The sequences of one dispatch, and one of null blocks behind them that fills up the
+    result.
+    """
 
-    array: mx.array  # int32: 2 numbers per block, then 3 per sequence
+    array: mx.array  # int32: 2 numbers per block, then 3 per sequence, then zeros
     num_blocks: int  # over all sequences
-    num_tokens: list[int]  # of each sequence
+    num_tokens: list[int]  # of each sequence but the last one
 
     @classmethod
     def of(cls, step: AttentionMetadata) -> GatherPlan:
         """The plan of all sequences of ``step``, packed for its first layer."""
-        return step.derived((cls,), lambda: cls.pack(step.block_tables, step.context_lens))
+        return step.derived(
+            (cls,), lambda: cls.pack(step.block_tables, step.context_lens, step.block_size)
+        )
 
     @classmethod
-    def pack(cls, block_tables: Sequence[Sequence[int]], num_tokens: list[int]) -> GatherPlan:
+    def pack(
+        cls, block_tables: Sequence[Sequence[int]], num_tokens: list[int], block_size: int
+    ) -> GatherPlan:
         """Per block its id and its sequence; per sequence its first block, its first token, and its
         tokens.
+
+        Sizes are rounded up, so that those of a context that grows come back.
         """
-        lengths = [len(table) for table in block_tables]
+        total = sum(num_tokens)
+        num_filling = rounded_up(total, NUM_OUT_STEPS) - total
+        filling = [0] * -(-num_filling // block_size)
+        lengths = [*map(len, block_tables), len(filling)]
         num_blocks = sum(lengths)
         records = array("i", bytes(4 * 2 * num_blocks))
-        records[0::2] = array("i", itertools.chain.from_iterable(block_tables))
+        records[0::2] = array("i", itertools.chain(*block_tables, filling))
         records[1::2] = array(
             "i", itertools.chain.from_iterable(map(itertools.repeat, range(len(lengths)), lengths))
         )
         first_blocks = itertools.accumulate(lengths, initial=0)
         first_tokens = itertools.accumulate(num_tokens, initial=0)
-        for record in zip(first_blocks, first_tokens, num_tokens, strict=False):
+        for record in zip(first_blocks, first_tokens, [*num_tokens, num_filling], strict=False):
             records.extend(record)
-        return cls(padded(records), num_blocks, num_tokens)
+        records.frombytes(bytes(4 * (plan_size(len(records)) - len(records))))
+        plan = mx.array(memoryview(records))  # type: ignore[arg-type]  # buffers
+        return cls(plan, num_blocks, num_tokens)
+
+    @property
+    def num_out_tokens(self) -> int:
+        """Of the result, with those that fill it up."""
+        return rounded_up(sum(self.num_tokens), NUM_OUT_STEPS)
 
     def split(self, keys: mx.array, values: mx.array, num_kv_heads: int) -> list[Rows]:
         """Each sequence's K and V, ``[num_kv_heads, num_tokens, width]``, of what the kernel wrote,
-        ``[num_tokens * num_kv_heads, width]``.
+        ``[num_out_tokens * num_kv_heads, width]``.
         """
         ends = [num_kv_heads * end for end in itertools.accumulate(self.num_tokens)]
+        starts = [0, *ends[:-1]]
         pieces = (
-            [piece.reshape(num_kv_heads, -1, rows.shape[1]) for piece in mx.split(rows, ends[:-1])]
-            if len(ends) > 1
-            else [rows.reshape(num_kv_heads, -1, rows.shape[1])]
+            [
+                rows[start:end].reshape(num_kv_heads, -1, rows.shape[1])
+                for start, end in zip(starts, ends, strict=True)
+            ]
             for rows in (keys, values)
         )
         return [*zip(*pieces, strict=True)]

@@ -44,7 +44,7 @@ def check_writes_in_place() -> str | None:
     kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, FORMAT)
     before = kv.k[0]
     slots = mx.arange(kv.num_slots)
-    plan = GatherPlan.pack([range(NUM_BLOCKS)], [kv.num_slots])
+    plan = GatherPlan.pack([range(NUM_BLOCKS)], [kv.num_slots], BLOCK_SIZE)
     rows = [
         mx.full((kv.num_slots, NUM_KV_HEADS, HEAD_DIM), turn, kv.dtype)
         for turn in range(1, NUM_TURNS + 1)

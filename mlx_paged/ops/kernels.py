@@ -199,12 +199,12 @@ def encode(
 
 
 def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
-    """Of one part of the slabs. Returns keys and values, ``[num_tokens * num_kv_heads, width]``
-    each, for :meth:`GatherPlan.split`; and the fence.
+    """Of one part of the slabs. Returns keys and values, ``[num_out_tokens * num_kv_heads,
+    width]`` each, for :meth:`GatherPlan.split`; and the fence.
     """
     _, key_pieces, value_pieces = pieces = _pieces(kv, part)
     width = max(key_pieces, value_pieces, MIN_ELEMENTS)
-    num_rows = sum(plan.num_tokens) * kv.num_kv_heads
+    num_rows = plan.num_out_tokens * kv.num_kv_heads
     slabs = kv.k[part], kv.v[part]
     return _chained(
         "gather_blocks",
@@ -218,14 +218,14 @@ def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
 
 
 def gather_numbers(kv: KVHandle, plan: GatherPlan) -> Launch:
-    """What :func:`gather` does, of what the rows stand for: ``[num_tokens * num_kv_heads,
+    """What :func:`gather` does, of what the rows stand for: ``[num_out_tokens * num_kv_heads,
     key_dim or value_dim]``, in the dtype of ``kv``.
     """
     name = kv.format.kernels.dequantize
     if name is None:
         return gather(kv, plan)
     width = max(kv.key_dim // 8, MIN_ELEMENTS)
-    dense = ((sum(plan.num_tokens) * kv.num_kv_heads, kv.key_dim), kv.dtype)
+    dense = ((plan.num_out_tokens * kv.num_kv_heads, kv.key_dim), kv.dtype)
     return _chained(
         name,
         kv,

@@ -136,6 +136,17 @@ class KVHandle:
         self.leave_chain()
         self._replace_each(lambda slab: _cut(slab, num_blocks))
 
+    def after_writes(self, out: mx.array) -> mx.array:
+        """``out``, computed once all writes so far have happened. What reads the slabs waits for
+        them anyway.
+
+        MLX begins what nothing waits for last: the rows to be written of all layers would stay in
+        memory until the end of the step.
+        """
+        writes = self.slabs if self.fence is None else [self.fence]
+        waiting: mx.array = mx.depends([out], list(writes))[0]
+        return waiting
+
     def _replace_each(self, change: Callable[[mx.array], mx.array]) -> None:
         """Put ``change`` of each slab in its place, one after the other, evaluated."""
         for i in range(len(self.k)):

@@ -35,6 +35,17 @@ def padded(values: Sequence[int], filler: int = 0) -> mx.array:
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
+def rounded_up(count: int, steps: int) -> int:
+    """``count``, at least 1, rounded up to one of ``steps`` sizes from one power of two to the
+    next; as it is up to ``2 * steps``.
+
+    Sizes that grow with a context come back this way, so that MLX finds buffers that it has. Less
+    than one in ``steps`` is empty.
+    """
+    step = max(1, (1 << (count - 1).bit_length()) // (2 * steps))
+    return -(-count // step) * step
+
+
 @dataclass(frozen=True, eq=False)
 class SlotMapping:
     """The slot of each new K/V row: ``slot = block_id * block_size + offset``; a slot below 0 is

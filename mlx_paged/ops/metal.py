@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
@@ -109,7 +108,7 @@ class MetalBackend(Backend):
             if run == 0:
                 if part_rows is not None and not is_written:
                     self.update(*part_rows, kv, part.slot_mapping)
-                out = prefill(part_q, part_rows, part, params, partial(_gather_all, kv))
+                out = prefill(part_q, part_rows, kv, part, params, _gather_all)
                 outputs.append(out.astype(dtype))
                 continue
             queries = part_q.astype(kv.dtype)
@@ -147,7 +146,7 @@ class MetalBackend(Backend):
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
-        (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))
+        (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens], kv.block_size))
         return rows
 
     def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
@@ -156,7 +155,7 @@ class MetalBackend(Backend):
 
     def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
         table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
-        plan = GatherPlan.pack([table], [num_tokens])
+        plan = GatherPlan.pack([table], [num_tokens], kv.block_size)
         parts = []
         for part in range(kv.format.key.num_parts):
             keys, values, kv.fence = kernels.gather(kv, plan, part)()

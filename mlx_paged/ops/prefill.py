@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows
 
 # Capped scores are an array, of this many queries at a time: at 32,768 tokens of context and 16
@@ -18,9 +19,10 @@ CAPPED_QUERIES = 128
 def prefill(
     q: mx.array,  # [num_tokens, num_heads, key_dim]
     rows: Rows | None,  # [num_tokens, num_kv_heads, key_dim or value_dim] each
+    kv: KVHandle,
     step: AttentionMetadata,
     params: AttentionParams,
-    gather: Callable[[AttentionMetadata], list[Rows]],
+    gather: Callable[[KVHandle, AttentionMetadata], list[Rows]],
 ) -> mx.array:
     """``[num_tokens, num_heads, value_dim]``. A sequence whose tokens are all new takes its rows as
     they are; the others' K and V are gathered.
@@ -32,7 +34,7 @@ def prefill(
             ``[num_kv_heads, context_len, key_dim or value_dim]``.
     """
     stored = step if rows is None else step.with_history
-    gathered = iter(gather(stored) if stored.num_seqs else ())
+    gathered = iter(gather(kv, stored) if stored.num_seqs else ())
     seq_kv = []
     for seq, (context_len, query_len) in enumerate(
         zip(step.context_lens, step.query_lens, strict=True)
@@ -43,7 +45,8 @@ def prefill(
             run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
             keys, values = rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
         seq_kv.append((keys[None], values[None]))
-    return attend_with_sdpa(q, seq_kv, step, params)
+    out = attend_with_sdpa(q, seq_kv, step, params)
+    return out if stored.num_seqs else kv.after_writes(out)
 
 
 def attend_with_sdpa(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -99,7 +98,7 @@ class ReferenceBackend(Backend):
             if run:
                 outputs.append(_decode(part_q, kv, part, params))
             else:
-                outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
+                outputs.append(prefill(part_q, part_rows, kv, part, params, _gather_all))
         return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:

@@ -342,6 +342,7 @@ def _announce(
 ) -> None:
     """Say what is served, how, and where."""
     from mlx_paged.command_line.descriptions import (
+        describe_activations,
         describe_backend,
         describe_budget,
         describe_context,
@@ -357,6 +358,7 @@ def _announce(
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
         f"{cache.kind} K/V: {describe_budget(cache)}",
+        describe_activations(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
         keys_in_words(settings),

@@ -67,6 +67,30 @@ def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
     assert extra_bytes(seqs, new_tokens) <= bound < config(100_000).nbytes // 4 // 10
 
 
+def peak_of_a_prompt(num_layers: int) -> int:
+    """Peak memory of a prompt of 500 tokens above what was held before, in layers that follow one
+    another.
+    """
+    cache = PagedKVCache(KVCacheConfig.uniform(num_layers, 4, 64, num_blocks=32), initial_blocks=32)
+    x = mx.random.normal((500, 4, 64))
+    mx.eval(x)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    with Sequences(cache).step({"a": 500}):
+        for layer in cache.layers:
+            x = layer.update_and_attend(x, x * 2, x * 3, scale=0.1) + 1
+        mx.eval(x, cache.arrays)
+    return mx.get_peak_memory() - base
+
+
+def test_a_prompt_holds_its_rows_of_a_few_layers_at_a_time():
+    # Rows of K or V of one layer are half a megabyte. MLX computes at most some hundred operations
+    # behind Python, which are all of a few layers.
+    assert peak_of_a_prompt(24) <= peak_of_a_prompt(12) + 500 * 4 * 64 * 4
+
+
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     monkeypatch.setattr(
         choose, "is_metal_available", lambda: False

@@ -153,7 +153,6 @@ def test_what_fails_is_said_once_and_by_the_cache(
     assert len(said) == len(trials.tried) == 1
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_weights_are_read_ends_the_trial_too(
     trials: Trials, on_reading: Callable[[Callable[[], Any]], None]
 ) -> None:

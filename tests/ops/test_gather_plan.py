@@ -9,23 +9,30 @@ from mlx_paged.ops.gather_plan import GatherPlan
 
 
 def test_a_plan_names_each_block_with_its_sequence_then_where_each_sequence_begins():
-    plan = GatherPlan.pack([[7, 3, 9], [4], [5, 6]], [40, 16, 17])
+    plan = GatherPlan.pack([[7, 3, 9], [4], [5, 6]], [40, 16, 17], 16)
     assert plan.array.dtype == mx.int32
     assert plan.array.tolist() == [
-        *(7, 0, 3, 0, 9, 0, 4, 1, 5, 2, 6, 2),
+        *(7, 0, 3, 0, 9, 0, 4, 1, 5, 2, 6, 2, 0, 3),
         *(0, 0, 40),
         *(3, 40, 16),
         *(4, 56, 17),
+        *(6, 73, 7),  # a null block behind them
+        *[0] * 38,
     ]
-    assert (plan.num_blocks, plan.num_tokens) == (6, [40, 16, 17])
+    assert (plan.num_blocks, plan.num_tokens, plan.num_out_tokens) == (7, [40, 16, 17], 80)
 
 
-def test_a_short_plan_is_filled_up_to_what_metal_passes_as_an_array():
-    assert GatherPlan.pack([[7]], [3]).array.tolist() == [7, 0, 0, 0, 3, 0, 0, 0]
+def test_plans_and_results_of_a_growing_context_have_few_sizes():
+    plans = [GatherPlan.pack([range(-(-n // 16))], [n], 16) for n in range(1, 2000)]
+    assert sorted({plan.array.size for plan in plans}) == [64, 128, 256, 512]
+    sizes = sorted({plan.num_out_tokens for plan in plans})
+    assert sizes[-9:] == [1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
+    assert len(sizes) == 16 + 7 * 8
+    assert all(n <= plan.num_out_tokens < n + n / 8 for n, plan in enumerate(plans, 1))
 
 
 def test_each_sequence_gets_its_rows_heads_first():
-    plan = GatherPlan.pack([[1], [2], [3]], [2, 1, 3])
+    plan = GatherPlan.pack([[1], [2], [3]], [2, 1, 3], 16)
     rows = mx.arange(12)[:, None]
     assert [[part[:, :, 0].tolist() for part in pair] for pair in plan.split(rows, -rows, 2)] == [
         [[[0, 1], [2, 3]], [[0, -1], [-2, -3]]],

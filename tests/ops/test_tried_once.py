@@ -86,7 +86,6 @@ def test_who_waits_for_a_trial_that_is_stopped_tries_it() -> None:
     assert trials.tried == [(21, "first_0"), (21, "second_0")]
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_wait_and_not_the_trial() -> None:
     trials = Trials()
     with ThreadPoolExecutor(1) as pool:

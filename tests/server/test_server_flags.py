@@ -59,6 +59,7 @@ def test_without_flags_options_are_the_engines_own_defaults():
         "kv": "paged",
         "enable_prefix_caching": SchedulerConfig.enable_prefix_caching,
         "max_num_seqs": SchedulerConfig.max_num_seqs,
+        "preallocate": False,
         "num_history_tokens": 2**20,  # so that /v1/cache has something to say
         "priority_steps": SchedulerConfig.priority_steps,
         "watermark": SchedulerConfig.watermark,
@@ -83,6 +84,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "num_draft_tokens": ("3", 3),
         "num_history_tokens": ("0", 0),
         "num_sink_tokens": ("5", 5),
+        "preallocate": (None, True),
         "prefill_step_seconds": ("0", 0.0),
         "priority_steps": ("9", 9),
         "run_ahead": (None, True),

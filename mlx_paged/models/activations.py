@@ -1,0 +1,94 @@
+"""What a step takes beside weights and K/V: an estimate from the widths of a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import device
+
+# How many rows of each width a token has in memory at the highest, fitted to the peaks of models of
+# many shapes on a CPU, which tests/models/test_activations.py measures. The arrays of a layer are
+# freed while the next one or two are computed, so the number of layers does not count.
+HIDDEN_ROWS, MLP_ROWS, ATTENTION_ROWS, EXPERT_ROWS = 5, 2, 6, 2
+# Float32 rows of logits of a sequence that is sampled with filters: penalised, sorted, their
+# indices, sums.
+LOGIT_ROWS = 8
+# Head dimensions at which MLX's attention of a prompt is one kernel on Metal, which keeps no
+# scores.
+FUSED_HEAD_DIMS = (64, 80, 128)
+# What mixtures of experts call the number of experts of a token.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
+
+
+def activation_nbytes(
+    model: LanguageModel, num_tokens: int, num_seqs: int, context_len: int
+) -> int:
+    """An estimate of the bytes of activations that a step holds at its highest: the larger of what
+    the layers hold, and of the logits after them.
+
+    In the layers a token has ``5 * hidden + 2 * mlp + 6 * attention`` numbers in the dtype of the
+    activations: the widths of the residual stream, of the widest projection, and of queries and
+    keys together. With experts it has ``2 * (hidden + expert)`` more for each of its own. Scores
+    count where MLX's attention of a prompt is not one kernel, which is on a CPU and at head
+    dimensions other than 64, 80 and 128: a float32 number per head, token and position. Logits are
+    8 float32 rows per sequence.
+
+    Args:
+        num_tokens: of the step.
+        num_seqs: whose next tokens are sampled.
+        context_len: positions that each token sees.
+    """
+    widths = _widths_of(model)
+    layer_specs = model.layer_specs
+    num_heads = [spec.num_heads or spec.num_kv_heads for spec in layer_specs]
+    attention = max(
+        (
+            heads * spec.key_dim + spec.num_kv_heads * spec.key_dim
+            for heads, spec in zip(num_heads, layer_specs, strict=True)
+        ),
+        default=0,
+    )
+    numbers = (
+        HIDDEN_ROWS * widths.hidden
+        + MLP_ROWS * widths.mlp
+        + ATTENTION_ROWS * attention
+        + EXPERT_ROWS * widths.num_experts * (widths.hidden + widths.expert)
+    )
+    with_scores = [
+        heads
+        for heads, spec in zip(num_heads, layer_specs, strict=True)
+        if device.is_cpu() or spec.key_dim not in FUSED_HEAD_DIMS
+    ]
+    scores = 4 * max(with_scores, default=0) * context_len
+    logits = LOGIT_ROWS * 4 * num_seqs * model.args.vocab_size
+    return max(num_tokens * (numbers * model.dtype.size + scores), logits)
+
+
+class _Widths(NamedTuple):
+    hidden: int  # of the residual stream, that of the embedding
+    mlp: int  # of what the widest projection gives, the one to the vocabulary left out
+    expert: int  # the same of experts, and how many a token has; 0 without them
+    num_experts: int
+
+
+def _widths_of(model: LanguageModel) -> _Widths:
+    hidden = mlp = expert = num_experts = 0
+    for _, module in model.named_modules():
+        weight = module.get("weight")
+        if isinstance(module, nn.QuantizedEmbedding):
+            hidden = max(hidden, module.dims)
+        elif isinstance(module, nn.Embedding):
+            hidden = max(hidden, module.weight.shape[-1])
+        elif isinstance(weight, mx.array) and weight.ndim > 1:
+            width = weight.shape[-2]
+            if weight.ndim == 3:
+                expert = max(expert, width)
+            elif width < model.args.vocab_size:
+                mlp = max(mlp, width)
+        counts = [vars(module).get(name) for name in EXPERTS_PER_TOKEN]
+        num_experts = max([num_experts, *(count for count in counts if isinstance(count, int))])
+    return _Widths(hidden, mlp, expert, num_experts if expert else 0)
