@@ -352,6 +352,14 @@ def test_a_step_while_which_the_caller_was_away_is_not_counted(
     clock.now += 0.5
     budgets.end_step(prompts(200), 100)
     assert noted == [(100, 0, 0.5), (100, 200, 0.5)]
+    for _ in range(2):
+        clock.now += 20.0
+        begin(budgets, is_busy=True)
+        budgets.end_step(Batch(scheduled=[Scheduled(request(9, 8, 4), 8, 1, 1)]), 1)
+    begin(budgets, is_busy=True)
+    clock.now += 0.5
+    budgets.end_step(prompts(300), 100)
+    assert noted[2:] == [(100, 300, 0.5)]  # Nothing was learnt of those decodes.
 
 
 def test_the_faster_of_the_last_two_steps_of_decodes_shows_what_is_fixed(
