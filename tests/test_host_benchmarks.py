@@ -44,6 +44,19 @@ def test_overlap_runs_each_side_beside_the_simulated_device(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_mixed_load_is_run_on_each_machine_with_each_target(tmp_path: Path):
+    short = ["--targets", "0.2", "--answers", "4", "--prompt", "1000", "--prompts", "1"]
+    results = results_of("mixed_load.py", tmp_path / "mixed.json", *short)
+    assert len(results) == 5 * 2
+    for fixed, clocked in zip(results[::2], results[1::2], strict=True):
+        assert (fixed["target"], fixed["throughput_lost"], fixed["budget"]) == (None, 0.0, 512)
+        assert clocked["target"] == 0.2 and clocked["between_tokens"]["p99"] <= 0.4
+        # 1 prompt of 1,000 tokens; 4 tokens of answers in each of its steps.
+        num_prompts = clocked["prompt_tokens_per_second"] / 1000
+        assert clocked["first_token"] == pytest.approx(1 / num_prompts)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None,
     reason="the simulated device is made on Linux, with a C compiler",

@@ -242,11 +242,13 @@ class ClockedBudgets:
         self._start, self._away = now, 0.0
         # Without drafts and prompts each request has a token.
         self._had_prompt = num_tokens > len(batch.scheduled)
-        if not self._had_prompt:
+        if away > max(AWAY_SECONDS, AWAY_SHARE * seconds):
+            return
+        if self._had_prompt:
+            self._note_prompt(Measured(num_tokens, batch.num_gathered_tokens, seconds))
+        else:
             faster = min(seconds, self._decode_seconds)
             self._decodes, self._decode_seconds = Measured(num_tokens, 0, faster), seconds
-        elif away <= max(AWAY_SECONDS, AWAY_SHARE * seconds):
-            self._note_prompt(Measured(num_tokens, batch.num_gathered_tokens, seconds))
 
     def _note_prompt(self, step: Measured) -> None:
         """A step with a chunk of a prompt was measured."""

@@ -87,7 +87,7 @@ def shown(
     screen = Screen({"TERM": "xterm"} if environ is None else environ)
     settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
     tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
-    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False)
+    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False, tokens=[])
 
     def ask(params: Any, progress: Any) -> Iterator[Any]:
         for letter in answer:

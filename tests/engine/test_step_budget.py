@@ -20,6 +20,7 @@ from mlx_paged.engine.step_budget import (
     ladder,
     token_budget,
 )
+from mlx_paged.engine.step_price import Measured, StepPrice
 
 LIMITS = TokenBudgets(2048, 512)
 Cost = Callable[[int, int], float]  # seconds, by the new tokens of a step and its context
@@ -154,6 +155,15 @@ def test_noise_of_a_fifth_does_not_make_a_budget_flap(cost: Cost, num_answers: i
     assert p99(load.seconds) <= 2 * target
 
 
+def test_a_budget_rises_by_one_after_steps_that_filled_it():
+    load = Load(M5_MAX, num_answers=0)
+    for _ in range(20):
+        load.prompt(60)
+    assert set(load.seen) == {128}  # Half of it was never filled.
+    load.prompt(4000)
+    assert load.seen[20:24] == [128, 256, 512, 1024]
+
+
 def test_steps_that_are_slow_by_accident_change_nothing():
     calm, shaken = (
         Load(M1_MAX),
@@ -252,6 +262,17 @@ def test_requests_end_under_any_budgets(seed: int):
     assert not engine.scheduler.requests
 
 
+def test_prices_are_found_from_steps_of_different_kinds():
+    price, rng = StepPrice(), random.Random(0)
+    for _ in range(300):
+        num_tokens, context = rng.choice([16, 64, 512]), rng.randrange(20_000)
+        seconds = 0.03 + 0.002 * num_tokens + 3e-6 * context
+        price.note(Measured(num_tokens, context, seconds * rng.uniform(0.9, 1.1)))
+    for num_tokens, context in ((32, 0), (32, 16_000), (256, 0), (256, 16_000)):
+        expected = 0.03 + 0.002 * num_tokens + 3e-6 * context
+        assert price.seconds(num_tokens, context) == pytest.approx(expected, rel=0.1)
+
+
 # What is measured
 
 
@@ -331,6 +352,14 @@ def test_a_step_while_which_the_caller_was_away_is_not_counted(
     clock.now += 0.5
     budgets.end_step(prompts(200), 100)
     assert noted == [(100, 0, 0.5), (100, 200, 0.5)]
+    for _ in range(2):
+        clock.now += 20.0
+        begin(budgets, is_busy=True)
+        budgets.end_step(Batch(scheduled=[Scheduled(request(9, 8, 4), 8, 1, 1)]), 1)
+    begin(budgets, is_busy=True)
+    clock.now += 0.5
+    budgets.end_step(prompts(300), 100)
+    assert noted[2:] == [(100, 300, 0.5)]  # Nothing was learnt of those decodes.
 
 
 def test_the_faster_of_the_last_two_steps_of_decodes_shows_what_is_fixed(
@@ -351,8 +380,9 @@ def test_the_faster_of_the_last_two_steps_of_decodes_shows_what_is_fixed(
 def test_a_step_of_decodes_reads_the_clock_twice_and_chooses_nothing(clock: Clock):
     budgets = ClockedBudgets(LIMITS, 1.0, 0.2, clock)
     decodes = Batch(scheduled=[Scheduled(request(9, 8, 4), 8, 1, 1)] * 3)
+    planner: Any = SimpleNamespace(num_steps=1, waiting=[])  # Nothing else is looked at.
     for _ in range(10):
-        budgets.begin_step(Load(M1), is_busy=True)
+        budgets.begin_step(planner, is_busy=True)
         clock.now += 0.1
         budgets.end_step(decodes, 3)
     assert clock.num_readings == 20

@@ -200,6 +200,7 @@ def _engine_options() -> dict[str, Any]:
         "model": tiny_model(), "tokenizer": tokenizer(), "block_size": 16, "kv_cache_bytes": BUDGET,
         "seed": 0, "backend": "auto", "swap_bytes": "4blocks", "max_model_len": 20,
         "max_num_seqs": 4, "watermark": 0.1, "max_num_batched_tokens": 16, "priority_steps": 10,
+        "max_num_mixed_tokens": 16, "prefill_step_seconds": 0.5, "mixed_step_seconds": 0.1,
         "enable_prefix_caching": True,
     }  # fmt: skip
 
