@@ -7,6 +7,7 @@ chose, or nothing, which leaves the limits of the configuration.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -35,6 +36,8 @@ FALL, RISE = 1.15, 0.85
 AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
 # Changes that are remembered, some 100 bytes each.
 MAX_CHANGES = 2**14
+
+LOG = logging.getLogger("mlx_paged.engine")
 
 Clock: TypeAlias = Callable[[], float]
 
@@ -268,6 +271,7 @@ class ClockedBudgets:
         if budgets != self._budgets:
             self._budgets = budgets
             self._chosen.append(ChosenBudgets(planner.num_steps, *budgets))
+            LOG.debug("from step %d on: %s", planner.num_steps, budgets)
 
 
 def _next_context(running: Sequence[Request]) -> int:
