@@ -70,8 +70,7 @@ class ModelRunner:
         self.cache = cache
         self._manager = manager
         self.compiled_decode: CompiledDecode | None = None
-        is_replayed = self.model.runs_packed and not self.model.state_nbytes
-        if isinstance(cache, PagedKVCache) and is_replayed:
+        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
         # Behind them are those of the draft model.

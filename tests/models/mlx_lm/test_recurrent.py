@@ -185,6 +185,20 @@ def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
             make_engine(adapted_model(name), draft_model=adapted_model(draft))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", [8, "K:8,V:4"])
+def test_quantised_kv_beside_states_give_the_same_side_by_side_as_alone(kv_format: str | int):
+    asked = {str(length): prompt(length, length) for length in (5, 30, 41)}
+    together = ragged("qwen3_next", kv_format=kv_format)
+    for name, tokens in asked.items():
+        together.add_request(name, tokens, greedy(12))
+    found = answers(together)
+    for name, tokens in asked.items():
+        alone = ragged("qwen3_next", kv_format=kv_format)
+        alone.add_request(name, tokens, greedy(12))
+        assert answers(alone)[name] == found[name]
+
+
 # A model whose states are much of the memory that it works in.
 WIDE = {
     "model_type": "mamba2",
