@@ -90,7 +90,8 @@ class CompiledDecode:
         if states is not None and before is not None:
             after = StateStack.of_leaves(made, before.num_slots)
             for state, row in zip(states, after.rows(), strict=True):
-                state.after, state.after_first = row, row.alone() if state.num_first else None
+                state.after = row
+                state.at_cuts += [row.alone() for _ in state.cuts]
         return logits
 
     def _check(

@@ -98,7 +98,7 @@ class ModelRunner:
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
         seq_ids = [part.request.seq_id for part in scheduled]
-        states = states_before(self._manager, seq_ids, counts, num_logit_rows)
+        states = states_before(self._manager, seq_ids, counts)
         with cache.open_step(
             [groups[seq] for seq in seq_ids],
             counts,
@@ -114,7 +114,7 @@ class ModelRunner:
                 logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             mx.async_eval(logits, cache.arrays)
         if states is not None:
-            put_states(self._manager, seq_ids, states)
+            put_states(self._manager, seq_ids, counts, states)
             forget_before(states)
         self._spare_buffers.end_step(step.num_tokens, len(scheduled))
         return logits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -124,15 +124,15 @@ class StepState:
     Attributes:
         before: what the model left in :attr:`after` in the last step of the sequence; ``None``
             where the sequence begins.
-        num_first: of the new tokens, how many are to be followed by a state of their own, which
-            others may begin with; 0 for none.
-        after_first: the state after these, to be set by the model.
-        after: the state after all, to be set by the model.
+        cuts: after how many of the new tokens, ascending, the model is to leave a state that others
+            may begin with.
+        at_cuts: these states, in stacks of their own, to be added by the model.
+        after: the state after all new tokens, to be set by the model.
     """
 
     before: StateRow | None
-    num_first: int = 0
-    after_first: StateRow | None = None
+    cuts: Sequence[int] = ()
+    at_cuts: list[StateRow] = field(default_factory=list)
     after: StateRow | None = None
 
 
