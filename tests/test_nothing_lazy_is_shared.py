@@ -29,7 +29,7 @@ from mlx_paged.request import Request, SamplingParams
 
 T = TypeVar("T")
 CACHES: dict[str, Callable[[], mx.array]] = {
-    "_first_fence": kernels._first_fence,
+    "first_fence": kernels.first_fence,
     "_scalar": lambda: kernels._scalar(0.125),
     "_no_sinks": lambda: kernels._no_sinks(2),
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_paged.ops import KVHandle, Parts
+from mlx_paged.ops import KVHandle, Parts, StepState
 
 
 class PlanShape(NamedTuple):
@@ -48,3 +48,4 @@ class OpenDecode(NamedTuple):
     shape: DecodeShape
     arrays: DecodeArrays
     slabs: list[KVHandle]  # which take the next fences
+    states: list[StepState] | None  # of a model with recurrent layers

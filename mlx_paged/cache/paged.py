@@ -28,6 +28,7 @@ from mlx_paged.ops import (
     attend_to_latents,
     choose_backend,
 )
+from mlx_paged.ops.kernels import first_fence
 
 NUM_WATCHED_STEPS = 3
 
@@ -223,9 +224,6 @@ class PagedKVCache(KVCache):
         step, (opened, slabs, keys_of_group) = self._steps[0], self._open_part
         if step.max_query_len > 1 or step.logit_rows is not None:
             return None
-        fences = [kv.fence for kv in slabs if kv.fence is not None]
-        if len(fences) < len(slabs):
-            return None
         shapes, arrays = [], []
         for group, (group_step, keys) in enumerate(zip(self._steps, keys_of_group, strict=True)):
             plans = self._backend.decode_plans(group_step, keys)
@@ -239,9 +237,14 @@ class PagedKVCache(KVCache):
         encodes = any(kv.format.kernels.encode is not None for kv in slabs)
         slots = [each.slot_mapping.packed for each in self._steps] if encodes else []
         inputs = DecodeArrays(
-            step.positions, arrays, slots, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
+            step.positions,
+            arrays,
+            slots,
+            [kv.k for kv in slabs],
+            [kv.v for kv in slabs],
+            [first_fence() if kv.fence is None else kv.fence for kv in slabs],
         )
-        return OpenDecode(shape, inputs, slabs)
+        return OpenDecode(shape, inputs, slabs, step.states)
 
     @property
     def _open_part(self) -> _OpenPart:

@@ -107,12 +107,12 @@ class Sequences:
         try:
             self._has_open_step = True
             self._allocate_slots(num_new_tokens)
-            made = states_before(manager, seq_ids, counts, num_logit_rows)
+            made = states_before(manager, seq_ids, counts)
             groups = [manager.groups[seq] for seq in seq_ids]
             with self.cache.open_step(groups, counts, num_logit_rows, states=made) as step:
                 yield step
             if made is not None:
-                put_states(manager, seq_ids, made)
+                put_states(manager, seq_ids, counts, made)
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
                 if states is not None and snapshot is not None:

@@ -4,61 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_paged.core import KVCacheManager, SequenceState
+from mlx_paged.core import Cut, KVCacheManager, SequenceState, SequenceStates
 from mlx_paged.ops import StepState, part_ways
 from mlx_paged.request import SeqId
 
 
 def states_before(
-    manager: KVCacheManager,
-    seq_ids: Sequence[SeqId],
-    num_new_tokens: Sequence[int],
-    num_logit_rows: Sequence[int] | None,
+    manager: KVCacheManager, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int]
 ) -> list[StepState] | None:
-    """The states from which the sequences of a step continue; ``None`` for a model without. Their
-    slots are allocated.
+    """The states from which the sequences of a step continue, and where it is to leave others;
+    ``None`` for a model without. Their slots are allocated.
     """
-    states, block_size = manager.states, manager.pool.block_size
+    states = manager.states
     if states is None:
         return None
-    counts = num_logit_rows or [1] * len(seq_ids)
     made = []
-    for seq, num_new, num_logits in zip(seq_ids, num_new_tokens, counts, strict=True):
-        num_tokens = manager.num_tokens(seq)
-        num_behind = num_tokens % block_size
-        num_first = 0
-        # A prompt is cut once, where it ends: each cut is a pass of its own.
-        if states.num_checkpoints and num_new > num_behind and (num_logits or not num_behind):
-            num_first = num_new - num_behind
-        made.append(StepState(states.get(seq, num_tokens - num_new), num_first))
+    for seq, num_new in zip(seq_ids, num_new_tokens, strict=True):
+        begin = manager.num_tokens(seq) - num_new
+        cuts = [cut.num_tokens - begin for cut in _cuts(manager, states, seq, num_new)]
+        made.append(StepState(states.get(seq, begin), cuts))
     return made
 
 
+def _cuts(manager: KVCacheManager, states: SequenceStates, seq: SeqId, num_new: int) -> list[Cut]:
+    end = manager.num_tokens(seq)
+    return states.cuts(seq, end - num_new, end, manager.pool.block_size)
+
+
 def put_states(
-    manager: KVCacheManager, seq_ids: Sequence[SeqId], made: Sequence[StepState]
+    manager: KVCacheManager,
+    seq_ids: Sequence[SeqId],
+    num_new_tokens: Sequence[int],
+    made: Sequence[StepState],
 ) -> None:
     """Keep the states that a step has made.
 
     Raises:
         ValueError: the step ran no model, which alone can make them.
     """
-    states, block_size = manager.states, manager.pool.block_size
+    states = manager.states
     assert states is not None, "a step has states where its manager keeps them"
     if any(state.after is None for state in made):
         raise ValueError(
             "[paged cache] this model keeps a recurrent state beside K/V, which nothing but the "
             "model can make: rows of K/V can't be appended or restored alone"
         )
-    lengths = {seq: manager.num_tokens(seq) for seq in seq_ids}
-    of_seqs = list(zip(seq_ids, made, strict=True))
-    newest = {seq: SequenceState(lengths[seq], state.after) for seq, state in of_seqs}
+    newest = {
+        seq: SequenceState(manager.num_tokens(seq), state.after)
+        for seq, state in zip(seq_ids, made, strict=True)
+    }
     at_block_ends = {
-        seq: (
-            SequenceState(lengths[seq] // block_size * block_size, state.after_first),
-            state.num_first == 1,
-        )
-        for seq, state in of_seqs
-        if state.num_first
+        seq: list(zip(_cuts(manager, states, seq, num_new), state.at_cuts, strict=True))
+        for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True)
+        if state.cuts
     }
     manager.put_states(states, newest, at_block_ends)
 

@@ -22,6 +22,7 @@ from mlx_paged.core.block_hash import (
 )
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
+from mlx_paged.core.checkpoints import Checkpoint, Checkpoints
 from mlx_paged.core.computed_blocks import BlockLoad, ComputedBlocks, SequenceTables
 from mlx_paged.core.errors import (
     BlockError,
@@ -39,7 +40,7 @@ from mlx_paged.core.manager_stats import KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes
 from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
-from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
+from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
 
 __all__ = [
     "KEEP_ALL",
@@ -53,7 +54,9 @@ __all__ = [
     "BlockTable",
     "BlockTableError",
     "Checkpoint",
+    "Checkpoints",
     "ComputedBlocks",
+    "Cut",
     "DoubleFreeError",
     "ExtraKey",
     "ForeignBlockError",

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mlx_paged.core.block_table import TableState
+from mlx_paged.core.checkpoints import Checkpoint
 from mlx_paged.core.free_queue import KVCacheBlock
-from mlx_paged.core.sequence_states import Checkpoint, SequenceState
+from mlx_paged.core.sequence_states import SequenceState
 
 
 class SequenceTables(NamedTuple):
@@ -46,6 +47,8 @@ class ComputedBlocks(NamedTuple):
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
     checkpoint: Checkpoint | None = None  # of a model with recurrent layers, after the last block
+    # Whose K/V are there; more than ``num_tokens`` where no state was kept after them.
+    num_tokens_with_kv: int = 0
     resumed: SequenceTables | None = None  # the blocks after those of ``groups`` are loaded
 
     @property

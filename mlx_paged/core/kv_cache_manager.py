@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_need import BlockNeed
@@ -28,7 +29,7 @@ from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, look_up
 from mlx_paged.core.retention import KEEP_ALL, Retention
-from mlx_paged.core.sequence_states import SequenceState, SequenceStates
+from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
 
 RequestId = Hashable
 
@@ -118,14 +119,17 @@ class KVCacheManager:
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
-        lookups, num_blocks = look_up(
+        lookups, num_blocks, num_with_kv = look_up(
             self.pool, self.retentions, self.states, block_hashes, num_tokens
         )
         found = [lookup.blocks(num_blocks) for lookup in lookups]
         checkpoint = None
         if self.states is not None and num_blocks:
-            checkpoint = self.states.checkpoint(block_hashes[num_blocks - 1])
-        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens, checkpoint)
+            checkpoint = self.states.checkpoints.get(block_hashes[num_blocks - 1])
+        block_size = self.pool.block_size
+        return ComputedBlocks(
+            found, num_blocks * block_size, num_tokens, checkpoint, num_with_kv * block_size
+        )
 
     def describe(self, request_id: RequestId) -> tuple[SequenceTables, list[list[int]]]:
         """What a request holds, and the ids of its blocks in each group of layers: those of its
@@ -184,7 +188,7 @@ class KVCacheManager:
             is_elsewhere: whether a block can be brought from another place, by the hash of its
                 group. It is asked of a block or two beyond those that can.
         """
-        lookups, num_blocks = look_up(
+        lookups, num_blocks, _ = look_up(
             self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
         )
         return list(itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups))
@@ -326,8 +330,14 @@ class KVCacheManager:
             self._loads[request_id] = self._resume(tables, computed, computed.resumed)
             num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
         self._groups[request_id], self._tables[request_id] = tables, tables[0]
-        if self.states is not None and computed.checkpoint is not None:
-            self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
+        if self.states is not None:
+            self.states.begin(
+                request_id,
+                computed.num_tokens,
+                computed.checkpoint,
+                computed.num_queried_tokens,
+                computed.num_tokens_with_kv,
+            )
         if self.states is not None and computed.resumed and computed.resumed.state:
             self.states.put({request_id: computed.resumed.state})
         # Counted here and not at the lookup, which a refused request repeats.
@@ -434,20 +444,20 @@ class KVCacheManager:
         self,
         states: SequenceStates,
         newest: Mapping[RequestId, SequenceState],
-        at_block_ends: Mapping[RequestId, tuple[SequenceState, bool]],
+        at_block_ends: Mapping[RequestId, Sequence[tuple[Cut, Any]]],
     ) -> None:
         """A step has made these states.
 
         Args:
             states: of this manager.
             newest: of each request of the step.
-            at_block_ends: of those that passed the end of a block, the state there, and whether a
-                decode made it; others may hit it from now on, or as soon as its tokens are known.
+            at_block_ends: of each request the states that are to be kept; others may hit them from
+                now on, or as soon as their tokens are known.
         """
         states.put(newest)
-        for request_id, (state, is_decoded) in at_block_ends.items():
-            states.name(request_id, self._tables[request_id])
-            states.offer(request_id, state, is_decoded)
+        for request_id, kept in at_block_ends.items():
+            for cut, content in kept:
+                states.offer(request_id, cut, content)
             states.name(request_id, self._tables[request_id])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -457,7 +467,7 @@ class KVCacheManager:
         if self.states is not None:
             block_ids = list(block_ids)
             hashes = (self.pool.get_block(block_id).block_hash for block_id in block_ids)
-            self.states.forget_checkpoints(filter(None, hashes))
+            self.states.checkpoints.remove(filter(None, hashes))
         self.pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
@@ -465,7 +475,7 @@ class KVCacheManager:
         if not self.pool.reset_prefix_cache():
             return False
         if self.states is not None:
-            self.states.clear_checkpoints()
+            self.states.checkpoints.clear()
         return True
 
     @property

@@ -115,18 +115,26 @@ def look_up(
     block_hashes: Sequence[BlockHash],
     num_tokens: int,
     is_elsewhere: Callable[[BlockHash], bool] = nowhere,
-) -> tuple[list[PrefixLookup], int]:
+) -> tuple[list[PrefixLookup], int, int]:
     """What is known of each group of layers, and the blocks of the longest prefix that a request of
-    ``num_tokens`` tokens can begin with: at most all tokens but the last one.
+    ``num_tokens`` tokens can begin with: at most all tokens but the last one. And those of the
+    longest one that has K/V, whether or not the model's state was kept there.
     """
     num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // pool.block_size)
     lookups = [
         PrefixLookup(pool, retention, block_hashes, group, is_elsewhere)
         for group, retention in enumerate(retentions)
     ]
-    limits = [lookup.longest for lookup in lookups]
-    if states is not None:
-        limits.append(partial(states.longest, block_hashes))
+    of_kv = [lookup.longest for lookup in lookups]
+    num_with_kv = num_blocks = _longest_of_all(of_kv, num_blocks)
+    if states is not None and num_blocks:
+        of_states = partial(states.checkpoints.longest, block_hashes)
+        num_blocks = _longest_of_all([of_states, *of_kv], num_blocks)
+    return lookups, num_blocks, num_with_kv
+
+
+def _longest_of_all(limits: Sequence[Callable[[int], int]], num_blocks: int) -> int:
+    """The most blocks that all limits allow."""
     # Each may allow less than the one before; one alone is asked once.
     remaining = len(limits)
     for longest_of in itertools.cycle(limits):
@@ -135,4 +143,4 @@ def look_up(
         num_blocks, remaining = longest, remaining - 1
         if not remaining:
             break
-    return lookups, num_blocks
+    return num_blocks

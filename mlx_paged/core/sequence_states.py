@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_table import BlockTable
+from mlx_paged.core.checkpoints import INTERVAL, Checkpoint, Checkpoints
 from mlx_paged.core.errors import BlockTableError
 
 
@@ -19,39 +21,50 @@ class SequenceState(NamedTuple):
     content: Any
 
 
-class Checkpoint(NamedTuple):
-    """The state after a block, of all tokens up to its last one."""
+class Cut(NamedTuple):
+    """The end of a block at which a state is to be kept."""
 
-    block_hash: BlockHash
-    content: Any
+    num_tokens: int  # of the sequence, up to there
+    is_junction: bool = False  # where a prompt leaves an earlier one
+    is_of_answer: bool = False  # of each answer the newest one is kept
+
+
+@dataclass(slots=True, eq=False)
+class _Beginning:
+    """What a sequence began with."""
+
+    num_tokens: int = 0  # of a prefix hit
+    num_prompt_tokens: int = 0
+    num_junction_tokens: int = 0  # that have K/V, whether or not they have a state
+    checkpoint: BlockHash | None = None
+    # The newest checkpoint of its answer, and the tokens up to the last one of any kind.
+    of_answer: BlockHash | None = None
+    num_kept_tokens: int = 0
 
 
 class SequenceStates:
     """The newest state of each sequence, of a model with recurrent layers.
 
     A state stands for all tokens before it and can't be cut, so a sequence goes on from exactly the
-    number of tokens that its state is of. Forks share a state, since it is a value.
-
-    *Checkpoints* are states at the ends of blocks, by the hash of the block, for others that begin
-    with the same tokens (vLLM: Mamba's prefix caching in ``align`` mode). The least recently used
-    one goes first.
+    number of tokens that its state is of. Forks share a state, since it is a value. Some states at
+    the ends of blocks are kept for others that begin with the same tokens (:class:`Checkpoints`;
+    vLLM: Mamba's prefix caching in ``align`` mode).
 
     Args:
         num_checkpoints: how many are kept, at most.
     """
 
     def __init__(self, num_checkpoints: int = 0) -> None:
-        self.num_checkpoints = num_checkpoints
+        self.checkpoints = Checkpoints(num_checkpoints)
         self.reset()
 
     def reset(self) -> None:
         """Forget all states and checkpoints."""
+        self.checkpoints.clear()
         self._states: dict[Hashable, SequenceState] = {}
-        self._checkpoints: dict[BlockHash, Any] = {}  # least recently used first
-        # Of each sequence: a state at the end of a block whose tokens are not all known yet, and
-        # the block after which a decode left a checkpoint.
-        self._pending: dict[Hashable, tuple[SequenceState, bool]] = {}
-        self._decoded: dict[Hashable, BlockHash] = {}
+        self._beginnings: dict[Hashable, _Beginning] = {}
+        # Of each sequence, states at the ends of blocks whose tokens are not all known yet.
+        self._pending: dict[Hashable, list[tuple[Cut, Any]]] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -94,9 +107,11 @@ class SequenceStates:
     def fork(self, seq: Hashable, new_seq: Hashable) -> None:
         if seq in self._states:
             self._states[new_seq] = self._states[seq]
+        if seq in self._beginnings:
+            self._beginnings[new_seq] = replace(self._beginnings[seq], of_answer=None)
 
     def free(self, seq: Hashable) -> None:
-        for of_sequence in (self._states, self._pending, self._decoded):
+        for of_sequence in (self._states, self._pending, self._beginnings):
             of_sequence.pop(seq, None)
 
     def trim(self, seq: Hashable, num_tokens: int) -> None:
@@ -118,58 +133,82 @@ class SequenceStates:
 
     # Checkpoints
 
-    def longest(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> int:
-        """The most of the first ``num_blocks`` blocks that have a checkpoint after them."""
-        while num_blocks and block_hashes[num_blocks - 1] not in self._checkpoints:
-            num_blocks -= 1
-        return num_blocks
-
-    def checkpoint(self, block_hash: BlockHash) -> Checkpoint:
-        """The one after this block; ``KeyError`` if there is none."""
-        return Checkpoint(block_hash, self._checkpoints[block_hash])
-
-    def begin(self, seq: Hashable, num_tokens: int, checkpoint: Checkpoint) -> None:
-        """A sequence begins with a checkpoint of this many tokens."""
-        self._states[seq] = SequenceState(num_tokens, checkpoint.content)
-        self._keep(checkpoint)
-
-    def offer(self, seq: Hashable, state: SequenceState, is_decoded: bool) -> None:
-        """Note a state at the end of a block, until :meth:`name` says which block it is.
+    def begin(
+        self,
+        seq: Hashable,
+        num_tokens: int,
+        checkpoint: Checkpoint | None,
+        num_prompt_tokens: int,
+        num_junction_tokens: int,
+    ) -> None:
+        """A sequence begins, perhaps with a checkpoint of ``num_tokens`` tokens.
 
         Args:
-            is_decoded: whether a decode made it. Of each sequence one of these is kept, since only
-                what goes on from its end will ask for it.
+            num_prompt_tokens: that it has already.
+            num_junction_tokens: of them, those in whole blocks whose K/V were there. With fewer
+                tokens of state it leaves an earlier prompt there.
         """
-        if self.num_checkpoints:
-            self._pending[seq] = state, is_decoded
+        self._beginnings[seq] = _Beginning(
+            num_tokens,
+            num_prompt_tokens,
+            num_junction_tokens,
+            None if checkpoint is None else checkpoint.block_hash,
+            num_kept_tokens=num_tokens,
+        )
+        if checkpoint is not None:
+            self._states[seq] = SequenceState(num_tokens, checkpoint.content)
+            self.checkpoints.use(checkpoint)
+
+    def cuts(self, seq: Hashable, begin: int, end: int, block_size: int) -> list[Cut]:
+        """Where states are to be kept of the tokens from ``begin`` to ``end`` of a sequence, in
+        their order.
+        """
+        beginning = self._beginnings.get(seq)
+        if beginning is None or not self.checkpoints.num_checkpoints:
+            return []
+        of_prompt = beginning.num_prompt_tokens // block_size * block_size
+        cuts = {}
+        if self.checkpoints.keeps_everywhere:
+            first = -(-(begin + 1) // INTERVAL) * INTERVAL
+            cuts = {place: Cut(place) for place in range(first, of_prompt, INTERVAL)}
+        cuts[of_prompt] = Cut(of_prompt)
+        if self.checkpoints.keeps_many:
+            of_answer = end // block_size * block_size
+            if of_answer > beginning.num_prompt_tokens:
+                cuts[of_answer] = Cut(of_answer, is_of_answer=True)
+            junction = beginning.num_junction_tokens
+            if junction > beginning.num_tokens:
+                cuts[junction] = Cut(junction, is_junction=True)
+        return [cuts[place] for place in sorted(cuts) if begin < place <= end]
+
+    def offer(self, seq: Hashable, cut: Cut, content: Any) -> None:
+        """Note a state at the end of a block, until :meth:`name` says which block it is."""
+        self._pending.setdefault(seq, []).append((cut, content))
 
     def name(self, seq: Hashable, table: BlockTable) -> None:
-        """Keep what was offered as a checkpoint, if its block in the sequence's table has a hash by
-        now.
+        """Keep what was offered as checkpoints, if its blocks in the sequence's table have hashes
+        by now.
         """
-        if seq not in self._pending:
-            return
-        state, is_decoded = self._pending[seq]
-        index = (state.num_tokens - table.num_evicted_tokens) // table.block_size - 1
-        block_hash = table.blocks[index].block_hash if 0 <= index < len(table.blocks) else None
-        if block_hash is None:
-            return
-        del self._pending[seq]
-        if is_decoded:
-            if seq in self._decoded:
-                self._checkpoints.pop(self._decoded[seq], None)
-            self._decoded[seq] = block_hash
-        self._keep(Checkpoint(block_hash, state.content))
+        pending = self._pending.pop(seq, [])
+        for place, (cut, content) in enumerate(pending):
+            index = (cut.num_tokens - table.num_evicted_tokens) // table.block_size - 1
+            block_hash = table.blocks[index].block_hash if 0 <= index < len(table.blocks) else None
+            if block_hash is None:
+                self._pending[seq] = pending[place:]
+                return
+            self._keep(self._beginnings[seq], cut, Checkpoint(block_hash, content))
 
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        self._checkpoints.pop(checkpoint.block_hash, None)
-        self._checkpoints[checkpoint.block_hash] = checkpoint.content
-        while len(self._checkpoints) > self.num_checkpoints:
-            del self._checkpoints[next(iter(self._checkpoints))]
-
-    def forget_checkpoints(self, block_hashes: Iterable[BlockHash]) -> None:
-        for block_hash in block_hashes:
-            self._checkpoints.pop(block_hash, None)
-
-    def clear_checkpoints(self) -> None:
-        self._checkpoints.clear()
+    def _keep(self, beginning: _Beginning, cut: Cut, checkpoint: Checkpoint) -> None:
+        if cut.is_of_answer:
+            if beginning.of_answer is not None:
+                self.checkpoints.remove([beginning.of_answer])
+            beginning.of_answer = checkpoint.block_hash
+        num_lost = cut.num_tokens - beginning.num_kept_tokens
+        if not cut.is_of_answer:
+            beginning.num_kept_tokens = cut.num_tokens
+        is_end_of_prompt = not cut.is_of_answer and not cut.is_junction
+        if is_end_of_prompt and beginning.checkpoint not in (None, checkpoint.block_hash):
+            # First, so that it makes room.
+            self.checkpoints.supersede(beginning.checkpoint)
+            beginning.checkpoint = checkpoint.block_hash
+        self.checkpoints.put(checkpoint, num_lost, cut.is_junction)

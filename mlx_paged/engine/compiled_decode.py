@@ -15,7 +15,7 @@ from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine.model_arrays import ModelArrays
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.ops import AttentionPlan, KVHandle, traced_decode
+from mlx_paged.ops import AttentionPlan, KVHandle, StateStack, StepState, traced_decode
 
 # To trace a decode of 28 layers takes 5 ms on an idle CPU, and a replay saves 0.7. So a shape that
 # does not come back costs at most twice what its replays would have saved until then.
@@ -23,7 +23,7 @@ NUM_BUILT_FIRST = 8
 # Some 0.7 MB each for 28 layers.
 MAX_TRACES = 32
 
-Trace: TypeAlias = Callable[..., tuple[mx.array, list[mx.array]]]
+Trace: TypeAlias = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
 
 
 class CompiledDecode:
@@ -31,9 +31,10 @@ class CompiledDecode:
 
     A decode has some thousand primitives, which Python takes longer to build than all else in a
     step. ``mx.compile`` traces them once per shape and then makes them in C++. The trace is a pure
-    function: weights, tokens, positions, plans, slabs and fences are its inputs, logits and the
-    next fences its results. It runs a copy of the model on layers of its own, so what fails in the
-    middle leaves nothing behind. Weights that change are seen by the next step.
+    function: weights, tokens, states, positions, plans, slabs and fences are its inputs, logits,
+    the next fences and the next states its results. It runs a copy of the model on layers of its
+    own, so what fails in the middle leaves nothing behind. Weights that change are seen by the next
+    step.
 
     A shape is traced when it has come up ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` shapes that
     came up last are remembered. The first replay is held against a decode that is built. If that
@@ -57,18 +58,23 @@ class CompiledDecode:
         decode = None if self._has_failed else self._cache.open_decode()
         if decode is None:
             return None
-        shape, arrays, slabs = decode
+        shape, arrays, slabs, states = decode
+        before = None if states is None else _states_before(states)
+        if states is not None and before is None:
+            return None
         weights = self._model.current()
         if weights is None:  # Other modules make another graph.
             self._traces.clear()
             weights = self._model.read()
-        trace, is_new = self._trace_of(shape, tokens.dtype)
+        trace, is_new = self._trace_of(shape, tokens.dtype, before)
         if trace is None:
             return None
         try:
-            logits, fences = trace(weights, tokens, *arrays)
+            leaves = [] if before is None else before.leaves
+            logits, fences, made = trace(weights, tokens, leaves, *arrays)
             if is_new:
-                layers = traced_layers(self._cache, shape, arrays._replace(fences=fences))
+                behind = arrays._replace(fences=fences)
+                layers = traced_layers(self._cache, shape, behind, _step_states(before))
                 fences = self._check(weights, tokens, layers, logits)
         except Exception as error:
             self._has_failed = True
@@ -81,6 +87,11 @@ class CompiledDecode:
             return None
         for kv, fence in zip(slabs, fences, strict=True):
             kv.fence = fence
+        if states is not None and before is not None:
+            after = StateStack.of_leaves(made, before.num_slots)
+            for state, row in zip(states, after.rows(), strict=True):
+                state.after = row
+                state.at_cuts += [row.alone() for _ in state.cuts]
         return logits
 
     def _check(
@@ -108,28 +119,38 @@ class CompiledDecode:
             raise RuntimeError("a replay gives other logits than the decode that was traced")
         return _fences_of(layers)
 
-    def _trace_of(self, shape: DecodeShape, dtype: mx.Dtype) -> tuple[Trace | None, bool]:
+    def _trace_of(
+        self, shape: DecodeShape, dtype: mx.Dtype, before: StateStack | None
+    ) -> tuple[Trace | None, bool]:
         """The trace of a shape, if there is one by now, and whether it is new."""
-        key = (shape, dtype)
+        key = (shape, dtype, None if before is None else before.shapes)
         trace, is_new = self._traces.pop(key, 0), False
         if isinstance(trace, int):
             trace, is_new = trace + 1, trace >= NUM_BUILT_FIRST
             if is_new:
-                trace = self._new_trace(shape)
+                trace = self._new_trace(shape, before)
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
         return (None if isinstance(trace, int) else trace), is_new
 
-    def _new_trace(self, shape: DecodeShape) -> Trace:
+    def _new_trace(self, shape: DecodeShape, before: StateStack | None) -> Trace:
         cache, model = self._cache, self._model
+        # The arrays themselves must not stay with the trace.
+        num_slots = None if before is None else before.num_slots
 
         def decode(
-            number: int, weights: list[mx.array], tokens: mx.array, *arrays: Any
-        ) -> tuple[mx.array, list[mx.array]]:
-            layers = traced_layers(cache, shape, DecodeArrays(*arrays))
+            number: int,
+            weights: list[mx.array],
+            tokens: mx.array,
+            leaves: list[mx.array],
+            *arrays: Any,
+        ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+            stack = None if num_slots is None else StateStack.of_leaves(leaves, num_slots)
+            states = _step_states(stack)
+            layers = traced_layers(cache, shape, DecodeArrays(*arrays), states)
             logits = model.copy_on(weights)(tokens, layers)
-            return logits, _fences_of(layers)
+            return logits, _fences_of(layers), _leaves_after(states)
 
         # MLX knows a traced function by its address, which a later one may get, and by arguments
         # that are not arrays. No two of ours have the same number.
@@ -139,8 +160,32 @@ class CompiledDecode:
 _numbers = itertools.count()
 
 
+def _states_before(states: Sequence[StepState]) -> StateStack | None:
+    """What a decode goes on from, in one stack; ``None`` where a sequence begins, or where states
+    have not yet the arrays that they will have.
+    """
+    rows = [state.before for state in states if state.before is not None]
+    shapes = {row.stack.shapes for row in rows}
+    if len(rows) < len(states) or len(shapes) > 1 or None in next(iter(shapes)):
+        return None
+    return StateStack.of(rows)
+
+
+def _step_states(before: StateStack | None) -> list[StepState] | None:
+    return None if before is None else [StepState(row) for row in before.rows()]
+
+
+def _leaves_after(states: Sequence[StepState] | None) -> list[mx.array]:
+    """The arrays of the stack that a decode has made."""
+    after = None if states is None else states[0].after
+    return [] if after is None else after.stack.leaves
+
+
 def traced_layers(
-    cache: PagedKVCache, shape: DecodeShape, arrays: DecodeArrays
+    cache: PagedKVCache,
+    shape: DecodeShape,
+    arrays: DecodeArrays,
+    states: list[StepState] | None = None,
 ) -> list[PagedLayerKV]:
     """The layers of a decode of this shape, on ``arrays``: those of the cache and its open step are
     not touched. When a model has run, the handles hold the next fences.
@@ -152,7 +197,7 @@ def traced_layers(
         plans[plan.group][plan.key] = made
     slots: Sequence[mx.array | None] = arrays.slots or [None] * len(plans)
     steps = [
-        traced_decode(config.block_size, arrays.positions, *each)
+        traced_decode(config.block_size, arrays.positions, *each, states)
         for each in zip(plans, slots, strict=True)
     ]
     kept = [cache.layers[index].kv for index in shape.layers]

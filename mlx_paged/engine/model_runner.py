@@ -69,8 +69,7 @@ class ModelRunner:
         self.cache = cache
         self._manager = manager
         self.compiled_decode: CompiledDecode | None = None
-        is_replayed = self.model.runs_packed and not self.model.state_nbytes
-        if isinstance(cache, PagedKVCache) and is_replayed:
+        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
         # Behind them are those of the draft model.
@@ -97,7 +96,7 @@ class ModelRunner:
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
         seq_ids = [part.request.seq_id for part in scheduled]
-        states = states_before(self._manager, seq_ids, counts, num_logit_rows)
+        states = states_before(self._manager, seq_ids, counts)
         with cache.open_step(
             [groups[seq] for seq in seq_ids],
             counts,
@@ -113,7 +112,7 @@ class ModelRunner:
                 logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             mx.async_eval(logits, cache.arrays)
         if states is not None:
-            put_states(self._manager, seq_ids, states)
+            put_states(self._manager, seq_ids, counts, states)
             forget_before(states)
         return logits
 

@@ -7,6 +7,7 @@ import warnings
 from typing import NamedTuple
 
 from mlx_paged.config import KVBudget, SchedulerConfig
+from mlx_paged.core.checkpoints import MANY
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 
@@ -33,7 +34,8 @@ def check_speculation(
         )
 
 
-MIN_CHECKPOINTS = 8
+# A checkpoint for as many tokens of K/V is all that a budget has use for.
+TOKENS_PER_CHECKPOINT = 128
 # Copies of a running sequence's state that are alive at once: before a step and after it, and what
 # is gathered or computed meanwhile; MLX holds back what would be more.
 NUM_COPIES = 3
@@ -56,8 +58,8 @@ def room_for_states(
     are alive at once, a quarter of it at most, and checkpoints, another quarter at most. A warning
     says so where fewer sequences can run for that.
 
-    Each sequence leaves two checkpoints, after its prompt and after its answer, and there are
-    ``MIN_CHECKPOINTS`` for the branches of a single conversation.
+    Checkpoints are one for each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or
+    ``MANY``, whichever is most.
 
     A budget in blocks is one of K/V alone, and left as it is.
 
@@ -89,7 +91,11 @@ def room_for_states(
         num_seqs = most // copies
     num_checkpoints = 0
     if config.enable_prefix_caching:
-        num_checkpoints = min(max(2 * num_seqs, MIN_CHECKPOINTS), most)
+        num_tokens = (budget.nbytes or 0) // sum(
+            spec.nbytes_per_token for spec in model.layer_specs
+        )
+        useful = max(2 * num_seqs, MANY, num_tokens // TOKENS_PER_CHECKPOINT)
+        num_checkpoints = min(useful, most)
     if budget.nbytes is None:
         return StateRoom(num_seqs, num_checkpoints, f"{budget.num_blocks}blocks")
     left = budget.nbytes - (copies * num_seqs + num_checkpoints) * nbytes

@@ -184,7 +184,7 @@ def encode(
         [
             *kv.slabs,
             *(k, v, given if queries is None else queries),
-            *(_first_fence() if slots is None else slots, _scalar(num_tokens, mx.int32)),
+            *(first_fence() if slots is None else slots, _scalar(num_tokens, mx.int32)),
             _scalar(width**-0.5),
         ],
         [
@@ -340,7 +340,7 @@ def _chained(
     lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size, kv.format)
     if lack is not None:
         raise ValueError(f"[{name}] {lack}")
-    fence = _first_fence() if kv.fence is None else kv.fence
+    fence = first_fence() if kv.fence is None else kv.fence
     return _launch(name, [*inputs, fence], template, grid, threadgroup, [*outputs, FENCE])
 
 
@@ -436,7 +436,7 @@ def header() -> str:
 
 
 @cache
-def _first_fence() -> mx.array:
+def first_fence() -> mx.array:
     return evaluated(mx.zeros(*FENCE))
 
 

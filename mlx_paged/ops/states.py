@@ -7,9 +7,10 @@ together. A step that runs the same ones again takes the stack as it lies.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -44,8 +45,8 @@ class StateStack:
             return stack
         read = reader_of(rows)
         arrays = [
-            [read(cache, slot) for slot in range(len(slots))]
-            for cache, slots in enumerate(stack.arrays)
+            [read(cache, slot) for slot in range(size)]
+            for cache, size in enumerate(stack.num_slots)
         ]
         return cls(arrays, len(rows))
 
@@ -58,6 +59,18 @@ class StateStack:
             for array in slots
         )
 
+    @classmethod
+    def of_leaves(cls, leaves: Iterable[mx.array], num_slots: Sequence[int]) -> StateStack:
+        """All of these arrays, of caches with as many slots."""
+        taken = iter(leaves)
+        arrays = [list(itertools.islice(taken, size)) for size in num_slots]
+        return cls(arrays, len(arrays[0][0]))
+
+    @property
+    def num_slots(self) -> list[int]:
+        """Of each recurrent cache."""
+        return [len(slots) for slots in self.arrays]
+
     @property
     def leaves(self) -> list[mx.array]:
         """All arrays."""
@@ -65,9 +78,7 @@ class StateStack:
 
     def rows(self) -> list[StateRow]:
         """The states one by one. They keep the whole stack, until :meth:`part`."""
-        rows = [StateRow(self, index) for index in range(self.num_states)]
-        self._rows = list(map(weakref.ref, rows))
-        return rows
+        return [StateRow(self, index) for index in range(self.num_states)]
 
     def part(self) -> list[mx.array]:
         """Copy each state that is still held to a stack of its own, so that this one can go.
@@ -91,6 +102,7 @@ class StateRow:
 
     def __init__(self, stack: StateStack, index: int):
         self.stack, self.index = stack, index
+        stack._rows.append(weakref.ref(self))
 
     def alone(self) -> StateRow:
         """The same state in a stack of its own."""
@@ -112,15 +124,15 @@ class StepState:
     Attributes:
         before: what the model left in :attr:`after` in the last step of the sequence; ``None``
             where the sequence begins.
-        num_first: of the new tokens, how many are to be followed by a state of their own, which
-            others may begin with; 0 for none.
-        after_first: the state after these, to be set by the model.
-        after: the state after all, to be set by the model.
+        cuts: after how many of the new tokens, ascending, the model is to leave a state that others
+            may begin with.
+        at_cuts: these states, in stacks of their own, to be added by the model.
+        after: the state after all new tokens, to be set by the model.
     """
 
     before: StateRow | None
-    num_first: int = 0
-    after_first: StateRow | None = None
+    cuts: Sequence[int] = ()
+    at_cuts: list[StateRow] = field(default_factory=list)
     after: StateRow | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 import mlx.core as mx
 
 from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.states import StepState
 
 
 def traced_decode(
@@ -15,6 +16,7 @@ def traced_decode(
     positions: mx.array,  # [num_tokens] int32
     derived: Mapping[Hashable, object],
     slots: mx.array | None = None,
+    states: list[StepState] | None = None,
 ) -> AttentionMetadata:
     """A step of single tokens of which only arrays are known.
 
@@ -25,11 +27,14 @@ def traced_decode(
     Args:
         derived: what :meth:`AttentionMetadata.derived` has of the step.
         slots: :attr:`SlotMapping.packed`, if it is read.
+        states: of arrays of the trace, for a model with recurrent layers.
     """
     num_tokens = positions.shape[0]
     unknown: list[Any] = cast(Any, _Unknown(num_tokens))
     query_lens = [1] * num_tokens
-    step = AttentionMetadata(unknown, unknown, query_lens, block_size, known_max_block_id=0)
+    step = AttentionMetadata(
+        unknown, unknown, query_lens, block_size, known_max_block_id=0, states=states
+    )
     slot_mapping = SlotMapping(unknown, block_size)
     # Known before they are asked for. Their numbers were checked against the slabs when the step
     # was planned.

@@ -8,12 +8,15 @@ from mlx_paged.core import (
     BlockHash,
     BlockPool,
     BlockTableError,
+    Checkpoint,
+    Checkpoints,
+    Cut,
     KVCacheManager,
     SequenceState,
     SequenceStates,
     hash_token_blocks,
 )
-from mlx_paged.core.sequence_states import Checkpoint
+from mlx_paged.core.checkpoints import EVERYWHERE, MANY
 
 SIZE = 4
 
@@ -28,16 +31,19 @@ class Model:
 
     @property
     def num_checkpoints(self) -> int:
-        return len(self.states._checkpoints)
+        return len(self.states.checkpoints)
 
     def hashes(self, text: str) -> list[BlockHash]:
         return hash_token_blocks(list(map(ord, text)), SIZE)
 
-    def run(self, seq: str, text: str, until: int, hashed: int | None = None) -> int:
+    def run(
+        self, seq: str, text: str, until: int, hashed: int | None = None, prompt: int | None = None
+    ) -> int:
         """Compute a sequence up to a token; returns how many of its tokens were hit.
 
         Args:
             hashed: of how many tokens the hashes are known already.
+            prompt: of how many tokens the prompt is; as many as run first by default.
         """
         manager = self.manager
         hashes = self.hashes(text[: until if hashed is None else hashed])
@@ -46,32 +52,61 @@ class Model:
             begin = manager.num_tokens(seq)
             assert manager.allocate_slots(seq, until - begin) is not None
         else:
-            computed = manager.get_computed_blocks(self.hashes(text), len(text))
+            asked = text[: until if prompt is None else prompt]
+            computed = manager.get_computed_blocks(self.hashes(asked), len(asked))
             begin = num_hit = computed.num_tokens
             assert manager.allocate_slots(seq, until - begin, computed) is not None
         manager.cache_blocks(seq, hashes)
         assert self.states.get(seq, begin) == (text[:begin] or None), "the state of its tokens"
-        end = until // SIZE * SIZE
-        at_block_ends = {}
-        if end > begin:
-            at_block_ends[seq] = SequenceState(end, text[:end]), end - begin == 1
+        cuts = self.states.cuts(seq, begin, until, SIZE)
         newest = {seq: SequenceState(until, text[:until])}
+        at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
         manager.put_states(self.states, newest, at_block_ends)
         manager.check_integrity()
         return num_hit
 
 
-def test_a_hit_ends_where_a_state_was_kept():
+TEXT = "abcdefghijklmnopqrstuvwxyz"
+
+
+def test_with_few_checkpoints_a_hit_ends_where_a_prompt_did():
     model = Model(num_checkpoints=4)
-    text = "abcdefghijklmnopqrstuvwxyz"
-    model.run("a", text, 14)
-    model.run("a", text, 22)
-    assert model.num_checkpoints == 2
-    # All blocks are there, and states behind the third and the fifth.
-    assert model.run("b", text, 24) == 20
-    assert model.run("c", text[:19], 19) == 12
-    assert model.run("d", text[:12] + "others", 18) == 12
-    assert model.run("e", text[:9] + "others", 15) == 0
+    model.run("a", TEXT, 10, prompt=14)
+    model.run("a", TEXT, 14)
+    for until in range(15, 23):
+        model.run("a", TEXT, until)
+    assert model.num_checkpoints == 1
+    # All blocks are there, and a state after the third.
+    assert model.run("b", TEXT, 24) == 12
+    assert model.run("c", TEXT[:12] + "others", 18) == 12
+    assert model.run("d", TEXT[:9] + "others", 15) == 0
+    assert model.run("e", TEXT[:9] + "again", 14) == 0
+
+
+def test_with_many_checkpoints_a_hit_ends_at_answers_and_where_prompts_part():
+    model = Model(num_checkpoints=MANY)
+    model.run("a", TEXT, 10, prompt=14)
+    model.run("a", TEXT, 14)
+    for until in range(15, 23):
+        model.run("a", TEXT, until)
+    assert model.num_checkpoints == 2  # of each answer the newest one
+    assert model.run("b", TEXT, 24) == 20
+    # Its K/V are there up to the end of a block at which no prompt ended. It leaves a state there.
+    assert model.run("c", TEXT[:9] + "others", 15) == 0
+    assert model.run("d", TEXT[:9] + "again", 14) == 8
+    # In steps of any length.
+    model.run("e", TEXT[:17] + "other", 14, prompt=22)
+    model.run("e", TEXT[:17] + "other", 22)
+    assert model.run("f", TEXT[:17] + "again", 22) == 16
+
+
+def test_with_room_for_very_many_there_is_one_every_512_tokens():
+    model = Model(num_checkpoints=EVERYWHERE, num_blocks=1000)
+    text = "".join(chr(33 + (7 * i * i) % 90) for i in range(2000))
+    model.run("a", text, 700, prompt=1500)
+    model.run("a", text, 1500)
+    assert model.num_checkpoints == 3
+    assert model.run("b", text[:1100] + "!" * 20, 1120) == 1024
 
 
 def test_a_state_needs_its_blocks_and_blocks_their_state():
@@ -83,7 +118,7 @@ def test_a_state_needs_its_blocks_and_blocks_their_state():
     assert model.num_checkpoints == 2
     assert model.run("c", "abcdefghij", 10) == 0
     model.manager.free("c")
-    model.states.clear_checkpoints()
+    model.states.checkpoints.clear()
     assert model.run("d", "abcdefghij", 10) == 0
 
 
@@ -98,27 +133,55 @@ def test_the_least_recently_used_checkpoint_goes_first():
     assert model.run("gone", texts[1], 9) == 0
 
 
-def test_decodes_of_a_sequence_leave_one_checkpoint_besides_that_of_the_prompt():
-    model = Model(num_checkpoints=9)
-    text = "abcdefghijklmnopqrstuvwxyz"
-    model.run("a", text, 6)
-    for until in range(7, 22):
-        model.run("a", text, until)
-    assert model.num_checkpoints == 2
-    assert model.run("b", text, 26) == 20
-    assert model.run("c", text[:15], 15) == 4
+def test_a_checkpoint_that_a_later_prompt_has_gone_on_from_goes_before_older_ones():
+    model = Model(num_checkpoints=2)
+    model.run("other", "ABCDEFGH", 8)
+    model.run("a", TEXT, 8)
+    assert model.run("a2", TEXT, 16) == 8  # its end supersedes that of a
+    assert model.run("other2", "ABCDEFGHI", 9) == 8
+    assert model.run("a3", TEXT, 20) == 16
+    # A second conversation that goes on from the same one keeps it from then on.
+    model = Model(num_checkpoints=3)
+    model.run("a", TEXT, 8)
+    assert model.run("b", TEXT[:8] + "first one", 17) == 8
+    assert model.run("c", TEXT[:8] + "another on", 18) == 8
+    model.run("d", "ABCDEFGH", 8)
+    assert model.run("e", TEXT[:8] + "a third", 15) == 8
+
+
+def test_of_many_the_one_whose_loss_costs_least_goes_first():
+    kept = Checkpoints(MANY)
+    for number in range(MANY):
+        kept.put(Checkpoint(named(number), number), num_lost_tokens=100 + number)
+    kept.use(kept.get(named(0)))  # 200 tokens by its hit
+    kept.put(Checkpoint(named(100), "new"), num_lost_tokens=500)
+    assert named(1) not in kept and named(0) in kept and len(kept) == MANY
+    # What is new begins at the worth of what went last, so that old ones go in the end.
+    kept.put(Checkpoint(named(101), "new"), num_lost_tokens=2)
+    assert named(2) not in kept
+    kept.supersede(named(100))
+    kept.put(Checkpoint(named(102), "new"), num_lost_tokens=500)
+    assert named(100) not in kept
+    # Where prompts go different ways, one that went on supersedes nothing.
+    kept.put(Checkpoint(named(102), "new"), is_junction=True)
+    kept.supersede(named(102))
+    kept.put(Checkpoint(named(103), "new"), num_lost_tokens=500)
+    assert named(102) in kept
+
+
+def named(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(4, "little"))
 
 
 def test_a_state_after_an_unread_token_is_kept_when_its_block_is_known():
     """One step ahead, a block is hashed after the step that filled it was launched."""
-    model = Model(num_checkpoints=9)
-    text = "abcdefghijklmnopqrstuvwxyz"
-    model.run("a", text, 7)
-    model.run("a", text, 8, hashed=7)
+    model = Model(num_checkpoints=MANY)
+    model.run("a", TEXT, 7)
+    model.run("a", TEXT, 8, hashed=7)
     assert model.num_checkpoints == 1
-    model.manager.cache_blocks("a", model.hashes(text[:8]))
+    model.manager.cache_blocks("a", model.hashes(TEXT[:8]))
     model.manager.free("a")
-    assert model.run("b", text, 26) == 8
+    assert model.run("b", TEXT, 26) == 8
     # One whose token never came is forgotten with its sequence.
     model.run("c", "ABCDEFGHIJKL", 7)
     model.run("c", "ABCDEFGHIJKL", 8, hashed=7)
@@ -165,12 +228,12 @@ def test_a_state_is_of_so_many_tokens_and_no_others():
 def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
     states = SequenceStates(num_checkpoints=2)
     states.put({"a": SequenceState(5, "state")})
-    states.begin("b", 4, Checkpoint(b"hash", "checkpoint"))
-    states.offer("a", SequenceState(4, "offered"), is_decoded=False)
+    states.begin("b", 4, Checkpoint(named(1), "checkpoint"), 9, 4)
+    states.offer("a", Cut(4), "offered")
     states.reset()
-    assert len(states) == len(states._checkpoints) == len(states._pending) == 0
-    assert states.longest([b"hash"], 1) == 0
-    assert states.num_checkpoints == 2
+    assert len(states) == len(states.checkpoints) == len(states._pending) == 0
+    assert states.checkpoints.longest([named(1)], 1) == 0
+    assert states.checkpoints.num_checkpoints == 2
 
 
 def test_a_cache_that_is_reset_hits_nothing():

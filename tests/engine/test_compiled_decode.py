@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from helpers.adapted_models import adapted_model, greedy_answer
 from helpers.cache_helpers import scheduled_step, sequences_of
 from helpers.engine_runs import greedy, load_demo, lose_all_kv, make_engine, prompt, run
 from helpers.fast_lane import mostly_slow
@@ -61,9 +62,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     traced_layers, check = compiled_decode.traced_layers, CompiledDecode._check
 
-    def watched(cache: PagedKVCache, shape: Any, arrays: DecodeArrays) -> list[PagedLayerKV]:
+    def watched(
+        cache: PagedKVCache, shape: Any, arrays: DecodeArrays, states: Any = None
+    ) -> list[PagedLayerKV]:
         found.append(shape.num_tokens)
-        return traced_layers(cache, shape, arrays)
+        return traced_layers(cache, shape, arrays, states)
 
     def unwatched(*arguments: Any) -> list[mx.array]:
         found.pop()
@@ -120,7 +123,7 @@ def test_the_logits_are_those_of_a_built_decode(
 
     def compared(compiled: CompiledDecode, tokens: mx.array) -> mx.array | None:
         # The function of a trace changes nothing, so both may run.
-        shape, arrays, _ = compiled._cache.open_decode() or (None, None, None)
+        shape, arrays, _, _ = compiled._cache.open_decode() or (None,) * 4
         logits = replay(compiled, tokens)
         if logits is not None:
             layers = compiled_decode.traced_layers(compiled._cache, shape, arrays)
@@ -173,6 +176,39 @@ def test_models_of_mlx_lm_are_replayed_and_answer_as_there(config: Config, at_on
     assert tokens_of(engine, requests) == expected
     # The first step is that of the prompts.
     assert replays == [False] + [True] * 15
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "mamba2", pytest.param("falcon_h1", marks=pytest.mark.slow)],
+)
+@mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
+def test_models_with_states_are_replayed_and_answer_as_in_mlx_lm(
+    name: str, ahead: bool, at_once: None
+):
+    """States are gathered where the batch has changed; a third request joins and leaves. Decodes
+    reach ends of blocks, where they leave checkpoints. mamba2 keeps no K/V.
+    """
+    asked = {"a": (prompt(20), 24), "b": (prompt(5, seed=1), 16)}
+    engine = make_engine(adapted_model(name), block_size=8, run_ahead=ahead)
+    replays = replays_of(engine)
+    for request_id, (ids, count) in asked.items():
+        engine.add_request(request_id, ids, greedy(count, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    asked["c"] = prompt(9, seed=2), 4
+    engine.add_request("c", asked["c"][0], greedy(4, ignore_eos=True))
+    outputs = run(engine)
+    for request_id, (ids, count) in asked.items():
+        expected = greedy_answer(name, ids, count)
+        assert outputs[request_id].outputs[0].token_ids == expected
+    # But for the steps of the prompts.
+    assert replays.count(False) == 2 and replays.count(True) >= 21
+    again = engine.add_request(
+        "again", [*asked["a"][0], *outputs["a"].outputs[0].token_ids], greedy(2)
+    )
+    (output,) = run(engine).values()
+    assert output.num_cached_tokens == 40, again
 
 
 @pytest.mark.slow
@@ -240,8 +276,11 @@ def test_growth_makes_another_shape(
     assert tokens_of(engine, requests) == plain_tokens(demo, requests)
     compiled = engine.runner.compiled_decode
     assert compiled is not None
-    sizes = [shape.num_blocks for shape, _ in compiled._traces]
-    assert len(traced) == len(sizes) == len(set(sizes)) > 1 and sizes == sorted(sizes)
+    sizes = [shape.num_blocks for shape, *_ in compiled._traces]
+    assert len(sizes) == len(set(sizes)) > 1 and sizes == sorted(sizes)
+    # A chain of kernels begins after growth, and here its first fence is of another shape, so MLX
+    # traces again.
+    assert len(traced) == 2 * len(sizes)
 
 
 def test_the_shapes_that_came_up_last_are_remembered(
@@ -256,7 +295,7 @@ def test_the_shapes_that_came_up_last_are_remembered(
         requests = {str(i): (prompt(20, i), greedy(3, ignore_eos=True)) for i in range(num_seqs)}
         assert tokens_of(engine, requests) == plain_tokens(demo, requests)
         assert len(compiled._traces) <= 2
-    assert [shape.num_tokens for shape, _ in compiled._traces] == [1, 2]
+    assert [shape.num_tokens for shape, *_ in compiled._traces] == [1, 2]
     assert traced == [1, 2, 3, 2]
 
 
@@ -299,7 +338,7 @@ def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
     with scheduled_step(seqs, {"a": 1}, shares_new_blocks=True):
         assert cache.open_decode() is None
     cache.layers[1].kv.leave_chain()
-    assert not is_decode({"a": 1})  # The chain of a layer begins.
+    assert is_decode({"a": 1})  # A chain of kernels may begin with a replay.
     assert is_decode({"a": 1})
 
 
@@ -392,8 +431,8 @@ def test_a_replay_that_gives_other_logits_leaves_decodes_to_python_and_says_so_o
 ):
     def wrong(function: Any) -> Any:
         def replay(*arguments: Any) -> Any:
-            logits, fences = function(*arguments)
-            return logits[:, ::-1], fences
+            logits, *others = function(*arguments)
+            return logits[:, ::-1], *others
 
         return replay
 

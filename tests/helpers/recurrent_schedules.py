@@ -29,7 +29,7 @@ from mlx_paged.models.language_model import LanguageModel
 
 BLOCK_SIZE = 8
 MAX_LIVE = 4
-NUM_CHECKPOINTS = 12
+NUM_CHECKPOINTS = 40
 # Of the spread of logits, in float32: sums are added up in another order.
 TOLERANCE = 5e-5
 
@@ -128,10 +128,10 @@ class Schedule:
 
     def _step(self, batch: list[Sequence]) -> None:
         counts = [self._allocate(each) for each in batch]
-        states = states_before(self.manager, batch, counts, counts)
+        states = states_before(self.manager, batch, counts)
         assert states is not None
         self.events["cut"] += sum(
-            0 < state.num_first < count for state, count in zip(states, counts, strict=True)
+            len({*state.cuts, count}) - 1 for state, count in zip(states, counts, strict=True)
         )
         tokens = [
             each.ids[each.num_done : each.num_done + count]
@@ -144,7 +144,7 @@ class Schedule:
                 mx.array(list(itertools.chain(*tokens))), self.cache.layers, step.logit_rows
             )
             mx.eval(logits, self.cache.arrays)
-        put_states(self.manager, batch, states)
+        put_states(self.manager, batch, counts, states)
         forget_before(states)
         begin = 0
         for each, count in zip(batch, counts, strict=True):
@@ -160,7 +160,7 @@ class Schedule:
         if sequence not in self.manager.groups:
             sequence.hashes.clear()
             extend_block_hashes(sequence.hashes, sequence.ids, BLOCK_SIZE)
-            computed = self.manager.get_computed_blocks(sequence.hashes, len(sequence.ids))
+            computed = self.manager.get_computed_blocks(sequence.hashes, sequence.num_prompt)
             sequence.num_done = computed.num_tokens
             self.events["hit"] += computed.num_tokens > 0
         extend_block_hashes(sequence.hashes, sequence.ids, BLOCK_SIZE)

@@ -9,7 +9,7 @@ so no module needs a mask.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -124,7 +124,7 @@ class RunGroup:
 
 class RunGroups:
     """All runs of a step. A run that leaves a state after some of its tokens is cut there: what
-    follows is in a second wave of groups, which begin with states that the first has made.
+    follows is in another wave of groups, which begin with states that the wave before has made.
 
     Args:
         states: of each sequence of the step; those after it are set by :meth:`put_states`.
@@ -136,22 +136,21 @@ class RunGroups:
     ):
         self.step = step
         self._states, self._num_slots = states, num_slots
-        first, second = _waves(step.query_lens, states)
+        first, *later = _waves(step.query_lens, states)
         kinds = [_kind_of(state.before) for state in states]
-        self.groups = [
+        self.groups = wave = [
             self._group(runs, _reader_before([states[run.seq].before for run in runs]))
-            for runs in _alike(first, kinds)
+            for runs in _alike(first, dict(enumerate(kinds)))
         ]
-        if second:
-            places = {
-                run.seq: (group, row) for group in self.groups for row, run in enumerate(group.runs)
-            }
-            # Those of one group of the first wave have states of equal shapes.
-            origins = [id(places[seq][0]) for seq in range(len(states))]
-            self.groups += [
+        for cut_runs in later:
+            places = {run.seq: (group, row) for group in wave for row, run in enumerate(group.runs)}
+            # Those of one group of the wave before have states of equal shapes.
+            origins = {seq: id(group) for seq, (group, _) in places.items()}
+            wave = [
                 self._group(runs, _reader_within([places[run.seq] for run in runs]))
-                for runs in _alike(second, origins)
+                for runs in _alike(cut_runs, origins)
             ]
+            self.groups = [*self.groups, *wave]
 
     def _group(self, runs: Sequence[Run], read: ReadState) -> RunGroup:
         return RunGroup(self.step, runs, read, self._num_slots)
@@ -184,24 +183,26 @@ class RunGroups:
             leaves += stack.leaves
             for row, run in zip(stack.rows(), group.runs, strict=True):
                 state = self._states[run.seq]
-                if state.num_first == run.begin + group.length:
-                    state.after_first = row.alone()
-                    leaves += state.after_first.stack.leaves
-                state.after = row  # of the second wave, if the run was cut
+                if run.begin + run.length in state.cuts:
+                    state.at_cuts.append(row.alone())
+                    leaves += state.at_cuts[-1].stack.leaves
+                state.after = row  # of its last wave
         return leaves
 
 
-def _waves(query_lens: Sequence[int], states: Sequence[StepState]) -> tuple[list[Run], list[Run]]:
-    first, second = [], []
+def _waves(query_lens: Sequence[int], states: Sequence[StepState]) -> list[list[Run]]:
+    """The runs between the cuts of each sequence, first ones first."""
+    waves: list[list[Run]] = []
     for seq, (length, state) in enumerate(zip(query_lens, states, strict=True)):
-        cut = state.num_first or length
-        first.append(Run(seq, 0, cut))
-        if cut < length:
-            second.append(Run(seq, cut, length - cut))
-    return first, second
+        ends = sorted({*state.cuts, length})
+        for number, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+            if number == len(waves):
+                waves.append([])
+            waves[number].append(Run(seq, begin, end - begin))
+    return waves
 
 
-def _alike(runs: Iterable[Run], kinds: Sequence[object]) -> Iterable[list[Run]]:
+def _alike(runs: Iterable[Run], kinds: Mapping[int, object]) -> Iterable[list[Run]]:
     """Runs of one length, of sequences of one kind."""
     groups: dict[object, list[Run]] = {}
     for run in runs:

@@ -21,7 +21,7 @@ from mlx.nn import Module
 
 import mlx_paged
 from mlx_paged.cache import Sequences
-from mlx_paged.core import BlockTableError, KVCacheManager
+from mlx_paged.core import BlockTableError, Cut, KVCacheManager
 from mlx_paged.engine import recurrent_state
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
@@ -101,7 +101,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
     seqs, tokens, other = Sequences(cache), prompt(40), prompt(20, 1)
     assert seqs.manager.states is not None
-    seqs.manager.states.num_checkpoints = 4
+    seqs.manager.states.checkpoints.num_checkpoints = 4
     run_step(model, seqs, {"a": tokens[:20], "b": other[:9]})
     before = seqs.manager.states.snapshot()
     put = KVCacheManager.put_states
@@ -168,14 +168,16 @@ def test_states_are_part_of_the_budget():
         return math.ceil(engine.cache.config.nbytes / nbytes)
 
     # Of nine that run, three copies, one more where steps run ahead, and one that has no name yet;
-    # and two checkpoints of each.
-    assert num_kv_states(200, max_num_seqs=9, run_ahead=True) == 200 - 9 * 5 - 18
-    assert num_kv_states(200, max_num_seqs=9, run_ahead=False) == 200 - 9 * 4 - 18
-    assert num_kv_states(200, max_num_seqs=1, run_ahead=True) == 200 - 5 - 8
+    # and 32 checkpoints, or two of each, or one for 128 tokens, which take 6 states of memory.
+    assert num_kv_states(200, max_num_seqs=9, run_ahead=True) == 200 - 9 * 5 - 32
+    assert num_kv_states(200, max_num_seqs=9, run_ahead=False) == 200 - 9 * 4 - 32
+    assert num_kv_states(200, max_num_seqs=1, run_ahead=True) == 200 - 5 - 32
+    assert num_kv_states(2000, max_num_seqs=90, run_ahead=True) == 2000 - 90 * 5 - 320
+    assert num_kv_states(2000, max_num_seqs=90, run_ahead=False) == 2000 - 90 * 4 - 320
     no_prefixes = {"enable_prefix_caching": False}
     assert num_kv_states(200, max_num_seqs=9, run_ahead=True, **no_prefixes) == 200 - 9 * 4
     with pytest.warns(UserWarning, match="2 sequences run at once instead of max_num_seqs 9: 5 co"):
-        assert num_kv_states(40, max_num_seqs=9, run_ahead=True) == 40 - 2 * 5 - 8
+        assert num_kv_states(40, max_num_seqs=9, run_ahead=True) == 40 - 2 * 5 - 10
     assert num_kv_states(20, max_num_seqs=1, run_ahead=True) == 20 - 5 - 5
 
 
@@ -183,6 +185,20 @@ def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
     for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
         with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
             make_engine(adapted_model(name), draft_model=adapted_model(draft))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", [8, "K:8,V:4"])
+def test_quantised_kv_beside_states_give_the_same_side_by_side_as_alone(kv_format: str | int):
+    asked = {str(length): prompt(length, length) for length in (5, 30, 41)}
+    together = ragged("qwen3_next", kv_format=kv_format)
+    for name, tokens in asked.items():
+        together.add_request(name, tokens, greedy(12))
+    found = answers(together)
+    for name, tokens in asked.items():
+        alone = ragged("qwen3_next", kv_format=kv_format)
+        alone.add_request(name, tokens, greedy(12))
+        assert answers(alone)[name] == found[name]
 
 
 # A model whose states are much of the memory that it works in.
@@ -266,9 +282,12 @@ def test_only_modules_with_a_state_run_more_than_once_in_a_step(monkeypatch: pyt
         monkeypatch.setattr(noted, "__call__", call)
     model = adapted_model("qwen3_next")
     seqs = Sequences(make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks"))
-    assert seqs.manager.states is not None
-    seqs.manager.states.num_checkpoints = 4
+    states = seqs.manager.states
+    assert states is not None
     run_step(model, seqs, {"a": prompt(5), "b": prompt(6)})
+    monkeypatch.setattr(
+        states, "cuts", lambda seq, begin, end, size: [Cut(8)] if seq == "d" else []
+    )
     shapes.clear()
     run_step(model, seqs, {"a": [1], "c": prompt(7), "b": [2], "d": prompt(11)})
     mixer = [shape for name, shape in shapes if name == "mixer"]

@@ -102,7 +102,7 @@ def plant_a_checkpoint_of_too_many_tokens(patch: pytest.MonkeyPatch) -> None:
     def put(groups: RunGroups) -> list[mx.array]:
         leaves = put_states(groups)
         for state in groups._states:
-            state.after_first = state.after if state.num_first else None
+            state.at_cuts[:] = [state.after for _ in state.at_cuts]
         return leaves
 
     patch.setattr(RunGroups, "put_states", put)
