@@ -173,7 +173,7 @@ def test_runs_of_every_length_share_a_batch(metal):
 # What must not be read
 
 
-@mostly_slow("window", [1, 2, 13, 100, 256, 300], quick=(2, 4))
+@mostly_slow("window", [1, 2, 13, 100, 256, 300], quick=(2,))
 @pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
 def test_nothing_before_the_window_is_read(case, window, metal):
     problem = replace(
@@ -248,7 +248,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
 # Dtypes of the queries
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@mostly_slow("dtype", DTYPES.values(), ids=DTYPES)
 def test_queries_of_any_size_give_the_same_bits_when_the_scale_makes_up_for_it(dtype, metal):
     # The kernel keeps bfloat16 queries as float16, which has less range.
     problem = replace(DECODE, seqs=((40, 1), (300, 1))).problem(dtype=dtype)

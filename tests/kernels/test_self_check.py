@@ -344,8 +344,10 @@ def test_a_source_that_does_not_compile_is_replaced(metal, plant):
 # What users get
 
 
-@pytest.mark.parametrize(
-    "name", ["paged_attention", "merge_partitions", "gather_blocks", "reshape_and_cache", None]
+@mostly_slow(
+    "name",
+    ["paged_attention", "merge_partitions", "gather_blocks", "reshape_and_cache", None],
+    quick=(0, 4),
 )
 def test_tokens_are_right_whatever_kernel_fails(name, demo, metal, break_kernel):
     expected = answer(demo, "reference")

@@ -224,7 +224,7 @@ def quantised_folder(folder, config, group_size, bits, dtype=mx.float32, quant_p
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("group_size", [32, 64])
+@mostly_slow("group_size", [32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_give_the_same_logits(tmp_path, bits, group_size, tied):
     folder = quantised_folder(
