@@ -84,7 +84,7 @@ each_case = pytest.mark.parametrize(
             case,
             bits,
             id=f"K{bits[0]}V{bits[1]}-{case}",
-            marks=() if index in (0, 2) else pytest.mark.slow,
+            marks=() if index == 0 else pytest.mark.slow,
         )
         for index, (case, bits) in enumerate(GRID)
     ],

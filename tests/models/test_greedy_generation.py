@@ -66,7 +66,7 @@ def expected(folder):
     return expected
 
 
-@pytest.mark.parametrize("length", PROMPTS)
+@mostly_slow("length", PROMPTS, quick=(2, 4))
 @mostly_slow("kind", CACHES, quick=(1,))
 def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
     steps = generate_step(PROMPTS[length], model, max_tokens=MAX_TOKENS, kv=kind)
