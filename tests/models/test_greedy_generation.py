@@ -89,7 +89,7 @@ def test_the_block_size_changes_no_word(model, expected, block_size):
     assert [token for token, _ in steps] == expected[17][:100]
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@mostly_slow("kind", CACHES, quick=(1,))
 def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model, expected, kind):
     # All prompts in one packed step, then all decodes in one step each, to the end.
     seqs = Sequences(make_cache(model, kind))

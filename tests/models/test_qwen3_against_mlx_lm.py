@@ -119,7 +119,7 @@ def test_the_ragged_steps_mix_decodes_prefills_and_late_arrivals():
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@mostly_slow("seed", range(8), quick=range(4))
 def test_random_configurations_give_the_same_logits(tmp_path, seed):
     config = random_config(seed)
     assert_same_logits(save_folder(tmp_path, random_mlx_lm_model(config, seed), config))

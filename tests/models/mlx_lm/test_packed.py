@@ -79,6 +79,7 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config, swap
     assert engine.stats().num_preemptions > 0
 
 
+@mostly_slow("model_and_config", CONFIGS, indirect=True)
 def test_kv_of_8_bits_stay_near(model_and_config):
     model, config = model_and_config
     adapted = adapt(model, config)
