@@ -135,6 +135,7 @@ def test_a_section_begins_no_row_after_its_time(tmp_path):
     assert left == {"rows": [{"number": 0}], "ended": "stopped after 0 s"}
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_leaves_the_others(monkeypatch):
     def refuse():
         raise ValueError("no such option")

@@ -9,7 +9,12 @@ from helpers.attached_models import CONFIGS, cached_model
 from mlx_paged.loading import demo_model_path
 
 
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in ("qwen3", "qwen3_moe") else ())
+        for name in CONFIGS
+    ]
+)
 def any_model(request):
     return cached_model(request.param)
 

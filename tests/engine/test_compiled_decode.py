@@ -158,9 +158,7 @@ def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
 @pytest.mark.parametrize(
     "config",
     [
-        LLAMA,
-        pytest.param(GEMMA3, marks=pytest.mark.slow),
-        pytest.param(GEMMA3N, marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (LLAMA, GEMMA3, GEMMA3N)),
         GPT_OSS,
     ],
     ids=lambda config: config["model_type"],

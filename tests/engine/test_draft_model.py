@@ -75,6 +75,7 @@ def test_requests_of_every_kind_get_the_same_as_without(
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
 
 
+@pytest.mark.slow
 def test_kernels_run_both_models():
     mx.random.seed(7)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))

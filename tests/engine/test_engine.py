@@ -57,7 +57,7 @@ def expected() -> dict[int, list[int]]:
         {"kv_cache_bytes": "17blocks", "max_num_batched_tokens": 33, "max_num_seqs": 8},
     ],
     ids=str,
-    quick=(0, 3),
+    quick=(3,),
 )
 def test_a_ragged_batch_gets_the_greedy_tokens_of_mlx_lm(
     model: qwen3.Model, expected: dict, options: dict

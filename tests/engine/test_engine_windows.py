@@ -51,7 +51,7 @@ in_many_ways = mostly_slow(
         ("both", "waiting"),
         ("both", "drafting"),
     ],
-    quick=(0, 4),
+    quick=(0,),
     indirect=True,
 )
 
@@ -171,7 +171,7 @@ def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
 
 
 @in_many_ways
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in (1, 2))])
+@mostly_slow("seed", range(3))
 def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windowed, seed):
     model, options = windowed
     workload = Workload(seed + 300, 12, model.args.vocab_size)
@@ -190,6 +190,7 @@ def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windo
         assert_same(tight.outputs[name], output)
 
 
+@pytest.mark.slow
 def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
     mx.random.seed(3)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"max_position_embeddings": 256}))

@@ -23,7 +23,6 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same
 from paged_testing.soak import Soak, make_request
 
@@ -99,7 +98,8 @@ def test_a_prompt_that_is_found_gets_the_tokens_of_one_that_is_not(
     assert answers[0] == answers[1] and engine.stats().num_hit_tokens == 64
 
 
-@mostly_slow(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("kv_format", "seed"),
     [
         ("K:8,V:4", 2),

@@ -287,7 +287,7 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
         ("recurrent", True),
         ("basic", False),
     ],
-    quick=(1, 2, 4),
+    quick=(1, 4),
 )
 def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim_goes_on(
     model: qwen3.Model, kind: str, swap: bool

@@ -111,7 +111,7 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
         for chunk in [[8, 33, 500][(i + j) % 3]]
     ],
     indirect=["run_ahead"],
-    quick=(4, 8),
+    quick=(4,),
 )
 def test_hits_are_all_whole_blocks_that_were_computed_before(
     model: qwen3.Model, block_size: int, chunk: int

@@ -266,7 +266,7 @@ def fail_at(engine: Engine, num_steps: int, error: BaseException) -> None:
     engine.runner.launch = failing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("at", range(6))
+@mostly_slow("at", range(6), quick=(0, 1, 4))
 @pytest.mark.parametrize("error", [ValueError("once"), KeyboardInterrupt()], ids=type)
 def test_a_step_that_fails_once_takes_the_one_before_with_it_and_both_come_again(
     model: qwen3.Model, at: int, error: BaseException

@@ -88,7 +88,7 @@ def test_temperature_zero_takes_the_most_likely_token_of_its_row(dtype, rows):
     )
 
 
-@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e308])
+@mostly_slow("temperature", [1e30, 1e38, 1e308], quick=(2,))
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
 def test_a_temperature_beyond_all_bounds_still_draws_from_what_the_filters_leave(
     temperature: float, filters: dict

@@ -266,7 +266,7 @@ class Rule:
         return names_of_all, [each.name for each in preempted]
 
 
-@mostly_slow("num_places", [1, 3, 8], quick=(1,))
+@mostly_slow("num_places", [1, 3, 8])
 @mostly_slow("priority_steps", [4, 50])
 def test_who_runs_is_who_the_rule_says(num_places: int, priority_steps: int):
     rng = random.Random(num_places * 100 + priority_steps)

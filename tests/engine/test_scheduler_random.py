@@ -138,7 +138,7 @@ TINY = {
 }
 
 
-@mostly_slow("name", TINY, quick=(0, 5, 6, 7, 10))
+@mostly_slow("name", TINY, quick=(0, 6, 7))
 @mostly_slow("seed", range(2))
 def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, name: str):
     driver = Driver(seed, priority_steps=6, **TINY[name])

@@ -79,7 +79,7 @@ def test_the_bits_are_those_of_plain_mlx(width, bits, dtype, metal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@mostly_slow("width", WIDTHS, quick=(0, 2))
+@mostly_slow("width", WIDTHS, quick=(2,))
 def test_queries_are_rotated_as_by_plain_mlx_beside_rows_and_alone(width, dtype, metal):
     kv, rng = empty(width, (4, 4), dtype, num_kv_heads=2), np.random.default_rng(width)
     q = random_array(rng, (3, 6, width), kv.dtype)

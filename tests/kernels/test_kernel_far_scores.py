@@ -81,7 +81,7 @@ PROBLEMS = {
 }
 
 
-@mostly_slow("problem", PROBLEMS.values(), ids=PROBLEMS, quick=(0, 3, 5))
+@mostly_slow("problem", PROBLEMS.values(), ids=PROBLEMS, quick=(3,))
 def test_scores_far_from_zero_match_the_formula(
     problem: Callable[[], PagedProblem],
     compiler: None,

@@ -84,7 +84,7 @@ each_case = pytest.mark.parametrize(
             case,
             bits,
             id=f"K{bits[0]}V{bits[1]}-{case}",
-            marks=() if index in (0, 2) else pytest.mark.slow,
+            marks=() if index == 0 else pytest.mark.slow,
         )
         for index, (case, bits) in enumerate(GRID)
     ],
@@ -165,8 +165,8 @@ def test_prefills_read_what_they_write(bits, context_lens, query_lens, metal):
     assert disorders(metal) == []
 
 
-@pytest.mark.parametrize("exponent", [-12, 6])
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["K8V8", "K4V4"])
+@mostly_slow("exponent", [-12, 6])
+@mostly_slow("bits", [(8, 8), (4, 4)], ids=["K8V8", "K4V4"], quick=(1,))
 def test_queries_of_any_size_match_the_formula_when_the_scale_makes_up_for_it(
     bits, exponent, metal
 ):
@@ -201,7 +201,7 @@ each_shape = mostly_slow(
     ("head_dim", "block_size", "dtype", "bits"),
     SHAPES,
     ids=[f"{dtype}-d{d}-b{b}-K{bits[0]}V{bits[1]}" for d, b, dtype, bits in SHAPES],
-    quick=(0, 2),
+    quick=(2,),
 )
 
 
@@ -255,6 +255,7 @@ def test_rows_and_blocks_of_every_shape_are_written_bit_for_bit(
     assert disorders(metal) == []
 
 
+@pytest.mark.slow
 def test_a_device_that_writes_by_scatter_reads_quantised_rows_too(metal):
     problem = quantised(make_problem([300, 33, 9], [1, 20, 2], group=4), 8, 4)
     kv, k, v = before_the_step(problem)
@@ -267,6 +268,7 @@ def test_a_device_that_writes_by_scatter_reads_quantised_rows_too(metal):
     assert written == set()
 
 
+@pytest.mark.slow
 def test_blocks_behind_the_first_4_gib_are_like_any_others(compiler):
     rng, shape = np.random.default_rng(0), (2, 8, 32)
     format = affine(32, 8, 8, "float16")

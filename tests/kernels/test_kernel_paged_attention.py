@@ -101,7 +101,7 @@ def test_every_instance_matches_the_formula(case, metal):
 # Lengths and windows
 
 
-@pytest.mark.parametrize("case", [DECODE, SMALL], ids=["bf16", "f32"])
+@mostly_slow("case", [DECODE, SMALL], ids=["bf16", "f32"])
 @mostly_slow("context_len", LENGTHS, quick=(6,))
 def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, case, metal):
     attend_and_compare(replace(case, seqs=((context_len, 1),)).problem())
@@ -150,6 +150,7 @@ def test_a_run_whose_border_is_that_of_a_partition_matches_the_formula(query_len
     attend_and_compare(replace(RUNS, seqs=seqs, num_kv_heads=1).problem())
 
 
+@pytest.mark.slow
 def test_runs_of_every_length_share_a_batch(metal):
     problem = make_problem(
         [300, 1, 40, 257, 8, 33, 70, 100, 5, 600],
@@ -173,8 +174,8 @@ def test_runs_of_every_length_share_a_batch(metal):
 # What must not be read
 
 
-@mostly_slow("window", [1, 2, 13, 100, 256, 300], quick=(2, 4))
-@pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
+@mostly_slow("window", [1, 2, 13, 100, 256, 300], quick=(2,))
+@mostly_slow("case", [DECODE, RUNS], ids=["decodes", "runs"], quick=(1,))
 def test_nothing_before_the_window_is_read(case, window, metal):
     problem = replace(
         case, seqs=((1000, case.capacity), (17, case.capacity)), window=window, num_kv_heads=1
@@ -248,7 +249,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
 # Dtypes of the queries
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@mostly_slow("dtype", DTYPES.values(), ids=DTYPES)
 def test_queries_of_any_size_give_the_same_bits_when_the_scale_makes_up_for_it(dtype, metal):
     # The kernel keeps bfloat16 queries as float16, which has less range.
     problem = replace(DECODE, seqs=((40, 1), (300, 1))).problem(dtype=dtype)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL, REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import (
     assert_same_slabs,
     attend_and_compare,
@@ -73,7 +74,7 @@ def test_a_missing_barrier_shows_as_dependence_on_the_order_of_threads(
             attend_and_compare(SHARED.problem())
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "merge_partitions"])
+@mostly_slow("name", ["paged_attention", "merge_partitions"], quick=(1,))
 @pytest.mark.parametrize(
     "weaker",
     [

@@ -133,7 +133,7 @@ def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_e
 
 
 @ways
-@pytest.mark.parametrize("runs", [(1,), (4,)], ids=["run_1", "run_4"])
+@mostly_slow("runs", [(1,), (4,)], ids=["run_1", "run_4"], quick=(1,))
 def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, metal, monkeypatch):
     # Where the kernel for single tokens does not work, decodes take one for runs.
     problem = make_problem(CONTEXT_LENS, 1, **setting, **extras, poison="nan_values")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import assert_same_bits, assert_same_slabs, checked_metal
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
@@ -47,7 +48,7 @@ def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal
     assert metal == []
 
 
-@pytest.mark.parametrize("widths", [(72, 72), (96, 64), (64, 96)], ids=str)
+@mostly_slow("widths", [(72, 72), (96, 64), (64, 96)], ids=str, quick=(1,))
 def test_rows_of_widths_without_a_kernel_for_attention_are_gathered(widths, metal):
     head_dim, value_dim = widths
     problem = make_problem(

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL
+from helpers.fast_lane import mostly_slow
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 import mlx_paged
@@ -173,7 +174,7 @@ def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(
 DECODES = {"direct": ([40, 7], 1), "merged": ([40, 300], 1), "mixed": ([40, 300, 20], [1, 8, 2])}
 
 
-@pytest.mark.parametrize("kind", DECODES)
+@mostly_slow("kind", DECODES)
 def test_a_decode_has_one_frame_of_ours_below_the_call_of_a_kernel(kind, metal, monkeypatch):
     ours = str(Path(mlx_paged.__file__).parent)
     stacks = []

@@ -139,7 +139,8 @@ def test_working_kernels_of_quantised_rows_pass(shape, metal):
         assert try_kernels(shape) == ALL
 
 
-@mostly_slow("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
 def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(
     shape, plant, metal
 ):
@@ -328,7 +329,7 @@ def test_where_a_gather_fails_plain_mlx_runs(change, metal, break_kernel):
         assert choose_backend("metal", [SHAPE]).name == "reference"
 
 
-@pytest.mark.parametrize("name", ["gather_blocks", "dequantize_blocks"])
+@mostly_slow("name", ["gather_blocks", "dequantize_blocks"], quick=(1,))
 def test_a_gather_of_quantised_rows_that_is_wrong_is_found(name, metal, break_kernel):
     break_kernel(name, larger)
     with pytest.warns(UserWarning, match=r"gather_blocks .* plain MLX operations run instead"):
@@ -344,8 +345,10 @@ def test_a_source_that_does_not_compile_is_replaced(metal, plant):
 # What users get
 
 
-@pytest.mark.parametrize(
-    "name", ["paged_attention", "merge_partitions", "gather_blocks", "reshape_and_cache", None]
+@mostly_slow(
+    "name",
+    ["paged_attention", "merge_partitions", "gather_blocks", "reshape_and_cache", None],
+    quick=(0, 4),
 )
 def test_tokens_are_right_whatever_kernel_fails(name, demo, metal, break_kernel):
     expected = answer(demo, "reference")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from helpers.cache_helpers import swap_in, swapped_out
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.ops.metal import MetalBackend
@@ -65,7 +65,7 @@ def use(seqs: Sequences) -> list[np.ndarray]:
     return results
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "scatter"])
+@mostly_slow("in_place", [True, False], ids=["in_place", "scatter"])
 def test_a_cache_on_kernels_zeroes_no_block_and_sees_no_nan(in_place, metal, monkeypatch):
     expected = use(Sequences(PagedKVCache(CONFIG, backend="reference", initial_blocks=80)))
     seqs = Sequences(PagedKVCache(CONFIG, backend="metal", initial_blocks=80))

@@ -66,7 +66,7 @@ def expected(folder):
     return expected
 
 
-@pytest.mark.parametrize("length", PROMPTS)
+@mostly_slow("length", PROMPTS, quick=(2, 4))
 @mostly_slow("kind", CACHES, quick=(1,))
 def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
     steps = generate_step(PROMPTS[length], model, max_tokens=MAX_TOKENS, kv=kind)
@@ -89,7 +89,7 @@ def test_the_block_size_changes_no_word(model, expected, block_size):
     assert [token for token, _ in steps] == expected[17][:100]
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@mostly_slow("kind", CACHES, quick=(1,))
 def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model, expected, kind):
     # All prompts in one packed step, then all decodes in one step each, to the end.
     seqs = Sequences(make_cache(model, kind))

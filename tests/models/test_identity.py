@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 
 from mlx_paged import demo_model_path, load
@@ -37,7 +38,7 @@ def test_two_processes_and_two_copies_of_a_folder_agree(tmp_path: Path) -> None:
     assert here.name == "another name"
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA3, DEEPSEEK_V3], ids=lambda c: c["model_type"])
+@mostly_slow("config", [LLAMA, GEMMA3, DEEPSEEK_V3], ids=lambda c: c["model_type"])
 def test_models_of_mlx_lm_are_the_same_when_they_are_loaded_again(
     config: dict[str, object],
 ) -> None:

@@ -119,7 +119,7 @@ def test_the_ragged_steps_mix_decodes_prefills_and_late_arrivals():
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@mostly_slow("seed", range(8), quick=range(4))
 def test_random_configurations_give_the_same_logits(tmp_path, seed):
     config = random_config(seed)
     assert_same_logits(save_folder(tmp_path, random_mlx_lm_model(config, seed), config))
@@ -224,7 +224,7 @@ def quantised_folder(folder, config, group_size, bits, dtype=mx.float32, quant_p
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("group_size", [32, 64])
+@mostly_slow("group_size", [32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_give_the_same_logits(tmp_path, bits, group_size, tied):
     folder = quantised_folder(

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import (
     CACHES,
     all_logits,
@@ -67,7 +68,7 @@ def test_the_golden_cases_cover_what_qwen3_may_be():
     }
 
 
-@pytest.mark.parametrize("feed", FEEDS)
+@mostly_slow("feed", FEEDS, quick=(1,))
 @pytest.mark.parametrize("kind", CACHES)
 def test_all_logits_are_those_of_transformers(case, kind, feed):
     model, token_ids, expected, tolerance = case

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import DECODING, GATHERING, REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.numpy_attention import (
     DTYPES,
     PagedProblem,
@@ -35,7 +36,7 @@ SHAPES = [
     (160, 8, 2, 2, "f32"),
     (256, 64, 1, 2, "bf16"),
 ]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+shapes = mostly_slow("shape", SHAPES, ids=lambda s: "-".join(map(str, s)), quick=(1, 2, 5))
 EXTRAS = {"plain": {}, "window_sinks": {"window": 21, "sinks": True}}
 extras = pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 CONTEXT_LENS, QUERY_LENS = [1, 17, 64, 131, 40, 9], [1, 1, 1, 1, 40, 5]

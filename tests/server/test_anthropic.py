@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged.server.anthropic.messages import read_messages_body
 from mlx_paged.server.errors import ApiError
@@ -118,7 +119,7 @@ def test_a_stream_and_a_whole_answer_say_the_same(agent):
     assert messages[0].usage.output_tokens == messages[1].usage.output_tokens
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@mostly_slow("is_streamed", [False, True], quick=(1,))
 @pytest.mark.parametrize(
     ("answer", "fields", "reason", "sequence"),
     [

@@ -98,7 +98,7 @@ def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
     assert all(name.startswith(THREADS) for name in tokenizer.threads)
 
 
-@mostly_slow("num_words", [250, 520])
+@mostly_slow("num_words", [60, 520])
 def test_a_text_that_may_fit_is_encoded_whole(client, service, monkeypatch, num_words: int):
     monkeypatch.setattr(prompt_length, "PIECE_LEN", 1000)
     text = "the end of the story " * num_words

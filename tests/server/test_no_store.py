@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged.server.service import Service
 
@@ -33,14 +34,19 @@ OF_OPENAI: list[tuple[dict[str, Any], dict[str, str], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(
+SAYINGS = [
+    (path, *case)
+    for path in BODIES
+    for case in (CASES if path == "/v1/messages" else [*CASES, *OF_OPENAI])
+]
+
+
+# Each third is in the fast lane.
+@mostly_slow(
     ("path", "body", "headers", "no_store"),
-    [
-        (path, *case)
-        for path in BODIES
-        for case in (CASES if path == "/v1/messages" else [*CASES, *OF_OPENAI])
-    ],
+    SAYINGS,
     ids=str,
+    quick=range(0, len(SAYINGS), 3),
 )
 def test_a_body_or_a_header_says_that_nothing_is_stored(
     server_url: str,

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 from helpers.agent_models import make_agent_model
+from helpers.fast_lane import mostly_slow
 from helpers.servers import is_idle, running_service, wait_until
 
 WEATHER = {
@@ -106,7 +107,7 @@ def streamed(chunks):
     return message, [calls[index] for index in sorted(calls)], reason
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@mostly_slow("is_streamed", [False, True], quick=(1,))
 def test_reasoning_text_and_calls_are_told_apart(agent, dictate, is_streamed):
     dictate(f"{THOUGHT}I look.\n{call(PARIS)}\n{call(ROME)}")
     if is_streamed:
@@ -183,7 +184,7 @@ def test_an_agents_second_step_has_its_history_and_hits_the_cache(agent, dictate
     assert second.usage.prompt_tokens_details.cached_tokens >= total - 32
 
 
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3))
 def test_a_tool_that_must_be_called_is_called(agent, seed):
     fields = {"temperature": 1.2, "seed": seed, "max_tokens": 300,
               "extra_body": {"enable_thinking": False}}  # fmt: skip

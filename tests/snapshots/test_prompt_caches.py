@@ -120,7 +120,8 @@ def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, n
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        *((name, 7) for name in CONFIGS),  # within all windows
+        # Within all windows.
+        *(pytest.param(name, 7, marks=pytest.mark.slow) for name in CONFIGS),
         *((name, 29) for name in ("qwen3", "llama", "deepseek_v3")),
     ],
 )

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.cache_helpers import stored_parts
+from helpers.fast_lane import mostly_slow
 from helpers.snapshot_helpers import assert_same_bits, config_of, fill
 
 from mlx_paged.cache import CacheFullError, ContiguousKVCache, PagedKVCache, Sequences
@@ -16,7 +17,7 @@ from mlx_paged.models import qwen3
 from mlx_paged.snapshots import load_snapshot, save_snapshot
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@mostly_slow("dtype", ["float32", "float16", "bfloat16"], quick=(2,))
 @pytest.mark.parametrize("form", ["dense", "8 bits", "4 bits", "K8V4"])
 @pytest.mark.parametrize("layers", ["alike", "different", "windows"])
 @pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow)])

@@ -101,10 +101,8 @@ def test_drafts_are_verified_against_blocks_from_disk(model: qwen3.Model, tmp_pa
     assert num_read_tokens(runs["second"]) > 0
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "layers" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_windows_have_the_same_tokens_in_all_ways(tmp_path: Path, kind: str):
     model, options = model_and_options(kind)
     workload = Workload(630, 8, model.args.vocab_size)

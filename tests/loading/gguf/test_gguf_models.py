@@ -110,7 +110,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@mostly_slow("kind", TYPES, quick=range(0, len(TYPES), 3))
 def test_the_demo_model_says_the_same_in_every_type(kind, tmp_path):
     file = write_demo(tmp_path / "demo.gguf", kind)
     model, _, config = load(file, model_config={"dtype": "float32"}, return_config=True)

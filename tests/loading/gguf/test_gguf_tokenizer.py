@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from helpers.fast_lane import mostly_slow
 from helpers.gguf_files import demo_tokenizer
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -249,7 +250,7 @@ def metadata_of(tokenizer: Any, kind: str, num_padded: int = 5) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("kind", ORIGINALS)
+@mostly_slow("kind", ORIGINALS, quick=range(0, len(ORIGINALS), 3))
 def test_each_kind_cuts_words_as_its_own_tokenizer_does(kind, tmp_path):
     original = trained(kind)
     tokenizer = read(metadata_of(original, kind), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import (
     DEEPSEEK_V3,
     GEMMA3,
@@ -59,6 +60,7 @@ def test_answers_are_those_of_mlx_lm(model_and_config, kv):
     assert engine.stats().num_cached_prompt_tokens > 0
 
 
+@mostly_slow("model_and_config", CONFIGS, indirect=True)
 @pytest.mark.parametrize(
     "swap_bytes",
     [pytest.param(0, id="recompute", marks=pytest.mark.slow), pytest.param("40blocks", id="swap")],
@@ -77,6 +79,7 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config, swap
     assert engine.stats().num_preemptions > 0
 
 
+@mostly_slow("model_and_config", CONFIGS, indirect=True)
 def test_kv_of_8_bits_stay_near(model_and_config):
     model, config = model_and_config
     adapted = adapt(model, config)

@@ -120,7 +120,7 @@ def test_logits_of_all_tokens_are_those_of_mlx_lm(name: str):
     assert error <= 1e-4 * mx.abs(mx.concatenate(expected)).max().item()
 
 
-@pytest.mark.parametrize("name", ["llama4", "qwen3_next", "mamba2", "recurrent_gemma"])
+@mostly_slow("name", ["llama4", "qwen3_next", "mamba2", "recurrent_gemma"], quick=(0, 1))
 @mostly_slow("swap_bytes", [0, "1M"], ids=["recompute", "swap"])
 def test_preempted_requests_get_the_tokens_of_undisturbed_ones(name: str, swap_bytes: str | int):
     engine = ragged(name, watermark=0.0, swap_bytes=swap_bytes, **budget_of(name, 47, 1.7))
@@ -206,7 +206,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("at_call", [3, 9])
+@mostly_slow("at_call", [3, 9], quick=(1,))
 @pytest.mark.parametrize("name", ["llama4", "falcon_h1"])
 def test_a_step_that_fails_is_run_again_from_the_right_state(
     name: str, at_call: int, error: BaseException

@@ -10,6 +10,13 @@ from metal_emulator import BarrierError, Checks, MemoryFault, UndefinedResult
 pytestmark = pytest.mark.usefixtures("compiler")
 
 ONE_RUN = Checks(orders=("ascending",))
+slowly_watched = pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(ONE_RUN, id="watched", marks=pytest.mark.slow),
+        pytest.param(Checks.quick(), id="quick"),
+    ],
+)
 
 
 def run_one(body: str, size: int = 32, checks: Checks = ONE_RUN, **inputs: mx.array) -> mx.array:
@@ -88,7 +95,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("checks", [ONE_RUN, Checks.quick()], ids=["watched", "quick"])
+@slowly_watched
 @pytest.mark.parametrize("array", ARRAYS)
 def test_an_index_outside_of_an_array(array, checks):
     (body, size) = ARRAYS[array], (4 if array == "threadgroup" else 32)
@@ -177,13 +184,7 @@ def test_a_reduction_in_divergent_flow():
         run_one(body.format(20))
 
 
-@pytest.mark.parametrize(
-    "checks",
-    [
-        pytest.param(ONE_RUN, id="watched", marks=pytest.mark.slow),
-        pytest.param(Checks.quick(), id="quick"),
-    ],
-)
+@slowly_watched
 @pytest.mark.parametrize(
     ("value", "to", "said"),
     [
