@@ -108,6 +108,25 @@ def _lines_of_streams(row: Row) -> list[str]:
     ]
 
 
+def verdict_on_memory(rows: list[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        where = "without a window" if row["window"] is None else f"in a window of {row['window']}"
+        # Those of longer contexts come in a few sizes; in a window there are none.
+        partials = "below 50 MB, once per size of partials"
+        expected = partials if row["window"] is None else "below 1 MB"
+        lines.append(
+            f"{row['num_decodes']:,} decodes of {row['num_seqs']} sequences {where}: MLX obtains "
+            f"{row['grown_bytes'] / 1e6:.2f} MB (expected: {expected})."
+        )
+    peak, estimate = rows[0]["peak_bytes"], rows[0]["estimated_bytes"]
+    lines.append(
+        f"Activations of a prompt of {rows[0]['prompt_tokens']:,} tokens: {peak / 1e6:.0f} MB, "
+        f"{peak / estimate:.2f} of the estimate (expected: 0.5 to 2)."
+    )
+    return lines
+
+
 VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "writes": verdict_on_writes,
     "bandwidth": verdict_on_bandwidth,
@@ -115,6 +134,7 @@ VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "launches": verdict_on_launches,
     "attention": verdict_on_attention,
     "streams": verdict_on_streams,
+    "memory": verdict_on_memory,
     "large command buffers": verdict_on_streams,
 }
 

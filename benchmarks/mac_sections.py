@@ -24,10 +24,12 @@ from throughput_scenarios import SampleRequest, Scenario
 from throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 
 from mlx_paged.config import KVBits
+from mlx_paged.engine.engine import Engine
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
+from mlx_paged.sampling_params import SamplingParams
 
 Row: TypeAlias = dict[str, Any]
 
@@ -67,6 +69,7 @@ class Sizes:
     answer: int
     long_prompt: int
     turns: int
+    decodes: int  # whose memory is counted
 
 
 BATCHES = ["--batches", "1", "8"]
@@ -87,6 +90,7 @@ SIZES = {
         answer=96,
         long_prompt=2048,
         turns=3,
+        decodes=1000,
     ),
     "cpu": Sizes(
         model=(throughput.SHAPE, mx.float32),
@@ -101,6 +105,7 @@ SIZES = {
         answer=32,
         long_prompt=256,
         turns=2,
+        decodes=100,
     ),
     "quick": Sizes(
         model=(throughput.QUICK_SHAPE, mx.float32),
@@ -112,6 +117,7 @@ SIZES = {
         answer=4,
         long_prompt=64,
         turns=1,
+        decodes=20,
     ),
 }
 
@@ -312,6 +318,58 @@ def measure_large_command_buffers(sizes: Sizes, model: str) -> Iterator[Row]:
     return measure_streams(sizes, model) if choose.is_metal_available() else iter([NEEDS_METAL])
 
 
+def measure_memory(sizes: Sizes, model: str) -> Iterator[Row]:
+    """What decodes at a constant batch obtain from the system, with and without a window, and what
+    a step of a prompt takes at its highest beside the estimate.
+    """
+    ours, _ = load_models(sizes, model)
+    num_seqs, warm_up = 8, sizes.decodes // 3
+    for window in (None, 64):
+        engine = Engine(
+            ours,
+            None,
+            kv_cache_bytes=f"{num_seqs * (2 * sizes.decodes // 16 + 16)}blocks",
+            preallocate=True,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(sizes.long_prompt, 64),
+            max_num_mixed_tokens=64,
+            window=window,
+        )
+        prompt = [token % 50 for token in range(sizes.long_prompt - 2)]
+        mx.synchronize()
+        mx.clear_cache()
+        base = mx.get_active_memory()
+        mx.reset_peak_memory()
+        engine.add_request("prompt", prompt, SamplingParams(max_tokens=1))
+        while engine.has_unfinished_requests():
+            engine.step()
+        peak = mx.get_peak_memory() - base
+        params = SamplingParams(max_tokens=2 * sizes.decodes, ignore_eos=True)
+        for seq in range(num_seqs):
+            engine.add_request(str(seq), [seq + 1] * 20, params)
+        # MLX gives nothing back then, so what it holds grows with each array that it has no buffer
+        # for.
+        before = mx.set_cache_limit(1 << 36)
+        held = [0, 0]
+        for index, num_steps in enumerate((warm_up, sizes.decodes)):
+            for _ in range(num_steps):
+                engine.step()
+            mx.synchronize()
+            held[index] = mx.get_active_memory() + mx.get_cache_memory()
+        mx.set_cache_limit(before)
+        engine.abort_all()
+        yield {
+            "window": window,
+            "num_seqs": num_seqs,
+            "num_decodes": sizes.decodes,
+            "grown_bytes": held[1] - held[0],
+            "prompt_tokens": len(prompt),
+            "peak_bytes": peak,
+            "estimated_bytes": engine.stats().nbytes_activations,
+            "cache_limit": before,
+        }
+
+
 @dataclass(frozen=True)
 class Section:
     name: str
@@ -328,5 +386,6 @@ SECTIONS = [
     Section("launches", measure_launches, 10),
     Section("attention", measure_attention, 110),
     Section("streams", measure_streams, 140),
+    Section("memory", measure_memory, 60),
     Section("large command buffers", measure_large_command_buffers, 70, LARGE_COMMAND_BUFFERS),
 ]

@@ -182,8 +182,8 @@ def acquire_cache_limit(activation_nbytes: int) -> Callable[[], None]:
     What one step frees is what the next one takes, so more than the activations of the largest step
     are buffers of sizes that do not come back. MLX itself keeps as many as there is memory. The
     limit is the process's: of several engines it is the sum, and after the last one it is again
-    what it was before the first. One below what Metal recommends as working set was set by somebody
-    and stays as it is. Nothing changes without Metal, where MLX keeps 32 MiB.
+    what it was before the first. One below what Metal recommends as working set is the user's, and
+    stays as it is. Nothing changes without Metal, where MLX keeps 32 MiB.
     """
     if not recommended_memory():
         return _no_op

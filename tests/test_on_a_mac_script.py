@@ -193,6 +193,15 @@ STREAMS = {
     },
     "same_tokens": {"mlx-lm": 0.9, "ours, ahead": 1.0, "ours, waiting": 0.5},
 }
+MEMORY = {
+    "window": None,
+    "num_seqs": 8,
+    "num_decodes": 1000,
+    "grown_bytes": 3_200_000,
+    "prompt_tokens": 2046,
+    "peak_bytes": 150_000_000,
+    "estimated_bytes": 125_000_000,
+}
 VERDICTS = {
     "writes": [
         (result({"failure": None}), ["Writes: in place, in order, without a copy."]),
@@ -231,6 +240,19 @@ VERDICTS = {
                 "Not complete: stopped after 10 s.",
             ],
         ),
+    ],
+    "memory": [
+        (
+            result(MEMORY, MEMORY | {"window": 64, "grown_bytes": 20_000}),
+            [
+                "1,000 decodes of 8 sequences without a window: MLX obtains 3.20 MB (expected: "
+                "below 50 MB, once per size of partials).",
+                "1,000 decodes of 8 sequences in a window of 64: MLX obtains 0.02 MB (expected: "
+                "below 1 MB).",
+                "Activations of a prompt of 2,046 tokens: 150 MB, 1.20 of the estimate (expected: "
+                "0.5 to 2).",
+            ],
+        )
     ],
     "attention": [
         (

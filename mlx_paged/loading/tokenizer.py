@@ -10,6 +10,8 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.loading.folder import load_errors
 
+# What a tokenizer that does not cut texts into words remembers, instead of 10,000 texts.
+NUM_REMEMBERED_TEXTS = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -37,4 +39,22 @@ def read_tokenizer(
     warned = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(warned, dict):
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
+    _bound_text_cache(tokenizer)
     return tokenizer
+
+
+def _bound_text_cache(tokenizer: TokenizerWrapper) -> None:
+    """Have a tokenizer of whole texts, as those of SentencePiece are, remember fewer of them.
+
+    tokenizers keeps what it made of the first 10,000 different words of fewer than 255 characters,
+    for each thread that encodes, and does not free them with the tokenizer. Words come back. Whole
+    texts seldom do, and take some 3 KB each: 34 MB per thread.
+    """
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return
+    cut = backend.pre_tokenizer
+    cuts_words = cut is not None and len(cut.pre_tokenize_str("some words")) > 1
+    resize = getattr(backend.model, "_resize_cache", None)
+    if resize is not None and not cuts_words:
+        resize(NUM_REMEMBERED_TEXTS)

@@ -4,12 +4,16 @@ the budget.
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.engine_runs import load_demo
+from paged_testing.async_soak import MemoryInUse, memory_in_use, run_requests
 from paged_testing.soak import Soak, make_request
 
+from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.models import qwen3
 
 # K/V that outweigh the activations: 4 KiB a token.
@@ -106,3 +110,20 @@ def test_the_budget_is_grown_into_and_given_back(large_kv_model: qwen3.Model):
     assert held[-1] < config.nbytes, "the budget is more than they need"
     soak.check_end()
     assert soak.engine.stats().nbytes_held == held[0]
+
+
+@pytest.mark.slow
+def test_small_requests_of_every_kind_leave_next_to_nothing_in_memory():
+    async def run() -> tuple[MemoryInUse, MemoryInUse]:
+        async with AsyncEngine(*load_demo(), kv_cache_bytes="200blocks") as engine:
+            # What fills up does: the pool, and what tokenizers and grammars remember.
+            await run_requests(engine, 0, 700)
+            before = memory_in_use()
+            await run_requests(engine, 700, 300)
+            return before, memory_in_use()
+
+    before, after = asyncio.run(run())
+    assert abs(after.num_objects - before.num_objects) < 300
+    assert abs(after.mlx - before.mlx) < 4096
+    # A tokenizer that remembers all texts keeps some 3 KB of each.
+    assert after.malloc - before.malloc < 300 * 1000

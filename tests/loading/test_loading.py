@@ -534,3 +534,29 @@ def test_a_missing_tokenizer_is_not_replaced_by_an_empty_one(folder):
 def test_a_config_of_the_tokenizer_alone_is_not_a_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize(
+    ("cut", "resized"),
+    [
+        (None, [256]),
+        (pre_tokenizers.Metaspace(split=False), [256]),
+        (pre_tokenizers.Metaspace(), []),
+        (pre_tokenizers.ByteLevel(), []),
+    ],
+    ids=["none", "one piece", "SentencePiece words", "a pattern"],
+)
+def test_a_tokenizer_that_does_not_cut_words_remembers_few_texts(folder, monkeypatch, cut, resized):
+    words = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, [], unk_token="<unk>"))
+    if cut is not None:
+        words.pre_tokenizer = cut
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    sizes = []
+    monkeypatch.setattr(models.BPE, "_resize_cache", lambda _, size: sizes.append(size))
+    load(folder)
+    assert sizes == resized
