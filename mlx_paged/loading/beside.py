@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -55,13 +54,18 @@ class KernelsBeside:
             return
         thread = EngineThread("mlx_paged kernels")
 
+        def go_on() -> None:
+            if self._is_stopped.is_set():
+                raise TrialStoppedError
+            thread.check()  # Python may end meanwhile.
+
         def run() -> None:
             try:
-                with contextlib.suppress(TrialStoppedError):
-                    trial(self._go_on)
+                trial(go_on)
             finally:
                 thread.end()
 
+        # What it raises, the trial of the cache raises or finds, too.
         thread.submit(run)
 
     def _trial_of(self, layers: Sequence[LayerSpec]) -> Callable[[Callable[[], None]], Any] | None:
@@ -74,7 +78,3 @@ class KernelsBeside:
         stored = stored_as(KVBits.parse(options.get("kv_format")), layers)
         shapes = [spec.attention_shape(block_size) for spec in stored]
         return try_kernels_of(options.get("backend", DEFAULT_BACKEND), shapes)
-
-    def _go_on(self) -> None:
-        if self._is_stopped.is_set():
-            raise TrialStoppedError

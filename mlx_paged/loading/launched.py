@@ -45,9 +45,9 @@ def load_for(
         with KernelsBeside(engine_options) as beside:
             model, tokenizer, _ = load_whole(
                 path_or_hf_repo,
-                tokenizer_config,
-                model_config,
-                adapter_path,
+                tokenizer_config=tokenizer_config,
+                model_config=model_config,
+                adapter_path=adapter_path,
                 tokenizer_path=tokenizer_path,
                 before_reading=beside.begin,
             )

@@ -138,38 +138,41 @@ def load(
         LoadError: nothing is there, it is broken, or mlx-lm does not have the model type, or has
             one that does not run here.
     """
+    if not isinstance(return_config, bool):
+        raise LoadError(
+            f"[load] return_config must be True or False, got {shown(return_config)}",
+            "return_config",
+        )
     model, tokenizer, config = load_whole(
         path_or_hf_repo,
-        tokenizer_config,
-        model_config,
-        adapter_path,
-        lazy,
-        return_config,
-        revision,
-        tokenizer_path,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        lazy=lazy,
+        revision=revision,
+        tokenizer_path=tokenizer_path,
     )
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_whole(
     path_or_hf_repo: str | Path,
+    *,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     lazy: bool = False,
-    return_config: bool = True,
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
     before_reading: BeforeReading | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
-    """As :func:`load`, the configuration always with it, and as :func:`load_from`."""
+    """What :func:`load` checks and finds; ``before_reading`` as in :func:`load_from`."""
     for name, value, kinds, what in (
         ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder, a hub id or a file"),
         ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
         ("revision", revision, str | Path | None, "a text, or None"),
         ("tokenizer_path", tokenizer_path, str | Path | None, "a folder, a hub id, or None"),
         ("lazy", lazy, bool, "True or False"),
-        ("return_config", return_config, bool, "True or False"),
     ):
         if not isinstance(value, kinds):
             raise LoadError(f"[load] {name} must be {what}, got {shown(value)}", name)
