@@ -31,12 +31,13 @@ NO_WINDOW = 2**31 - 1
 
 # A sequence of SHORT_CONTEXT tokens is cut into MIN_THREADGROUPS at least, so that it alone reaches
 # all cores. A partition leaves head_dim + 4 floats per query row, which the largest keeps at a
-# percent of its K/V per row. Fewer than WHOLE_BELOW keys are a few rounds of one threadgroup, which
-# should cost less than to merge (not measured on a Mac).
+# percent of its K/V per row. To merge pays where the keys that one threadgroup is spared take it
+# longer than a launch: at 16 cycles a key (head_dim 128, four heads, by Mesa's compiler) and 3 us a
+# launch, both not measured on a Mac, from WHOLE_BELOW keys on.
 MIN_THREADGROUPS = 64
 SHORT_CONTEXT = 1024
 MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 16, 256
-WHOLE_BELOW = 128
+WHOLE_BELOW = 256
 
 MIN_PLAN_SIZE = 64
 

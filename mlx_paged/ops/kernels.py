@@ -29,7 +29,9 @@ from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)  # of K and of V
 BLOCK_SIZES = (8, 16, 32, 64)
-MAX_GROUP_SIZE = 16
+# Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
+# of more are the work of a matmul.
+MAX_QUERY_ROWS = 128
 
 # Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
@@ -119,10 +121,10 @@ def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
     lack = _why_no_width(key_dim, value_dim)
     if lack is not None:
         return lack
-    if group > MAX_GROUP_SIZE:
+    if group > MAX_QUERY_ROWS:
         return (
             f"{group} query heads per KV head are more than the attention kernel is made for "
-            f"({MAX_GROUP_SIZE})"
+            f"({MAX_QUERY_ROWS})"
         )
     return None
 
