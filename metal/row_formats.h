@@ -133,7 +133,7 @@ struct RowOverLanes {
   static constant constexpr int LOADS = (ROW_LOADS + LANES - 1) / LANES;
   static constant constexpr bool EVEN = LOADS * LANES == ROW_LOADS;
   static constant constexpr int SCALE_LANES = Format::SCALE_LOADS / LOADS;
-  static constant constexpr int SHARERS = SCALE_LANES > LANES ? LANES : SCALE_LANES;
+  static constant constexpr int SHARERS = int(SCALE_LANES) > LANES ? LANES : int(SCALE_LANES);
 
   static int place(int column, int n) {
     return Format::NEIGHBOURS ? column * LOADS + n : column + n * LANES;
@@ -319,8 +319,8 @@ constant constexpr ushort NEGATIVE_OF_12[12] = {0x002, 0xaab, 0x3c8, 0x96e, 0xf2
 // CPU: sums and differences of neighbours, then of what lies 2, 4 and so on apart; where the width is
 // 12 times a power of two, of its twelve parts, sums of all, each by its sign.
 template <int WIDTH>
-void rotate(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
-            float scale) {
+void rotate_row(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
+                float scale) {
   constexpr int LANES = RowLoads<WIDTH>::LANES, LOADS = RowLoads<WIDTH>::LOADS;
   constexpr int NUM_PARTS = WIDTH % 3 == 0 ? 12 : 1;
   constexpr int PART_LANES = NUM_PARTS > 1 ? WIDTH / NUM_PARTS / 8 : LANES;
