@@ -40,7 +40,8 @@ def verdict_on_kernels(rows: list[Row]) -> list[str]:
     seconds = [row["seconds"] for row in rows]
     lines = [
         f"Kernels: {len(rows) - len(wrong)} of {len(rows)} shapes right; a shape takes "
-        f"{np.median(seconds):.2f} s to compile and try (median), {max(seconds):.2f} s at most."
+        f"{np.median(seconds):.2f} s to compile and try (median; expected: 1 to 5), "
+        f"{max(seconds):.2f} s at most."
     ]
     return lines + [f"WRONG: {'; '.join(row['said'])}" for row in wrong]
 
@@ -51,6 +52,18 @@ def verdict_on_launches(rows: list[Row]) -> list[str]:
     if encoded:
         more = max(encoded) - dense
         lines.append(f"To encode a token's rows takes {more:+.1f} us at most (expected: below 2).")
+    return lines
+
+
+def verdict_on_questions(rows: list[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        low, high = row["expected"]
+        as_expected = low <= row["found"] <= high
+        lines.append(
+            f"{row['question'].capitalize()}: {row['found']:g} (expected: {low:g} to {high:g})"
+            + ("." if as_expected else ": OTHERWISE.")
+        )
     return lines
 
 
@@ -132,6 +145,7 @@ VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "bandwidth": verdict_on_bandwidth,
     "kernels": verdict_on_kernels,
     "launches": verdict_on_launches,
+    "questions": verdict_on_questions,
     "attention": verdict_on_attention,
     "streams": verdict_on_streams,
     "memory": verdict_on_memory,

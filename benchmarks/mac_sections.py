@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import attention
+import mac_kernels
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -27,7 +28,7 @@ from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
-from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
+from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 from mlx_paged.sampling_params import SamplingParams
 
@@ -49,6 +50,8 @@ KERNEL_SHAPES = [
     *((dim, 2, 16, F16) for dim in (32, 80, 96)),
     *((128, 2, block_size, F16) for block_size in (8, 32, 64)),
     *((128, 16, 16, dtype) for dtype in (F16, BF16)),
+    *((512, 4, 16, dtype) for dtype in (F16, BF16)),
+    (128, 32, 16, BF16),
 ]
 
 
@@ -70,6 +73,7 @@ class Sizes:
     long_prompt: int
     turns: int
     decodes: int  # whose memory is counted
+    keys: int  # that a decode attends to, where kernels are held side by side
 
 
 BATCHES = ["--batches", "1", "8"]
@@ -91,6 +95,7 @@ SIZES = {
         long_prompt=2048,
         turns=3,
         decodes=1000,
+        keys=16_384,
     ),
     "cpu": Sizes(
         model=(throughput.SHAPE, mx.float32),
@@ -106,6 +111,7 @@ SIZES = {
         long_prompt=256,
         turns=2,
         decodes=100,
+        keys=1024,
     ),
     "quick": Sizes(
         model=(throughput.QUICK_SHAPE, mx.float32),
@@ -118,6 +124,7 @@ SIZES = {
         long_prompt=64,
         turns=1,
         decodes=20,
+        keys=300,
     ),
 }
 
@@ -153,7 +160,7 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
         yield {
             "shape": str(shape),
             "seconds": round(time.perf_counter() - start, 3),
-            "right": found == WorkingKernels(True, True, DECODE_RUNS),
+            "right": found == WorkingKernels(True, True, decode_runs_of(group)),
             "said": [str(warning.message) for warning in said],
         }
 
@@ -183,6 +190,18 @@ def measure_launches(sizes: Sizes, model: str) -> Iterator[Row]:
         # The first turn compiles.
         micros = float(np.median(seconds[1:])) / NUM_LAUNCHES * 1e6
         yield {"rows": str(format), "us_per_launch": round(micros, 2)}
+
+
+def measure_questions(sizes: Sizes, model: str) -> Iterator[Row]:
+    """What was assumed of the kernels: each question with the answer that is expected."""
+    if not choose.is_metal_available():
+        yield NEEDS_METAL
+        return
+    turns, num_calls = sizes.turns, NUM_LAUNCHES // 8
+    yield from mac_kernels.measure_registers()
+    yield from mac_kernels.measure_merging(num_calls, turns)
+    copy_rate = attention.measure_copy(sizes.copy_bytes, 8)
+    yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys, copy_rate)
 
 
 def measure_bandwidth(sizes: Sizes, model: str) -> Iterator[Row]:
@@ -382,9 +401,10 @@ SECTIONS = [
     Section("device", measure_device, 20),
     Section("writes", measure_writes, 20),
     Section("bandwidth", measure_bandwidth, 30),
-    Section("kernels", measure_kernels, 110),
+    Section("kernels", measure_kernels, 90),
     Section("launches", measure_launches, 10),
-    Section("attention", measure_attention, 110),
+    Section("questions", measure_questions, 40),
+    Section("attention", measure_attention, 90),
     Section("streams", measure_streams, 140),
     Section("memory", measure_memory, 60),
     Section("large command buffers", measure_large_command_buffers, 70, LARGE_COMMAND_BUFFERS),

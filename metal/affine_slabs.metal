@@ -8,6 +8,7 @@
 //                                  SCALE_GROUP]
 //            value_slab, value_scales, value_biases  the same with VALUE_BITS
 
+constexpr int KEY_DIM = HEAD_DIM, VALUE_DIM = HEAD_DIM;
 using Keys = Affine<T, HEAD_DIM, KEY_BITS, SCALE_GROUP>;
 using Values = Affine<T, HEAD_DIM, VALUE_BITS, SCALE_GROUP>;
 const typename Keys::Rows stored_keys = {key_slab, key_scales, key_biases, 0};

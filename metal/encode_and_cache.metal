@@ -38,7 +38,7 @@ const size_t from = packed_row<HEAD_DIM>(token, kv_head, num_kv_heads);
 float row[Row::LOADS * 8];
 load_floats<T, HEAD_DIM>((is_key ? key_rows : is_value ? value_rows : queries) + from, lane, row);
 if (ROTATES && !is_value) {
-  rotate<HEAD_DIM>(row, lane, thread_index_in_simdgroup, rotation_scale);
+  rotate_row<HEAD_DIM>(row, lane, thread_index_in_simdgroup, rotation_scale);
 }
 
 if (is_key || is_value) {

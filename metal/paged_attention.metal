@@ -8,8 +8,8 @@
 // it writes. Online softmax in float and base 2 (Milakov and Gimelshein, 2018), cut into partitions
 // as in Flash-Decoding (Dao et al., 2023).
 //
-// What K and V look like is said in front of this body: T, HEAD_DIM, the formats Keys and Values of
-// row_formats.h, stored_keys and stored_values (slabs, written if rows come from inputs),
+// What K and V look like is said in front of this body: T, KEY_DIM, VALUE_DIM, the formats Keys and
+// Values of row_formats.h, stored_keys and stored_values (slabs, written if rows come from inputs),
 // TAKES_ROWS (whether they may), and new_keys and new_values (rows of num_tokens, or anything).
 //
 // template   Out (T, or float for partials), BLOCK_SIZE,
@@ -19,36 +19,38 @@
 //            ROW_PARTS (threadgroups that do),
 //            PARTIAL (whether merge_partitions follows),
 //            SOFTCAP (bits of the float that scores are capped at, 0 for none)
-// inputs     queries               T [num_tokens, num_heads, HEAD_DIM]
+// inputs     queries               T [num_tokens, num_heads, KEY_DIM]
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
 //            fence_in              int [8]
-// outputs    out                   T [num_tokens, num_heads, HEAD_DIM], or the partials: float
-//                                  [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score
-//                                  in base 2, sum, 0, 0
+// outputs    out                   T [num_tokens, num_heads, VALUE_DIM], or the partials: float
+//                                  [num_partial_rows, num_heads, VALUE_DIM + 4]: values, highest
+//                                  score in base 2, sum, 0, 0
 //            fence_out             int [8]
 // grid       (SIMDGROUP_LANES * STREAMS * ROW_SPLITS, num_kv_heads * ROW_PARTS, num_partitions),
 //            threadgroup (all of the first, 1, 1)
 
 using KeyLoad = typename Keys::Load;
 using ValueLoad = typename Values::Load;
-// A row lies over LANES lanes, LOADS loads in each; the last lanes have none of it where it is not
-// EVEN.
+// A row of K and one of V lie over LANES lanes, as many as the wider one needs.
 constexpr int PARTS = Keys::LOAD_SIZE / 4;  // float4s of a load
-constexpr int ROW_LOADS = HEAD_DIM / Keys::LOAD_SIZE;
+constexpr int ROW_LOADS = (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM) / Keys::LOAD_SIZE;
 constexpr int LANES = ROW_LOADS > 16 ? 32 : ROW_LOADS > 8 ? 16 : ROW_LOADS > 4 ? 8 : 4;
-constexpr int LOADS = (ROW_LOADS + LANES - 1) / LANES;
-constexpr bool EVEN = LOADS * LANES == ROW_LOADS;
-constexpr int UNITS = LOADS * PARTS;  // float4s of a row in each lane
+using KeyRow = RowOverLanes<Keys, KEY_DIM, LANES>;
+using ValueRow = RowOverLanes<Values, VALUE_DIM, LANES>;
+constexpr int KEY_UNITS = KeyRow::LOADS * PARTS;  // float4s of a row in each lane
+constexpr int VALUE_UNITS = ValueRow::LOADS * PARTS;
 // A load of queries is sixteen bytes, one of keys or values may stand for more.
 constexpr int QUERY_PARTS = 4 / sizeof(T);
 constexpr int QUERY_LOADS = PARTS / QUERY_PARTS;
 // Neighbours that hold what shares a scaling.
-constexpr int SHARERS = int(Keys::SCALE_LOADS) > LANES ? int(LANES) : int(Keys::SCALE_LOADS);
+constexpr int SHARERS = KeyRow::SHARERS;
 // A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
 constexpr int SUBGROUPS = SIMDGROUP_LANES / LANES;
-constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > 4 ? 4 : BLOCK_SIZE / SUBGROUPS;
+constexpr int HELD_STEPS = Keys::CHUNK_LOADS / ((ROW_LOADS + LANES - 1) / LANES);
+constexpr int MAX_STEPS = HELD_STEPS > 4 ? 4 : HELD_STEPS;
+constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > MAX_STEPS ? MAX_STEPS : BLOCK_SIZE / SUBGROUPS;
 constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
     (RUN * GROUP + ROW_SPLITS * ROW_PARTS - 1) / (ROW_SPLITS * ROW_PARTS);
@@ -62,7 +64,8 @@ const int subgroup = lane / LANES;
 // Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes,
 // and reductions and their way back shuffle fixed registers by fixed distances.
 const int turn = column % SHARERS / (SHARERS / STEPS);
-const int scale_group = (EVEN ? column : min(column, ROW_LOADS - 1)) / SHARERS;
+const int key_group = KeyRow::readable(column, 0) / Keys::SCALE_LOADS;
+const int value_group = ValueRow::readable(column, 0) / Values::SCALE_LOADS;
 const int kv_head = threadgroup_position_in_grid.y / ROW_PARTS;
 const int row_part = threadgroup_position_in_grid.y % ROW_PARTS;
 const int num_kv_heads = threadgroups_per_grid.y / ROW_PARTS;
@@ -89,27 +92,27 @@ const int num_rows = query_len * GROUP;
 const int first_row = (row_part * ROW_SPLITS + split) * SIMDGROUP_ROWS;
 
 // Load the queries. Rows that are not there repeat the last one, and are not stored.
-uint4 query[SIMDGROUP_ROWS][LOADS * QUERY_LOADS];
-float4 acc[SIMDGROUP_ROWS][UNITS];
+uint4 query[SIMDGROUP_ROWS][KeyRow::LOADS * QUERY_LOADS];
+float4 acc[SIMDGROUP_ROWS][VALUE_UNITS];
 float scale[SIMDGROUP_ROWS], highest[SIMDGROUP_ROWS], sum[SIMDGROUP_ROWS];
 float query_sum[SIMDGROUP_ROWS], bias_sum[SIMDGROUP_ROWS];  // where there is a bias
 UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const int row = min(first_row + i, num_rows - 1);
   const size_t from =
-      packed_row<HEAD_DIM>(first_token + row / GROUP, kv_head * GROUP + row % GROUP, num_heads);
+      packed_row<KEY_DIM>(first_token + row / GROUP, kv_head * GROUP + row % GROUP, num_heads);
   UNROLL
-  for (int n = 0; n < LOADS * QUERY_LOADS; n++) {
-    const int c = column + n / QUERY_LOADS * LANES;
-    const int at = (EVEN ? c : min(c, ROW_LOADS - 1)) * QUERY_LOADS + n % QUERY_LOADS;
+  for (int n = 0; n < KeyRow::LOADS * QUERY_LOADS; n++) {
+    const int at = KeyRow::readable(column, n / QUERY_LOADS) * QUERY_LOADS + n % QUERY_LOADS;
     const uint4 loaded = ((const device uint4*)(queries + from))[at];
-    query[i][n] = EVEN || c < ROW_LOADS ? loaded : uint4(0);
+    query[i][n] = KeyRow::is_there(column, n / QUERY_LOADS) ? loaded : uint4(0);
   }
   query_sum[i] = 0;
   scale[i] =
-      Keys::template prepare_query<LANES>(query[i], query_sum[i]) * (softmax_scale * LOG2_E);
+      Keys::template prepare_query<LANES, SHARERS>(query[i], query_sum[i]) *
+      (softmax_scale * LOG2_E);
   UNROLL
-  for (int u = 0; u < UNITS; u++) {
+  for (int u = 0; u < VALUE_UNITS; u++) {
     acc[i][u] = float4(0);
   }
   highest[i] = NOTHING_SEEN;
@@ -135,23 +138,29 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
       Keys::newest(has_rows, new_keys, token, kv_head, num_kv_heads, key_slot);
   const typename Values::Rows value_from =
       Values::newest(has_rows, new_values, token, kv_head, num_kv_heads, value_slot);
-  KeyLoad key[LOADS];
-  ValueLoad value[LOADS];
+  KeyLoad key[KeyRow::LOADS];
+  ValueLoad value[ValueRow::LOADS];
   UNROLL
-  for (int n = 0; n < LOADS; n++) {
-    const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-    key[n] = Keys::load(key_from, c);
-    value[n] = Values::load(value_from, c);
+  for (int n = 0; n < KeyRow::LOADS; n++) {
+    key[n] = Keys::load(key_from, KeyRow::readable(column, n));
   }
-  const typename Keys::Scaling key_scaling = Keys::scaling(key_from, 0, scale_group);
-  const typename Values::Scaling value_scaling = Values::scaling(value_from, 0, scale_group);
+  UNROLL
+  for (int n = 0; n < ValueRow::LOADS; n++) {
+    value[n] = Values::load(value_from, ValueRow::readable(column, n));
+  }
+  const typename Keys::Scaling key_scaling = Keys::scaling(key_from, 0, key_group);
+  const typename Values::Scaling value_scaling = Values::scaling(value_from, 0, value_group);
   if (has_rows && row_part == 0 && split == 0 && position < end) {
     UNROLL
-    for (int n = 0; n < LOADS; n++) {
-      const int c = column + n * LANES;
-      if (EVEN || c < ROW_LOADS) {
-        Keys::store(key_slot, c, key[n]);
-        Values::store(value_slot, c, value[n]);
+    for (int n = 0; n < KeyRow::LOADS; n++) {
+      if (KeyRow::is_there(column, n)) {
+        Keys::store(key_slot, KeyRow::place(column, n), key[n]);
+      }
+    }
+    UNROLL
+    for (int n = 0; n < ValueRow::LOADS; n++) {
+      if (ValueRow::is_there(column, n)) {
+        Values::store(value_slot, ValueRow::place(column, n), value[n]);
       }
     }
   }
@@ -159,7 +168,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     float score = 0;
     UNROLL
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < KEY_UNITS; u++) {
       score = multiply_add(Packed<T>::query_floats(query[i][u / QUERY_PARTS], u % QUERY_PARTS),
                            Keys::floats(key[u / PARTS], u % PARTS), score);
     }
@@ -181,7 +190,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     highest[i] = top;
     const float weighed = Values::weighed(weight, value_scaling);
     UNROLL
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < VALUE_UNITS; u++) {
       acc[i][u] = fma(float4(weighed), Values::floats(value[u / PARTS], u % PARTS),
                       acc[i][u] * factor);
     }
@@ -204,31 +213,31 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, 0, kv_head, num_kv_heads);
   const typename Values::Rows values_from =
       Values::template block_rows<BLOCK_SIZE>(stored_values, block_id, 0, kv_head, num_kv_heads);
-  KeyLoad keys[STEPS][LOADS];
-  ValueLoad values[STEPS][LOADS];
-  uint at[STEPS];
+  KeyLoad keys[STEPS][KeyRow::LOADS];
+  ValueLoad values[STEPS][ValueRow::LOADS];
+  uint key_of_step[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
-    at[s] = uint(min(max(first_key ^ s * SUBGROUPS, lowest_key), highest_key)) * ROW_LOADS;
+    key_of_step[s] = uint(min(max(first_key ^ s * SUBGROUPS, lowest_key), highest_key));
     UNROLL
-    for (int n = 0; n < LOADS; n++) {
-      const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-      keys[s][n] = Keys::load(keys_from, at[s] + c);
+    for (int n = 0; n < KeyRow::LOADS; n++) {
+      const uint at = key_of_step[s] * KeyRow::ROW_LOADS + KeyRow::readable(column, n);
+      keys[s][n] = Keys::load(keys_from, at);
     }
   }
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
-    for (int n = 0; n < LOADS; n++) {
-      const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-      values[s][n] = Values::load(values_from, at[s] + c);
+    for (int n = 0; n < ValueRow::LOADS; n++) {
+      const uint at = key_of_step[s] * ValueRow::ROW_LOADS + ValueRow::readable(column, n);
+      values[s][n] = Values::load(values_from, at);
     }
   }
   // Of the key that this lane will have the score of.
   const uint scored_key = min(max(first_key, lowest_key), highest_key);
-  const typename Keys::Scaling key_scaling = Keys::scaling(keys_from, scored_key, scale_group);
+  const typename Keys::Scaling key_scaling = Keys::scaling(keys_from, scored_key, key_group);
   const typename Values::Scaling value_scaling =
-      Values::scaling(values_from, scored_key, scale_group);
+      Values::scaling(values_from, scored_key, value_group);
   const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
   block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 
@@ -237,7 +246,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < KEY_UNITS; u++) {
       const float4 key = Keys::floats(keys[s][u / PARTS], u % PARTS);
       UNROLL
       for (int i = 0; i < SIMDGROUP_ROWS; i++) {
@@ -268,7 +277,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     bias_sum[i] = Values::add_bias(bias_sum[i], factor, mine, value_scaling);
     highest[i] = top;
     UNROLL
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < VALUE_UNITS; u++) {
       acc[i][u] *= factor;
     }
     weight[i][0] = Values::weighed(mine, value_scaling);
@@ -282,7 +291,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < VALUE_UNITS; u++) {
       const float4 value = Values::floats(values[s][u / PARTS], u % PARTS);
       UNROLL
       for (int i = 0; i < SIMDGROUP_ROWS; i++) {
@@ -293,7 +302,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
 }
 
 // Combine the subgroups of each simdgroup, and leave its rows to the threadgroup.
-constexpr int ROW_UNITS = HEAD_DIM / 4;
+constexpr int ROW_UNITS = VALUE_DIM / 4;
 threadgroup float4 stream_acc[STREAMS * THREADGROUP_ROWS * ROW_UNITS];
 threadgroup float stream_highest[STREAMS * THREADGROUP_ROWS];
 threadgroup float stream_sum[STREAMS * THREADGROUP_ROWS];
@@ -312,14 +321,14 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     stream_sum[row] = total;
   }
   UNROLL
-  for (int u = 0; u < UNITS; u++) {
+  for (int u = 0; u < VALUE_UNITS; u++) {
     float4 value = acc[i][u] * share;
     UNROLL
     for (int e = 0; e < 4; e++) {
       value[e] = sum_over_lanes<LANES, SIMDGROUP_LANES>(value[e]);
     }
-    const int c = (column + u / PARTS * LANES) * PARTS + u % PARTS;
-    if (subgroup == 0 && (EVEN || c < ROW_UNITS)) {
+    if (subgroup == 0 && ValueRow::is_there(column, u / PARTS)) {
+      const int c = ValueRow::place(column, u / PARTS) * PARTS + u % PARTS;
       stream_acc[row * ROW_UNITS + c] = Values::finished(value, bias);
     }
   }
@@ -327,7 +336,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 // Combine the streams and store the rows, or their partials: each thread takes four elements.
-constexpr int OUT_WIDTH = PARTIAL ? HEAD_DIM + 4 : HEAD_DIM;
+constexpr int OUT_WIDTH = PARTIAL ? VALUE_DIM + 4 : VALUE_DIM;
 constexpr int NUM_THREADS = SIMDGROUP_LANES * STREAMS * ROW_SPLITS;
 const int num_stored = min(THREADGROUP_ROWS, num_rows - row_part * THREADGROUP_ROWS);
 for (int n = thread_index_in_threadgroup; n < num_stored * ROW_UNITS; n += NUM_THREADS) {

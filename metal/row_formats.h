@@ -12,10 +12,15 @@
 // that share them: q . k = scale * (q . numbers) + bias * sum(q), and over keys the weighted values
 // are sum((weight * scale) * numbers) + sum(weight * bias).
 //
+// Where a lane has several loads of a row, those of a dense one lie LANES apart, so that lanes load
+// side by side, and those of an affine one are neighbours, so that they share a scaling.
+//
 // What a format has:
 //   Rows                   where rows lie, from one on
 //   Load, LOAD_SIZE        what a lane loads at a time, and how many elements that is
 //   SCALE_LOADS            loads of a row that share a scaling
+//   NEIGHBOURS             whether the loads of a lane are neighbours
+//   CHUNK_LOADS            loads of keys, and of values, that registers hold beside rows of queries
 //   Scaling                what makes elements of numbers
 //   block_rows, load, store, scaling   memory
 //   newest               where the row of a new token is: among rows, or in its slot
@@ -39,6 +44,7 @@ float queries_to_halves(thread uint4 (&query)[LOADS]);
 
 template <>
 struct Packed<float> {
+  static constant constexpr int CHUNK_LOADS = 8;
   static float4 floats(uint4 load, int) {
     return as_type<float4>(load);
   }
@@ -56,6 +62,7 @@ struct Packed<float> {
 
 template <>
 struct Packed<half> {
+  static constant constexpr int CHUNK_LOADS = 8;
   static float4 floats(uint4 load, int part) {
     return float4(as_type<half4>(part == 0 ? load.xy : load.zw));
   }
@@ -74,6 +81,8 @@ struct Packed<half> {
 
 template <>
 struct Packed<bfloat> {
+  // Widened once for all rows, an element takes two registers.
+  static constant constexpr int CHUNK_LOADS = 4;
   // A bfloat is the upper half of a float: a shift for even elements, a mask for odd ones.
   static float4 floats(uint4 load, int part) {
     const uint2 bits = part == 0 ? load.xy : load.zw;
@@ -115,6 +124,29 @@ float queries_to_halves(thread uint4 (&query)[LOADS]) {
   return power;
 }
 
+// How a row of WIDTH elements lies over LANES lanes, LOADS loads in each: load n of column c, of
+// ROW_LOADS, is number place(c, n). Past the end of a row nothing is there, and lanes read its last
+// load again. SHARERS neighbours hold what shares a scaling.
+template <typename Format, int WIDTH, int LANES>
+struct RowOverLanes {
+  static constant constexpr int ROW_LOADS = WIDTH / Format::LOAD_SIZE;
+  static constant constexpr int LOADS = (ROW_LOADS + LANES - 1) / LANES;
+  static constant constexpr bool EVEN = LOADS * LANES == ROW_LOADS;
+  static constant constexpr int SCALE_LANES = Format::SCALE_LOADS / LOADS;
+  static constant constexpr int SHARERS = int(SCALE_LANES) > LANES ? LANES : int(SCALE_LANES);
+
+  static int place(int column, int n) {
+    return Format::NEIGHBOURS ? column * LOADS + n : column + n * LANES;
+  }
+  static bool is_there(int column, int n) {
+    return EVEN || place(column, n) < ROW_LOADS;
+  }
+  static int readable(int column, int n) {
+    const int last = ROW_LOADS - 1;
+    return EVEN ? place(column, n) : min(place(column, n), last);
+  }
+};
+
 template <typename T, int WIDTH>
 struct Dense {
   struct Rows {
@@ -122,7 +154,9 @@ struct Dense {
   };
   using Load = uint4;
   static constant constexpr int LOAD_SIZE = 16 / sizeof(T);
-  static constant constexpr int SCALE_LOADS = SIMDGROUP_LANES;
+  static constant constexpr int SCALE_LOADS = WIDTH;  // all share none
+  static constant constexpr bool NEIGHBOURS = false;
+  static constant constexpr int CHUNK_LOADS = Packed<T>::CHUNK_LOADS;
   struct Scaling {
     float none;
   };
@@ -153,7 +187,7 @@ struct Dense {
   static float4 floats(Load load, int part) {
     return Packed<T>::floats(load, part);
   }
-  template <int LANES, int LOADS>
+  template <int LANES, int SHARERS, int LOADS>
   static float prepare_query(thread uint4 (&query)[LOADS], thread float&) {
     return Packed<T>::template prepare_query<LANES>(query);
   }
@@ -282,12 +316,14 @@ constant constexpr ushort NEGATIVE_OF_12[12] = {0x002, 0xaab, 0x3c8, 0x96e, 0xf2
                                                 0xc8c, 0x6e6, 0x23c, 0xb96, 0x8f0, 0xe5a};
 
 // Multiplies a row by the normalised Hadamard matrix, in the order of mx.hadamard_transform on a
-// CPU: sums and differences of neighbours, then of what lies 2, 4 and so on apart; of the twelve
-// parts of a row of 96, sums of all, each by its sign.
+// CPU: sums and differences of neighbours, then of what lies 2, 4 and so on apart; where the width is
+// 12 times a power of two, of its twelve parts, sums of all, each by its sign.
 template <int WIDTH>
-void rotate(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
-            float scale) {
+void rotate_row(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
+                float scale) {
   constexpr int LANES = RowLoads<WIDTH>::LANES, LOADS = RowLoads<WIDTH>::LOADS;
+  constexpr int NUM_PARTS = WIDTH % 3 == 0 ? 12 : 1;
+  constexpr int PART_LANES = NUM_PARTS > 1 ? WIDTH / NUM_PARTS / 8 : LANES;
   UNROLL
   for (int n = 0; n < LOADS * 8; n += 8) {
     UNROLL
@@ -302,26 +338,27 @@ void rotate(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_
       }
     }
   }
-  if (WIDTH == 96) {
-    const uint negative = NEGATIVE_OF_12[min(lane, 11)];
+  UNROLL
+  for (int distance = 1; distance < PART_LANES; distance *= 2) {
+    UNROLL
+    for (int i = 0; i < LOADS * 8; i++) {
+      const float other = simd_shuffle_xor(row[i], distance);
+      row[i] = (lane & distance) == 0 ? row[i] + other : other - row[i];
+    }
+  }
+  if (NUM_PARTS > 1) {
+    const uint negative = NEGATIVE_OF_12[min(lane / PART_LANES, 11)];
     UNROLL
     for (int i = 0; i < 8; i++) {
       float sum = 0;
       for (int part = 0; part < 12; part++) {
-        const float other = simd_shuffle(row[i], ushort(lane_of_32 - lane + part));
+        const int from = lane_of_32 - lane + part * PART_LANES + lane % PART_LANES;
+        const float other = simd_shuffle(row[i], ushort(from));
         sum = (negative >> part & 1) != 0 ? sum - other : sum + other;
       }
       row[i] = sum;
     }
   } else {
-    UNROLL
-    for (int distance = 1; distance < LANES; distance *= 2) {
-      UNROLL
-      for (int i = 0; i < LOADS * 8; i++) {
-        const float other = simd_shuffle_xor(row[i], distance);
-        row[i] = (lane & distance) == 0 ? row[i] + other : other - row[i];
-      }
-    }
     UNROLL
     for (int i = 0; i < LOADS * 8 / 2 && LOADS == 2; i++) {
       const float first = row[i], second = row[i + 8];
@@ -347,6 +384,8 @@ struct Affine {
   using Load = typename Numbers<BITS>::Load;
   static constant constexpr int LOAD_SIZE = 8;
   static constant constexpr int SCALE_LOADS = SCALE_GROUP / LOAD_SIZE;
+  static constant constexpr bool NEIGHBOURS = true;
+  static constant constexpr int CHUNK_LOADS = 8;
   static constant constexpr int ROW_BYTES = WIDTH * BITS / 8;
   static constant constexpr int ROW_SCALES = WIDTH / SCALE_GROUP;
   static constant constexpr int ODD = Numbers<BITS>::ODD;
@@ -418,7 +457,7 @@ struct Affine {
   }
   // Queries in odd places make up for keys in odd places that are too large. As halves they need
   // room for that.
-  template <int LANES, int LOADS>
+  template <int LANES, int SHARERS, int LOADS>
   static float prepare_query(thread uint4 (&query)[LOADS], thread float& sum) {
     constexpr bool IS_HALF = sizeof(T) == 2;
     const float factor = IS_HALF && ODD > 1
@@ -435,7 +474,7 @@ struct Affine {
         query[n] = Packed<T>::query_times(query[n], float4(1, 1.0f / ODD, 1, 1.0f / ODD));
       }
     }
-    sum = sum_over_lanes<1, SCALE_LOADS>(sums.x + sums.y + (sums.z + sums.w));
+    sum = sum_over_lanes<1, SHARERS>(sums.x + sums.y + (sums.z + sums.w));
     return factor;
   }
   static float scaled(float product, Scaling scaling, float query_sum) {

@@ -69,7 +69,9 @@ def test_no_decode_in_half_precision_spills_by_the_figures_that_are_kept():
     # A bfloat16 has to be widened by an instruction of its own, a float16 does not.
     for (dtype, head_dim, group), figure in slots.items():
         if dtype == "bfloat":
-            assert figure <= (1.4 if group > 1 else 1.45) * slots["half", head_dim, group]
+            # At 512 its registers hold chunks half as large, too.
+            bound = 1.55 if head_dim == 512 else 1.4 if group > 1 else 1.45
+            assert figure <= bound * slots["half", head_dim, group]
 
 
 def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():

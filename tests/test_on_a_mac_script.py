@@ -10,16 +10,24 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import mac_kernels
 import mac_sections
 import on_a_mac
 import pytest
 from mac_card import make_card, verdicts_of
+from mac_kernels import Decode
 from mac_sections import SECTIONS, SIZES, Section
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
 
+from mlx_paged.ops import kernels
+from mlx_paged.ops.attention_plan import AttentionPlan
+
+KERNEL = kernels.kernel
 SCRIPT = Path(on_a_mac.__file__)
 QUICK = argparse.Namespace(model="random", quick=True)
 
@@ -164,6 +172,48 @@ def test_kernels_are_tried_and_launches_timed_where_there_is_metal(compiler, mon
     assert all(row["us_per_launch"] > 0 for row in launches)
 
 
+def refusing(name: str):
+    """A kernel that says of too many threads what MLX says on Metal, and else what it computes."""
+
+    def call(**arguments):
+        (threads, *_), made = arguments["threadgroup"], KERNEL(name)
+        if threads <= 1024:
+            return made(**arguments)
+        raise ValueError(
+            f"Thread group size ({threads}) is greater than  the maximum allowed threads per "
+            "threadgroup (384)."
+        )
+
+    return call
+
+
+@pytest.mark.slow
+def test_each_question_is_asked_where_there_is_metal(compiler, monkeypatch):
+    monkeypatch.setattr(mac_sections, "NUM_LAUNCHES", 8)
+    for name, (one, other, low, high) in mac_kernels.COMPARISONS.items():
+        small = [replace(each, num_kv_heads=1) for each in (one, other)]
+        monkeypatch.setitem(mac_kernels.COMPARISONS, name, (*small, low, high))
+    with emulated_metal(Checks.quick()), monkeypatch.context() as patch:
+        patch.setattr(kernels, "kernel", refusing)
+        rows = list(mac_sections.measure_questions(SIZES["quick"], "random"))
+    threads, merging = rows[:8], rows[8:14]
+    assert {row["found"] for row in threads} == {384}
+    assert threads[3]["question"] == "most threads of a threadgroup, bfloat16, 128 x 4"
+    assert threads[3]["expected"] == [384, 1024]
+    assert merging[4]["question"] == "255 keys of 8 KV heads, merged over whole"
+    assert len(rows) == 8 + 6 + len(mac_kernels.COMPARISONS) + 1
+    assert all(row["found"] > 0 for row in rows)
+
+
+def test_partitions_are_cut_as_before_after_they_were_measured():
+    step = Decode(keys=255).step()
+    plans = []
+    for size in (16, 512, None):
+        with mac_kernels.partitions_of(size) if size else nullcontext():
+            plans.append(AttentionPlan.pack(step, None, 1).num_partitions)
+    assert plans == [16, 1, 1]
+
+
 # The card
 
 
@@ -215,8 +265,8 @@ VERDICTS = {
                 {"shape": "b", "seconds": 3.0, "right": False, "said": ["b is wrong"]},
             ),
             [
-                "Kernels: 1 of 2 shapes right; a shape takes 2.00 s to compile and try (median), "
-                "3.00 s at most.",
+                "Kernels: 1 of 2 shapes right; a shape takes 2.00 s to compile and try (median; "
+                "expected: 1 to 5), 3.00 s at most.",
                 "WRONG: b is wrong",
             ],
         )
@@ -251,6 +301,18 @@ VERDICTS = {
                 "below 1 MB).",
                 "Activations of a prompt of 2,046 tokens: 150 MB, 1.20 of the estimate (expected: "
                 "0.5 to 2).",
+            ],
+        )
+    ],
+    "questions": [
+        (
+            result(
+                {"question": "time of one over another", "found": 0.6, "expected": [0.5, 0.65]},
+                {"question": "most threads, of one", "found": 256, "expected": [384, 1024]},
+            ),
+            [
+                "Time of one over another: 0.6 (expected: 0.5 to 0.65).",
+                "Most threads, of one: 256 (expected: 384 to 1024): OTHERWISE.",
             ],
         )
     ],

@@ -32,6 +32,8 @@ class LayerSpec:
     num_heads: int | None = None
     # Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
     softcap: float | None = None
+    # Whether K holds latents, which all heads share, and V their rotated keys (MLA).
+    holds_latents: bool = False
 
     def __post_init__(self) -> None:
         names = ["num_kv_heads", "key_dim", "value_dim"]
@@ -53,6 +55,7 @@ class LayerSpec:
             block_size,
             self.format,
             self.softcap,
+            self.holds_latents,
         )
 
     @property

@@ -31,17 +31,20 @@ NO_WINDOW = 2**31 - 1
 
 # A sequence of SHORT_CONTEXT tokens is cut into MIN_THREADGROUPS at least, so that it alone reaches
 # all cores. A partition leaves head_dim + 4 floats per query row, which the largest keeps at a
-# percent of its K/V per row. Fewer than WHOLE_BELOW keys are a few rounds of one threadgroup, which
-# should cost less than to merge (not measured on a Mac).
+# percent of its K/V per row. To merge pays where the keys that one threadgroup is spared take it
+# longer than a launch: at 16 cycles a key (head_dim 128, four heads, by Mesa's compiler) and 3 us a
+# launch, both not measured on a Mac, from WHOLE_BELOW keys on.
 MIN_THREADGROUPS = 64
 SHORT_CONTEXT = 1024
 MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 16, 256
-WHOLE_BELOW = 128
+WHOLE_BELOW = 256
 
 MIN_PLAN_SIZE = 64
 
-# Query rows of a simdgroup: four fill the registers of a lane of an Apple GPU, five would spill.
+# Query rows of a simdgroup, as many as fit the registers of a lane of an Apple GPU: half as many
+# where a lane has several loads of a row, as it has of rows above LANE_ROW_BYTES.
 MAX_SIMDGROUP_ROWS = 4
+LANE_ROW_BYTES = 16 * SIMDGROUP_LANES
 # Of a threadgroup. Several small ones share a core, so that one loads while another one combines.
 SIMDGROUPS = 4
 
@@ -249,12 +252,13 @@ class Cut:
 
 
 @cache
-def cut_rows(num_rows: int) -> Cut:
-    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head: no
-    simdgroup has more than ``MAX_SIMDGROUP_ROWS``, and what is left of ``SIMDGROUPS`` walks other
-    keys.
+def cut_rows(num_rows: int, row_bytes: int) -> Cut:
+    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head, of at most
+    ``row_bytes`` as they are computed: no simdgroup has more of them than registers, and what is
+    left of ``SIMDGROUPS`` walks other keys.
     """
-    splits = -(-num_rows // MAX_SIMDGROUP_ROWS)
+    max_rows = MAX_SIMDGROUP_ROWS if row_bytes <= LANE_ROW_BYTES else MAX_SIMDGROUP_ROWS // 2
+    splits = -(-num_rows // max_rows)
     row_parts = -(-splits // SIMDGROUPS)
     row_splits = -(-splits // row_parts)
     return Cut(SIMDGROUPS // row_splits, row_splits, row_parts)

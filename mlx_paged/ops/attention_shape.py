@@ -21,6 +21,7 @@ class AttentionShape:
     block_size: int
     format: KVFormat
     softcap: float | None = None  # of the scores
+    holds_latents: bool = False  # in the place of K, and their rotated keys in that of V
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -35,6 +36,8 @@ class AttentionShape:
     @property
     def why_no_attention(self) -> str | None:
         """The part of the shape that the attention kernel does not support, or ``None``."""
+        if self.holds_latents:
+            return f"latents of {self.key_dim} have no Metal kernel for attention"
         return why_no_attention(self.key_dim, self.value_dim, self.group)
 
     def __str__(self) -> str:

@@ -27,9 +27,11 @@ from mlx_paged.ops.kv_handle import KVHandle, evaluated
 from mlx_paged.ops.metadata import MIN_ELEMENTS, AttentionParams, Rows, padded
 from mlx_paged.ops.metal_sources import read_source
 
-HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)  # of K and of V
 BLOCK_SIZES = (8, 16, 32, 64)
-MAX_GROUP_SIZE = 16
+# Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
+# of more are the work of a matmul.
+MAX_QUERY_ROWS = 128
 
 # Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
@@ -105,9 +107,7 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFor
         return None
     if key_dim != value_dim:
         return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel in {format}"
-    if key_dim not in HEAD_DIMS:
-        return _no_kernel("head_dim", key_dim, HEAD_DIMS)
-    return None
+    return _why_no_width(key_dim, value_dim)
 
 
 @cache
@@ -118,16 +118,22 @@ def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
     Args:
         group: query heads per KV head.
     """
-    if key_dim != value_dim:
-        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel for attention"
-    if key_dim not in HEAD_DIMS:
-        return _no_kernel("head_dim", key_dim, HEAD_DIMS)
-    if group > MAX_GROUP_SIZE:
+    lack = _why_no_width(key_dim, value_dim)
+    if lack is not None:
+        return lack
+    if group > MAX_QUERY_ROWS:
         return (
             f"{group} query heads per KV head are more than the attention kernel is made for "
-            f"({MAX_GROUP_SIZE})"
+            f"({MAX_QUERY_ROWS})"
         )
     return None
+
+
+def _why_no_width(key_dim: int, value_dim: int) -> str | None:
+    names = ("head_dim",) if key_dim == value_dim else ("key_dim", "value_dim")
+    widths = zip(names, (key_dim, value_dim), strict=False)
+    unknown = ((name, width) for name, width in widths if width not in HEAD_DIMS)
+    return next((_no_kernel(*one, HEAD_DIMS) for one in unknown), None)
 
 
 def _no_kernel(name: str, size: int, known: tuple[int, ...]) -> str:
@@ -253,7 +259,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], part: in
 
 
 def attention(
-    queries: mx.array,  # [num_tokens, num_heads, head_dim]
+    queries: mx.array,  # [num_tokens, num_heads, key_dim]
     rows: Rows | None,  # [num_tokens, num_kv_heads, width] each
     kv: KVHandle,
     plan: AttentionPlan,
@@ -261,23 +267,24 @@ def attention(
     params: AttentionParams,
     sinks: mx.array,  # of sink_logits
 ) -> Launch:
-    """Returns the result, ``[num_tokens, num_heads, head_dim]``, or the partials that
+    """Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
 
     All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given,
     which is for dense slabs.
     """
-    _, num_heads, head_dim = out_shape = queries.shape
-    num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
+    num_tokens, num_heads, key_dim = queries.shape
+    num_kv_heads, value_dim, slabs = kv.num_kv_heads, kv.value_dim, kv.slabs
     group = num_heads // num_kv_heads
-    cut = cut_rows(run * group)
+    cut = cut_rows(run * group, max(key_dim, value_dim) * kv.dtype.size)
     is_partial = plan.num_partial_rows > 0
-    out = (out_shape, queries.dtype)
+    out: Output = ((num_tokens, num_heads, value_dim), queries.dtype)
     if is_partial:
-        out = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
+        out = ((plan.num_partial_rows, num_heads, value_dim + 4), mx.float32)
     new_rows: tuple[mx.array, ...] = ()
-    plan_array = plan.array
+    plan_array, widths = plan.array, _format(kv.format, key_dim)
     if kv.format.kernels.encode is None:
+        widths = [("T", kv.dtype), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
         new_rows = rows or slabs  # which stand for arrays that no thread reads
         plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
@@ -285,7 +292,7 @@ def attention(
         kv,
         [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
         [
-            *_format(kv.format, head_dim),
+            *widths,
             ("Out", out[1]),
             ("BLOCK_SIZE", kv.block_size),
             ("GROUP", group),
@@ -304,14 +311,15 @@ def attention(
 
 def merge(partials: mx.array, queries: mx.array, plan: AttentionPlan, sinks: mx.array) -> Launch:
     """Returns what :func:`attention` of these queries left in parts."""
-    num_tokens, num_heads, head_dim = queries.shape
+    num_tokens, num_heads, _ = queries.shape
+    value_dim = partials.shape[2] - 4
     return _launch(
         "merge_partitions",
         [partials, plan.array, sinks],
-        [("T", queries.dtype), ("HEAD_DIM", head_dim)],
+        [("T", queries.dtype), ("HEAD_DIM", value_dim)],
         grid=(SIMDGROUP_LANES * MERGE_STREAMS, num_heads, num_tokens),
         threadgroup=(SIMDGROUP_LANES * MERGE_STREAMS, 1, 1),
-        outputs=[(queries.shape, queries.dtype)],
+        outputs=[((num_tokens, num_heads, value_dim), queries.dtype)],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import TypeVar
 
 import mlx.core as mx
@@ -29,14 +30,24 @@ Queries = TypeVar("Queries", mx.array, None)
 DECODE_RUNS = (1, 2, 4, 8)
 
 
+@cache
+def decode_runs_of(group: int) -> tuple[int, ...]:
+    """Those of :data:`DECODE_RUNS` whose query rows are not too many for the kernel.
+
+    Args:
+        group: query heads per KV head.
+    """
+    return tuple(run for run in DECODE_RUNS if run * group <= kernels.MAX_QUERY_ROWS)
+
+
 class MetalBackend(Backend):
     """Nothing but kernels on the chain of a handle touches its slabs.
 
     Args:
         writes_in_place: the outcome of the device's check (``in_place``). On a device that failed
             it, rows are written by donated scatter, which MLX sees, and kernels only read.
-        decode_runs: per group size, which of ``DECODE_RUNS`` the decode kernel works for on this
-            device (``self_check``); all of them by default.
+        decode_runs: per group size, which of :func:`decode_runs_of` the decode kernel works for on
+            this device (``self_check``); all of them by default.
     """
 
     name = "metal"
@@ -197,7 +208,7 @@ class MetalBackend(Backend):
     def _decode_runs(self, kv: KVHandle, group: int) -> tuple[int, ...]:
         if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
             return ()
-        return self._checked_runs.get(group, DECODE_RUNS)
+        return self._checked_runs.get(group, decode_runs_of(group))
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:

@@ -24,7 +24,7 @@ from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
-from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
+from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.reference import ReferenceBackend
 from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
 
@@ -38,7 +38,7 @@ class WorkingKernels:
 
     writes: bool  # of rows and of whole blocks, in place
     gathers: bool
-    decode_runs: tuple[int, ...]  # those of DECODE_RUNS
+    decode_runs: tuple[int, ...]  # of those that its group may have
 
 
 def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
@@ -57,7 +57,7 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
         writes = writes and found.writes
         if shape.why_no_attention is not None:
             continue
-        runs = decode_runs.get(shape.group, DECODE_RUNS)
+        runs = decode_runs.get(shape.group, decode_runs_of(shape.group))
         decode_runs[shape.group] = tuple(run for run in runs if run in found.decode_runs)
     return MetalBackend(writes, decode_runs)
 
@@ -93,7 +93,7 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
         warn(" or ".join(filter(None, names)), failure, instead)
 
-    runs = DECODE_RUNS if shape.why_no_attention is None else ()
+    runs = decode_runs_of(shape.group) if shape.why_no_attention is None else ()
     failures = {run: _failure_of_attention(shape, run, writes, go_on) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:

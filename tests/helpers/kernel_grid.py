@@ -51,6 +51,11 @@ class Case:
         return next(capacity for capacity in CAPACITIES if longest <= capacity)
 
     @property
+    def row_bytes(self) -> int:
+        """Of a row of K, V or a query, in the dtype that is computed in."""
+        return self.head_dim * DTYPES[self.dtype].size
+
+    @property
     def is_merged(self) -> bool:
         """Whether some sequence sees keys of several partitions."""
         for context_len, query_len in self.seqs:

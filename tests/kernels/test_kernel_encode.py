@@ -27,7 +27,7 @@ from paged_testing.by_hand import slots_of, step_of
 
 from mlx_paged.ops import AttentionParams, KVHandle
 
-WIDTHS = (32, 64, 96, 128, 256)
+WIDTHS = (32, 64, 96, 128, 192, 256, 512)
 # Each width and dtype, and each of them with each pair of bits.
 SHAPES = [
     (width, BITS_OF_K_AND_V[(i + j) % 4], dtype)

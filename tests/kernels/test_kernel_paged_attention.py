@@ -89,7 +89,7 @@ def test_every_instance_matches_the_formula(case, metal):
     call = metal[0]
     assert [c.kernel for c in metal[1:]] == ["mlx_paged_merge_partitions"] * case.is_merged
     assert (call.template["RUN"], call.template["PARTIAL"]) == (case.capacity, case.is_merged)
-    cut = cut_rows(case.capacity * case.group)
+    cut = cut_rows(case.capacity * case.group, case.row_bytes)
     assert call.threadgroup == (cut.num_threads, 1, 1)
     assert call.grid[:2] == (cut.num_threads, case.num_kv_heads * cut.row_parts)
     # In threadgroup memory each stream leaves its rows, and two floats for each.

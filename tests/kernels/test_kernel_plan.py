@@ -227,8 +227,8 @@ def test_the_size_of_a_plan_lasts_for_many_steps():
             1,
             {
                 1: 256,
-                127: 256,
-                128: 16,
+                255: 256,
+                256: 16,
                 1024: 16,
                 2047: 16,
                 2048: 32,
@@ -239,7 +239,7 @@ def test_the_size_of_a_plan_lasts_for_many_steps():
         ),
         (2, {1024: 32, 2048: 64, 8192: 256}),
         (3, {1024: 32}),
-        (8, {127: 256, 128: 128, 1024: 128, 2047: 128, 2048: 256, 2**31 - 1: 256}),
+        (8, {255: 256, 256: 128, 1024: 128, 2047: 128, 2048: 256, 2**31 - 1: 256}),
         (10, {1024: 128}),
         (16, {1: 256, 1024: 256, 10**6: 256}),
         (128, {1: 256, 1024: 256}),
@@ -267,28 +267,33 @@ def test_partitions_begin_with_a_chunk_of_every_kernel_or_in_it():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "cut"),
+    ("num_rows", "row_bytes", "cut"),
     [
-        (1, Cut(4, 1, 1)),
-        (4, Cut(4, 1, 1)),
-        (5, Cut(2, 2, 1)),
-        (8, Cut(2, 2, 1)),
-        (9, Cut(1, 3, 1)),
-        (16, Cut(1, 4, 1)),
-        (17, Cut(1, 3, 2)),
-        (32, Cut(1, 4, 2)),
-        (128, Cut(1, 4, 8)),
+        (1, 256, Cut(4, 1, 1)),
+        (4, 256, Cut(4, 1, 1)),
+        (5, 256, Cut(2, 2, 1)),
+        (8, 512, Cut(2, 2, 1)),
+        (9, 512, Cut(1, 3, 1)),
+        (16, 512, Cut(1, 4, 1)),
+        (17, 128, Cut(1, 3, 2)),
+        (32, 128, Cut(1, 4, 2)),
+        (128, 128, Cut(1, 4, 8)),
+        (2, 1024, Cut(4, 1, 1)),
+        (4, 1024, Cut(2, 2, 1)),
+        (8, 1024, Cut(1, 4, 1)),
+        (9, 2048, Cut(1, 3, 2)),
     ],
 )
-def test_rows_are_cut_over_simdgroups_then_over_threadgroups(num_rows, cut):
-    assert cut_rows(num_rows) == cut
+def test_rows_are_cut_over_simdgroups_then_over_threadgroups(num_rows, row_bytes, cut):
+    assert cut_rows(num_rows, row_bytes) == cut
 
 
+@pytest.mark.parametrize(("row_bytes", "most"), [(512, MAX_SIMDGROUP_ROWS), (528, 2)])
 @pytest.mark.parametrize("num_rows", range(1, 129))
-def test_no_simdgroup_has_more_rows_than_its_registers_hold(num_rows):
-    cut = cut_rows(num_rows)
+def test_no_simdgroup_has_more_rows_than_its_registers_hold(num_rows, row_bytes, most):
+    cut = cut_rows(num_rows, row_bytes)
     simdgroups = cut.row_splits * cut.row_parts
-    assert -(-num_rows // simdgroups) <= MAX_SIMDGROUP_ROWS
+    assert -(-num_rows // simdgroups) <= most
     # Every threadgroup has rows, and all simdgroups that have a use.
     rows = -(-num_rows // simdgroups)
     assert (cut.row_parts - 1) * cut.row_splits * rows < num_rows

@@ -116,9 +116,9 @@ def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
 def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_every_batch(
     num_kv_heads, metal
 ):
-    # With one KV head: whole up to 127, then partitions of 16, of 32 from 2,048 on; with two, twice
+    # With one KV head: whole up to 255, then partitions of 16, of 32 from 2,048 on; with two, twice
     # that.
-    context_lens = (127, 128, 129, 143, 144, 145, 160, 161, 2047, 2048, 2049, 2081)
+    context_lens = (255, 256, 257, 271, 272, 273, 288, 289, 2047, 2048, 2049, 2081)
     setting = SETTINGS["f16-d64-b16-2x4"] | {"num_kv_heads": num_kv_heads}
     problem = make_problem(context_lens, 1, **setting, poison="nan_values")
 
@@ -231,7 +231,7 @@ def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
     # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
     out = METAL.attend(*problem.args)
-    monkeypatch.setattr(kernels, "cut_rows", lambda num_rows: Cut(2, 1, 1))
+    monkeypatch.setattr(kernels, "cut_rows", lambda *rows: Cut(2, 1, 1))
     other = METAL.attend(*problem.args)
     attention = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
     assert [call.threadgroup[0] for call in attention] == [128, 64]

@@ -35,7 +35,7 @@ def one_of_each_cut():
     """
     found, seen = {}, set()
     for case in GRID:
-        cut = cut_rows(case.capacity * case.group)
+        cut = cut_rows(case.capacity * case.group, case.row_bytes)
         loads = case.head_dim * DTYPES[case.dtype].size // 16
         end = "merged" if case.is_merged else "direct"
         new = {(cut, end), (loads, end)} - seen
@@ -50,7 +50,9 @@ CUTS = one_of_each_cut()
 
 
 def test_the_cases_cover_streams_and_splits_and_both_of_them():
-    shapes = {(cut_rows(case.capacity * case.group), case.is_merged) for case in GRID}
+    shapes = {
+        (cut_rows(case.capacity * case.group, case.row_bytes), case.is_merged) for case in GRID
+    }
     kinds = {
         (cut.streams, cut.row_splits, cut.row_parts > 1, is_merged) for cut, is_merged in shapes
     }

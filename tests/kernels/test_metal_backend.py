@@ -115,7 +115,7 @@ QUANTISED = KVFormat.quantised(KVBits(8, 8), 64, 64, "float32")
             AttentionShape(1, 2, 64, 32, 16, QUANTISED),
             "key_dim 64 beside value_dim 32 has no Metal kernel in 8 bits",
         ),
-        (AttentionShape(1, 2, 192, 192, 16, QUANTISED), "head_dim 192 has no Metal kernel"),
+        (AttentionShape(1, 2, 320, 320, 16, QUANTISED), "head_dim 320 has no Metal kernel"),
     ],
     ids=["two_widths", "head_dim"],
 )
@@ -132,15 +132,20 @@ def test_a_cache_keeps_the_backend_that_auto_stood_for(a_mac):
 NO_ATTENTION = {
     "head_dim": (
         AttentionShape(1, 2, 72, 72, 16, KVFormat.dense("float32")),
-        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
+        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 192, 256, 512",
     ),
     "two_widths": (
-        AttentionShape(1, 2, 128, 64, 16, KVFormat.dense("float32")),
-        "key_dim 128 beside value_dim 64 has no Metal kernel for attention",
+        AttentionShape(1, 2, 128, 72, 16, KVFormat.dense("float32")),
+        "value_dim 72 has no Metal kernel; there are kernels for "
+        "32, 64, 80, 96, 128, 192, 256, 512",
+    ),
+    "latents": (
+        AttentionShape(1, 2, 512, 64, 16, KVFormat.dense("float32"), holds_latents=True),
+        "latents of 512 have no Metal kernel for attention",
     ),
     "large_group": (
-        AttentionShape(1, 17, 64, 64, 16, KVFormat.dense("float32")),
-        "17 query heads per KV head are more than the attention kernel is made for (16)",
+        AttentionShape(1, 129, 64, 64, 16, KVFormat.dense("float32")),
+        "129 query heads per KV head are more than the attention kernel is made for (128)",
     ),
 }
 

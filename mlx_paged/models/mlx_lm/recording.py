@@ -247,10 +247,10 @@ class _ShapesOnly:
     def update_and_attend_latents(
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
-        self._note(q, latents, rope_keys)
+        self._note(q, latents, rope_keys, holds_latents=True)
         return mx.zeros((*q.shape[:2], latents.shape[2]), dtype=q.dtype)
 
-    def _note(self, q: mx.array, k: mx.array, v: mx.array) -> None:
+    def _note(self, q: mx.array, k: mx.array, v: mx.array, holds_latents: bool = False) -> None:
         heads, key_dim = k.shape[1:]
         if v.shape[1] != heads:
             raise UnsuitableModelError("its K and V have different numbers of heads")
@@ -261,4 +261,5 @@ class _ShapesOnly:
             self._entry.window,
             KVFormat.dense(k.dtype),
             num_heads=q.shape[1],
+            holds_latents=holds_latents,
         )

@@ -1,0 +1,140 @@
+"""Rows of which a lane has several loads, and K and V of different widths, in the attention
+kernels.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from helpers.backends import METAL
+from helpers.kernel_checks import assert_same_bits, attend_and_compare, checked_metal
+from helpers.numpy_attention import DTYPES, make_problem
+from helpers.quantised_problems import quantised
+
+SEQS = ((300, 1), (17, 1), (40, 2), (265, 4))
+# K and V of Gemma 4's global layers, of MiniCPM3, and of DeepSeek without absorption; narrow keys;
+# loads that do not fill their lanes; and the narrowest rows beside the widest.
+WIDTHS = ((512, 512), (96, 64), (192, 128), (64, 96), (192, 192), (32, 512), (512, 32))
+
+
+@pytest.fixture
+def metal(compiler):
+    with checked_metal() as trace:
+        yield trace
+
+
+def problem_of(widths, dtype=mx.float16, seqs=SEQS, **changes):
+    context_lens, query_lens = zip(*seqs, strict=True)
+    settings = {"group": 3, "sinks": True, "window": 280, "poison": "nan_keys"} | changes
+    head_dim, value_dim = widths
+    return make_problem(
+        context_lens, query_lens, head_dim=head_dim, value_dim=value_dim, dtype=dtype, **settings
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_rows_of_every_width_match_the_formula(widths, dtype, metal):
+    attend_and_compare(problem_of(widths, dtype, block_size=8 if dtype == mx.float16 else 32))
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    [((96, 64), mx.float32), ((512, 512), mx.bfloat16)],
+    ids=["narrower_values", "two_loads"],
+)
+def test_decodes_of_wide_rows_and_of_different_widths_match_the_formula(widths, dtype, metal):
+    attend_and_compare(problem_of(widths, dtype, SEQS[:2], poison="nan_values"))
+    call = metal[0]
+    assert (call.template["KEY_DIM"], call.template["VALUE_DIM"]) == widths
+    assert [c.kernel.removeprefix("mlx_paged_") for c in metal] == 2 * [
+        "paged_attention",
+        "merge_partitions",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", WIDTHS[:3], ids=str)
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(widths, metal):
+    problem = problem_of(widths)
+    together = METAL.attend(*problem.args)
+    for seq in range(len(SEQS)):
+        assert_same_bits(METAL.attend(*problem.alone(seq)), together[problem.rows(seq)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
+@pytest.mark.parametrize("run", [1, 8])
+def test_every_cut_of_rows_of_512_matches_the_formula(group, run, metal):
+    seqs = ((300, run), (20, run))
+    attend_and_compare(problem_of((512, 512), mx.bfloat16, seqs, group=group, num_kv_heads=1))
+    calls = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
+    splits = {call.template["ROW_SPLITS"] * call.template["ROW_PARTS"] for call in calls}
+    assert all(2 * each >= group * run for each in splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("head_dim", [192, 512])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
+def test_quantised_rows_that_are_wide_match_the_formula(head_dim, bits, dtype, metal):
+    problem = problem_of((head_dim, head_dim), dtype, SEQS[:3], poison="large")
+    attend_and_compare(quantised(problem, *bits))
+
+
+FAULTS = {
+    "loads_of_a_lane_in_other_places": (
+        (512, 192),
+        "row_formats.h",
+        "column * LOADS + n : column + n * LANES",
+        "column * LOADS + n : column * LOADS + n + (n > 0 ? 1 : 0)",
+    ),
+    "values_as_wide_as_keys": (
+        (512, 192),
+        "paged_attention.metal",
+        "key_of_step[s] * ValueRow::ROW_LOADS",
+        "key_of_step[s] * KeyRow::ROW_LOADS",
+    ),
+    "values_of_the_first_load_alone": (
+        (192, 512),
+        "paged_attention.metal",
+        "Values::floats(values[s][u / PARTS], u % PARTS)",
+        "Values::floats(values[s][0], u % PARTS)",
+    ),
+    "keys_of_the_first_load_alone": (
+        (512, 192),
+        "paged_attention.metal",
+        "Keys::floats(keys[s][u / PARTS], u % PARTS)",
+        "Keys::floats(keys[s][0], u % PARTS)",
+    ),
+    "queries_past_the_end_of_a_row": (
+        (192, 512),
+        "paged_attention.metal",
+        "KeyRow::is_there(column, n / QUERY_LOADS) ? loaded : uint4(0)",
+        "loaded",
+    ),
+    "a_width_of_partials_that_is_of_keys": (
+        (512, 192),
+        "paged_attention.metal",
+        "PARTIAL ? VALUE_DIM + 4",
+        "PARTIAL ? KEY_DIM + 4",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("widths", "name", "text", "other"), FAULTS.values(), ids=FAULTS)
+def test_a_mistake_in_the_place_of_a_load_is_seen(widths, name, text, other, plant, compiler):
+    with checked_metal():
+        plant(name, text, other)
+        with pytest.raises(Exception, match=r"sequence \d|not equal|mlx_paged_paged_attention"):
+            attend_and_compare(problem_of(widths, mx.float16, SEQS[:2]))
+
+
+@pytest.mark.slow
+def test_neighbouring_loads_that_share_a_scaling_are_needed(plant, compiler):
+    with checked_metal():
+        plant("row_formats.h", "Format::NEIGHBOURS ?", "false ?")
+        with pytest.raises(AssertionError, match=r"sequence \d"):
+            attend_and_compare(quantised(problem_of((512, 512), seqs=SEQS[:1]), 8, 8))
