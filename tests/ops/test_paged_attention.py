@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import DECODING
-from helpers.fast_lane import mostly_slow
 from helpers.numpy_attention import (
     DTYPES,
     ORDERS,
@@ -214,7 +213,7 @@ def random_settings(count: int, max_query_len: int) -> list:
     return chosen
 
 
-@mostly_slow("setting", random_settings(60, max_query_len=8), quick=range(20))
+@pytest.mark.parametrize("setting", random_settings(60, max_query_len=8))
 def test_random_settings_match_the_formula(setting):
     problem = make_problem(**setting)
     assert_matches_formula(DECODING.attend(*problem.args), problem)
