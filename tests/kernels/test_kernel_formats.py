@@ -340,7 +340,7 @@ MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
     "no_bias_of_keys": (DECODE, (8, 8), FORMATS, "scaling.bias * query_sum", "0"),
     "a_query_sum_over_fewer_lanes": (
         *(DECODE, (8, 8), FORMATS),
-        *("sum_over_lanes<1, SCALE_LOADS>(sums", "sum_over_lanes<1, SCALE_LOADS / 2>(sums"),
+        *("sum_over_lanes<1, SHARERS>(sums", "sum_over_lanes<1, SHARERS / 2>(sums"),
     ),
     "no_bias_of_values": (DECODE, (8, 8), FORMATS, "weight * scaling.bias", "0"),
     "a_bias_that_does_not_shrink": (

@@ -172,7 +172,7 @@ WRONG_RESULTS = {
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "Values::store(value_slot, c, value[n]);",
+        "Values::store(value_slot, ValueRow::place(column, n), value[n]);",
         "",
     ),
 }
@@ -195,8 +195,8 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(
 @pytest.mark.parametrize(
     ("text", "other"),
     [
-        ("Keys::store(key_slot, c, ", "Keys::store(key_slot, c + ROW_LOADS, "),
-        ("Values::store(value_slot, c, ", "Values::store(value_slot, c + 2 * ROW_LOADS, "),
+        ("Keys::store(key_slot, ", "Keys::store(key_slot, ROW_LOADS + "),
+        ("Values::store(value_slot, ", "Values::store(value_slot, 2 * ROW_LOADS + "),
     ],
     ids=["next_key", "next_but_one_value"],
 )
@@ -231,7 +231,9 @@ def test_a_scale_from_behind_the_end_of_a_row_lets_a_nan_out(plant, compiler):
     problem = make_problem([17], 1, num_kv_heads=1, group=1, head_dim=96, dtype=mx.float16)
     with checked_metal():
         plant(
-            ATTENTION, "(EVEN ? column : min(column, ROW_LOADS - 1)) / SHARERS", "column / SHARERS"
+            ATTENTION,
+            "KeyRow::readable(column, 0) / Keys::SCALE_LOADS",
+            "KeyRow::place(column, 0) / Keys::SCALE_LOADS",
         )
         with pytest.raises(AssertionError, match=r"sequence 0"):
             attend_and_compare(quantised(problem, 8, 4))
