@@ -95,3 +95,19 @@ def test_neighbours_are_measured_alone_and_beside_one_who_asks_for_too_much(tmp_
     assert result["scenario"] == "messages"
     assert result["num_probes"] > 0 and result["num_refused"] == 0
     assert result["alone_ms"]["median"] > 0 and result["beside_ms"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_beside_its_estimate(tmp_path: Path):
+    out = tmp_path / "step.json"
+    rows = results_of("step_memory.py", out, "--prompts", "2", "--length", "40")["rows"]
+    assert [row["max_num_batched_tokens"] for row in rows] == [128, 512, 2048, 4096]
+    assert all(row["peak_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_what_requests_leave_is_looked_at_ten_times(tmp_path: Path):
+    short = ["--requests", "100", "--kinds", "token ids", "grammar"]
+    rows = results_of("resident_memory.py", tmp_path / "resident.json", *short)["over_time"]
+    assert [row["requests"] for row in rows] == list(range(10, 110, 10))
+    assert all(row["mlx"] > 0 and row["num_objects"] > 0 for row in rows)
