@@ -52,4 +52,7 @@ class EngineStats(KVCacheManagerStats):
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
+    nbytes_checkpoints: (
+        int  # of recurrent states that are kept for prefix hits; not in the two above
+    )
     disk_tier: DiskTierStats | None = None
