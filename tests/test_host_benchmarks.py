@@ -76,6 +76,37 @@ def test_one_stream_runs_each_side(tmp_path: Path):
     assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}
 
 
+@pytest.mark.slow
+def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Path):
+    out = tmp_path / "policies.json"
+    short = ["--requests", "12", "--seeds", "1", "--states", "4", "40"]
+    results = results_of("checkpoint_policies.py", out, *short)
+    for result in results.values():
+        for shares in result["policies"].values():
+            assert result["floor"] <= shares["40"] <= shares["4"] <= 1
+    system = {"role": "system", "content": "You help. " * 200}
+    asked = [system, {"role": "user", "content": "What is it? " * 100}]
+    trace = [{"messages": asked[:2]}]
+    for number in range(3):
+        asked.append({"role": "user", "content": f"And {number}? " * 100})
+        trace.append({"messages": asked[:]})
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    (result,) = results_of(
+        "checkpoint_policies.py", out, "--trace", str(path), "--states", "8"
+    ).values()
+    lengths = [
+        len("".join(json.dumps(m, sort_keys=True) for m in each["messages"])) for each in trace
+    ]
+    ends = [-(-length // 4) // 64 * 64 for length in lengths]
+    computed = -(-lengths[-1] // 4) + sum(
+        -(-length // 4) - end for length, end in zip(lengths[:-1], ends[:-1], strict=True)
+    )
+    expected = computed / sum(-(-length // 4) for length in lengths)
+    assert result["requests"] == 4
+    assert result["policies"]["this package"]["8"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v3"])
 def test_decode_measures_models_of_mlx_lm(architecture: str):
     ours, theirs = random_model(config_of(architecture))

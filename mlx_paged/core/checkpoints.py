@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 
-MANY = 32
+MANY = 16
 EVERYWHERE = 1024
 INTERVAL = 512
 

@@ -89,6 +89,7 @@ class KVCacheManager:
         self.tables: Mapping[RequestId, BlockTable] = MappingProxyType(self._tables)
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._num_stateless_tokens = 0
         self._loads: dict[RequestId, list[BlockLoad]] = {}
 
     def reset(self) -> None:
@@ -338,8 +339,10 @@ class KVCacheManager:
                 computed.num_queried_tokens,
                 computed.num_tokens_with_kv,
             )
-        if self.states is not None and computed.resumed and computed.resumed.state:
-            self.states.put({request_id: computed.resumed.state})
+            if computed.resumed and computed.resumed.state:
+                self.states.put({request_id: computed.resumed.state})
+            elif computed.num_tokens_with_kv:
+                self._num_stateless_tokens += computed.num_tokens_with_kv - computed.num_tokens
         # Counted here and not at the lookup, which a refused request repeats.
         self.count_lookup(computed.num_queried_tokens, num_hit_tokens)
         return tables
@@ -486,7 +489,14 @@ class KVCacheManager:
     def stats(self) -> KVCacheManagerStats:
         """Figures of this moment. Another thread may call it, and may then see a step half done."""
         of_requests = list(self._groups.values())
-        return stats_of(self.pool, of_requests, self._num_queried_tokens, self._num_hit_tokens)
+        return stats_of(
+            self.pool,
+            of_requests,
+            self._num_queried_tokens,
+            self._num_hit_tokens,
+            0 if self.states is None else len(self.states.checkpoints),
+            self._num_stateless_tokens,
+        )
 
     def check_integrity(self) -> None:
         """Verify every invariant of pool and tables. O(blocks), for tests and for debugging.

@@ -24,6 +24,10 @@ class KVCacheManagerStats:
     num_evictions: int
     num_queried_tokens: int
     num_hit_tokens: int
+    # Of a model with recurrent layers: states that are kept, and tokens that were not hit since
+    # there was none for them, though their K/V were there.
+    num_checkpoints: int
+    num_stateless_tokens: int
 
     @property
     def usage(self) -> float:
@@ -41,6 +45,8 @@ def stats_of(
     of_requests: Sequence[Sequence[BlockTable]],
     num_queried_tokens: int,
     num_hit_tokens: int,
+    num_checkpoints: int,
+    num_stateless_tokens: int,
 ) -> KVCacheManagerStats:
     """Count what the tables of requests hold."""
     tables = list(itertools.chain.from_iterable(of_requests))
@@ -63,4 +69,6 @@ def stats_of(
         num_evictions=pool.num_evictions,
         num_queried_tokens=num_queried_tokens,
         num_hit_tokens=num_hit_tokens,
+        num_checkpoints=num_checkpoints,
+        num_stateless_tokens=num_stateless_tokens,
     )

@@ -65,8 +65,9 @@ class EngineParts:
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
         scheduler, latencies = self.scheduler, self.latencies
+        of_manager = self.manager.stats()
         return EngineStats(
-            **asdict(self.manager.stats()),
+            **asdict(of_manager),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
@@ -83,6 +84,7 @@ class EngineParts:
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
             nbytes_activations=self.nbytes_activations,
+            nbytes_checkpoints=of_manager.num_checkpoints * self.cache.config.state_nbytes,
             disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
         )
 

@@ -70,11 +70,17 @@ class PrefixHistory:
         # {parent: {name: newest sequence}}, the newest last.
         self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
 
-    def admit(self, request: Request, num_cached_tokens: int) -> PrefixReport | None:
-        """Report on a prompt that begins to run, and remember it. Its blocks are hashed."""
+    def admit(
+        self, request: Request, num_cached_tokens: int, num_tokens_with_kv: int = 0
+    ) -> PrefixReport | None:
+        """Report on a prompt that begins to run, and remember it. Its blocks are hashed.
+
+        Args:
+            num_tokens_with_kv: more than are cached where the model's state was not kept.
+        """
         if not self.max_num_tokens or request.num_unscored_tokens:
             return None  # Prompts that are scored are computed, whatever is cached.
-        report = self._explain(request, num_cached_tokens)
+        report = self._explain(request, num_cached_tokens, num_tokens_with_kv)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens
         self.num_missed_tokens[report.reason] += num_missed
@@ -95,7 +101,9 @@ class PrefixHistory:
         self._children.clear()
         self.num_tokens = 0
 
-    def _explain(self, request: Request, num_cached_tokens: int) -> PrefixReport:
+    def _explain(
+        self, request: Request, num_cached_tokens: int, num_tokens_with_kv: int
+    ) -> PrefixReport:
         num_tokens = request.num_prompt_tokens
         # The last token is computed in any case.
         num_usable_blocks = min(len(request.block_hashes), (num_tokens - 1) // self._block_size)
@@ -105,7 +113,9 @@ class PrefixHistory:
             reason, other, position = "hit", None, num_cached_tokens
         elif num_cached_tokens < depth * self._block_size:
             reason, position = "evicted", num_cached_tokens
-            if other is not None and other.is_running:
+            if num_tokens_with_kv > num_cached_tokens:
+                reason = "no_state"
+            elif other is not None and other.is_running:
                 reason = "pending"
         elif other is None or not position or position < num_cached_tokens:
             # More may be cached than is remembered: what was on disk.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Literal, NamedTuple, TypeAlias
 
-Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending"]
+Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "no_state"]
 REASONS: dict[Reason, str] = {
     "hit": "all blocks of the prompt were cached",
     "new": "nothing that was computed begins like it",
@@ -16,6 +16,7 @@ REASONS: dict[Reason, str] = {
     "changed": "it differs from the longest sequence of the same beginning",
     "evicted": "its beginning was computed before, and evicted since",
     "pending": "its beginning is being computed for another request",
+    "no_state": "more of its K/V are cached, and the recurrent state there was not kept",
 }
 
 
@@ -26,8 +27,8 @@ class PrefixReport:
     Args:
         reason: one of :data:`REASONS`.
         position: the first token of the prompt where it left what was cached (``"evicted"``,
-            ``"pending"``) or computed at all; the length of the cached prefix where all of it was
-            there.
+            ``"pending"``, ``"no_state"``) or computed at all; the length of the cached prefix where
+            all of it was there.
         other_request_id: the request whose sequence it is compared with, if there is one.
         before: the last tokens in front of ``position``.
         expected: the tokens of the other sequence from ``position`` on.

@@ -371,7 +371,9 @@ class Scheduler:
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
-                request.prefix_report = self.prefix_history.admit(request, num_cached)
+                request.prefix_report = self.prefix_history.admit(
+                    request, num_cached, hit.num_tokens_with_kv
+                )
         self._prefix_cache.begin(request, num_held)
         if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))

@@ -53,4 +53,5 @@ class EngineStats(KVCacheManagerStats):
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
     nbytes_activations: int  # of a step at its highest, beside weights and K/V; an estimate
+    nbytes_checkpoints: int  # of recurrent states kept for prefix hits, beside K/V
     disk_tier: DiskTierStats | None = None

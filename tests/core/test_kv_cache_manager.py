@@ -219,7 +219,7 @@ def test_a_manager_is_reset_in_place_and_the_views_of_its_tables_with_it():
 
 def test_statistics_count_each_block_and_each_unfilled_slot_once():
     manager = manager_of(10)
-    assert manager.stats() == KVCacheManagerStats(0, 0, 10, 0, 0, 10, 0, 0, 0, 0)
+    assert manager.stats() == KVCacheManagerStats(0, 0, 10, 0, 0, 10, *[0] * 6)
     assert (manager.stats().usage, manager.stats().hit_rate) == (0.0, 0.0)
     start(manager, "a", [*range(10)])
     start(manager, "b", [*range(9)])
@@ -235,6 +235,8 @@ def test_statistics_count_each_block_and_each_unfilled_slot_once():
         num_evictions=0,
         num_queried_tokens=19,
         num_hit_tokens=8,
+        num_checkpoints=0,
+        num_stateless_tokens=0,
     )
     assert manager.stats() == expected
     assert (expected.usage, expected.hit_rate) == (0.4, 8 / 19)

@@ -52,6 +52,9 @@ async def cache(request: Request) -> Response:
         "num_queried_tokens": stats.num_queried_tokens,
         "num_cached_tokens": stats.num_hit_tokens,
         "hit_rate": stats.hit_rate,
+        "num_checkpoints": stats.num_checkpoints,
+        "bytes_checkpoints": stats.nbytes_checkpoints,
+        "num_stateless_tokens": stats.num_stateless_tokens,
         "disk": None if stats.disk_tier is None else asdict(stats.disk_tier),
         "num_missed_tokens": dict(history.num_missed_tokens),
         "reports": [

@@ -222,6 +222,17 @@ class EngineCollector(Collector):
             "Cached blocks whose content was given up.",
             stats.num_evictions,
         )
+        yield gauge(
+            "mlx_paged:checkpoints",
+            "Recurrent states that are kept for prefix hits.",
+            stats.num_checkpoints,
+        )
+        yield gauge("mlx_paged:checkpoint_bytes", "Bytes of these.", stats.nbytes_checkpoints)
+        yield counter(
+            "mlx_paged:stateless_tokens",
+            "Prompt tokens whose K/V were cached, computed again for want of a recurrent state.",
+            stats.num_stateless_tokens,
+        )
         yield gauge("mlx_paged:kv_cache_bytes", "Bytes allocated for K/V.", stats.nbytes_held)
         yield gauge(
             "mlx_paged:kv_cache_budget_bytes", "The most bytes of K/V.", stats.nbytes_budget

@@ -36,6 +36,11 @@ def explanation(report: PrefixReport) -> str:
         return f"{cached}: it goes on where {other} ended, at token {position}"
     if report.reason == "changed":
         return f"{cached}: it left {other} at token {position}: {_change(report)}"
+    if report.reason == "no_state":
+        return (
+            f"{cached}: from token {position} on its K/V are there, and the recurrent state was "
+            "not kept; a larger --kv-cache-bytes keeps more"
+        )
     if report.reason == "pending":
         return f"{cached}: from token {position} on, {other} is being computed"
     return (

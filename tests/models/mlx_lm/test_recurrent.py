@@ -31,6 +31,7 @@ from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateStack
+from mlx_paged.server.watching.prefix_reports import explanation
 
 
 def ragged(name: str, **options: Any) -> Engine:
@@ -185,6 +186,30 @@ def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
     for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
         with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
             make_engine(adapted_model(name), draft_model=adapted_model(draft))
+
+
+def test_a_hit_that_is_lost_for_want_of_a_state_is_told_and_the_next_one_is_not_lost():
+    engine = ragged("qwen3_next", num_history_tokens=1000)
+    shared = prompt(50, 1)
+    reports = []
+    for number, tokens in enumerate(
+        ([*shared], [*shared[:30], *prompt(9, 5)], [*shared[:30], *prompt(12, 6)])
+    ):
+        engine.add_request(str(number), tokens, greedy(2))
+        (output,) = run(engine).values()
+        reports.append(output.prefix_report)
+        assert output.outputs[0].token_ids == greedy_answer("qwen3_next", tokens, 2)
+    found = [(report.reason, report.num_cached_tokens) for report in reports]
+    assert found == [("new", 0), ("no_state", 0), ("changed", 24)]
+    text = (
+        "0 of 39 tokens cached: from token 0 on its K/V are there, and the recurrent state was not"
+    )
+    assert explanation(reports[1]).startswith(text)
+    assert engine.prefix_history.num_missed_tokens["no_state"] == 39
+    stats = engine.stats()
+    # At the ends of three prompts and an answer, and where the second prompt left the first.
+    assert stats.num_checkpoints == 5 and stats.num_stateless_tokens == 24
+    assert stats.nbytes_checkpoints == 5 * engine.runner.model.state_nbytes
 
 
 @pytest.mark.slow
