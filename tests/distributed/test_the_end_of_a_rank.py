@@ -76,7 +76,7 @@ def test_an_exception_in_a_step_of_one_rank_ends_all(tmp_path: Path, bad_rank: i
     assert [bad.status, good.status] == [1, 1]
     (line,) = said(bad)
     # No message, which may quote what a user wrote.
-    words = re.fullmatch(rf"\[ranks\] rank {bad_rank} (failed in a step: MemoryError at \S+)", line)
+    words = re.fullmatch(rf"\[ranks\] rank {bad_rank} (failed: MemoryError at \S+)", line)
     assert words is not None, line
     assert said(good) == [f"[ranks] rank {1 - bad_rank} ends, since rank {bad_rank} {words[1]}"]
 
@@ -177,4 +177,4 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_process(monkeypatch: pyte
     replica = Replicas(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
     for error in (KeyboardInterrupt(), SystemExit()):
         replica.failed(error)
-    assert ends == ["was interrupted in the middle of a step"] * 2
+    assert ends == ["failed: KeyboardInterrupt", "failed: SystemExit"]
