@@ -6,7 +6,6 @@ others over connections of its own (:class:`Ranks`), which cost nothing while th
 which show at once that a rank is gone.
 """
 
-from mlx_paged.distributed.facts import files_facts, package_facts
 from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks
 from mlx_paged.distributed.sharding import check_divisible, check_linear_sizes
 
@@ -16,7 +15,5 @@ __all__ = [
     "check_divisible",
     "check_linear_sizes",
     "connect",
-    "files_facts",
     "launched_ranks",
-    "package_facts",
 ]

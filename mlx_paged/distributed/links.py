@@ -20,24 +20,21 @@ from mlx_paged.errors import one_line, shown
 # nor does a process that is stopped: then these tell it.
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
-GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
+GOODBYE_SECONDS = 1.0  # how long a rank that ends waits for a message that is being sent
 
 Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
 
-def connection_over(sock: socket.socket, seconds: float) -> Connection:
-    """Frames over a socket. A read or write that gets no further for ``seconds`` raises
+def connection_over(sock: socket.socket) -> Connection:
+    """Frames over a TCP socket. A read or write that gets no further for ``SILENCE_SECONDS`` raises
     ``BlockingIOError``. ``send_bytes`` and ``recv_bytes`` alone send bytes as they are.
     """
     sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    limit = struct.pack("ll", int(SILENCE_SECONDS), int(SILENCE_SECONDS % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        _limit(sock, option, seconds)
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
     return Connection(os.dup(sock.fileno()))
-
-
-def _limit(sock: socket.socket, option: int, seconds: float) -> None:
-    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 class Link:
@@ -49,38 +46,29 @@ class Link:
 
     Args:
         peer: the other rank.
-        lost: called with the peer and the reason if it ends without a goodbye, takes no messages,
-            or sends what is none; from the thread that noticed.
+        lost: called with what became of it if it ends without a goodbye, takes no messages, or
+            sends what is none; from the thread that noticed.
 
     Attributes:
         has_left: no message will come any more.
     """
 
-    def __init__(self, sock: socket.socket, peer: int, lost: Callable[[int, str], object]) -> None:
-        self.peer = peer
-        self.has_left = False
-        self._socket = sock
-        self._connection = connection_over(sock, SILENCE_SECONDS)
-        self._lost = lost
-        self._is_closed = False
+    def __init__(self, sock: socket.socket, peer: int, lost: Callable[[str], object]) -> None:
+        self.has_left = self._is_closed = False
+        self._peer, self._lost = peer, lost
+        self._socket, self._connection = sock, connection_over(sock)
         self._sending = threading.Lock()
-        self._can_send = True
         self._num_sent = 0
         self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         for work in (self._read, self._ping):
-            name = f"mlx_paged rank {peer}"
-            threading.Thread(target=work, name=name, daemon=True).start()
+            threading.Thread(target=work, name=f"mlx_paged rank {peer}", daemon=True).start()
 
     def send(self, kind: str, value: object = None) -> None:
         """Send a message; nothing is sent behind one that did not go out whole."""
-        try:
-            with self._sending:
-                self._write(kind, value)
-        except BlockingIOError:
-            self._lost(self.peer, f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
-            self._shut_down(socket.SHUT_RDWR)
-        except OSError:
-            pass  # The connection has ended, and the thread that reads says why.
+        with self._sending:
+            is_stuck = self._write(kind, value)
+        if is_stuck:
+            self._lost(f"rank {self._peer} has taken no message for {SILENCE_SECONDS:.0f} seconds")
 
     def receive(self) -> Message | None:
         """Wait for the next message; ``None`` once the peer has left."""
@@ -89,30 +77,33 @@ class Link:
             self._received.put(None)  # for the next call
         return message
 
-    def close(self, kind: str = "bye", value: object = None) -> None:
-        """Send a last message: goodbye, or why this rank ends. More than once is harmless."""
+    def close(self, reason: str | None = None) -> None:
+        """Say goodbye, or why this rank ends. More than once is harmless."""
         self._is_closed = True
         # Where another thread waits for the peer inside a frame, nothing more can be said.
-        if self._sending.acquire(timeout=GOODBYE_SECONDS):
-            with contextlib.suppress(OSError):
-                _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
-                self._write(kind, value)
-            self._can_send = False
+        is_between_frames = self._sending.acquire(timeout=GOODBYE_SECONDS)
+        if is_between_frames:
+            self._socket.setblocking(False)  # It goes out at once, or not at all.
+            self._write("bye", reason)
+        self._end_sending()
+        if is_between_frames:
             self._sending.release()
-        self._shut_down(socket.SHUT_WR)
 
-    def _write(self, kind: str, value: object) -> None:
-        if not self._can_send:
-            return
+    def _write(self, kind: str, value: object) -> bool:
+        """Whether the peer has taken no message for too long."""
         frame = json.dumps([self._num_sent, kind, value], separators=(",", ":")).encode()
-        self._can_send = False  # for good, unless all of it goes out
-        self._connection.send_bytes(frame)
-        self._can_send = True
         self._num_sent += 1
+        try:
+            self._connection.send_bytes(frame)
+        except OSError as error:
+            self._end_sending()
+            # Where the connection has ended, the thread that reads says why.
+            return isinstance(error, BlockingIOError)
+        return False
 
-    def _shut_down(self, how: int) -> None:
+    def _end_sending(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(how)
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _ping(self) -> None:
         while not self._is_closed and not self.has_left:
@@ -124,14 +115,12 @@ class Link:
             reason = self._read_messages()
         except BlockingIOError:
             reason = f"has said nothing for {SILENCE_SECONDS:.0f} seconds"
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             reason = "died"
-        except OSError as error:
-            reason = f"is lost: {one_line(error)}"
         except Exception:  # of bytes that may be anything
             reason = "sent what is no message"
         if reason is not None and not self._is_closed:
-            self._lost(self.peer, reason)
+            self._lost(f"rank {self._peer} {reason}")
         self.has_left = True
         self._received.put(None)
 
@@ -143,9 +132,7 @@ class Link:
             if number != due:
                 return f"sent message {shown(number)} where {due} was due"
             if kind == "bye":
-                return None
-            if kind == "failed":
-                return one_line(value)
+                return None if value is None else one_line(value)
             if kind != "ping":
                 self._received.put((str(kind), value))
             due += 1

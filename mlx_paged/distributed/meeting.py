@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from pathlib import Path
 
 import mlx.core as mx
@@ -32,14 +32,14 @@ def meet(group: mx.distributed.Group) -> dict[int, socket.socket]:
         The sockets by rank: on rank 0 those of all others, elsewhere that of rank 0.
 
     Raises:
-        ConnectionError: they did not meet within ``MEETING_SECONDS``.
+        OSError: they did not meet within ``MEETING_SECONDS``.
     """
-    host = launcher_address()
     if group.rank() > 0:
         host, port, secret = json.loads(_broadcast(b"", group))
         return {0: _call(host, port, secret.encode(), group.rank())}
-    with _listen(host) as listener:
-        secret = secrets.token_hex(32)
+    host, secret = launcher_address(), secrets.token_hex(32)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         place = host or socket.gethostname(), listener.getsockname()[1], secret
         _broadcast(json.dumps(place).encode(), group)
         return _accept(listener, secret.encode(), group.size())
@@ -52,30 +52,15 @@ def _broadcast(data: bytes, group: mx.distributed.Group) -> bytes:
     return bytes(shared.tolist())  # type: ignore[arg-type]
 
 
-def launcher_address() -> str | None:
-    """The address at which the launcher's settings say that rank 0 is reached, if they do."""
-    coordinator = os.environ.get("MLX_JACCL_COORDINATOR")
-    if coordinator:
-        return _host_of(coordinator)
-    file = os.environ.get("MLX_HOSTFILE")
-    if file:
+def launcher_address() -> str:
+    """The address of its own at which MLX lets rank 0 listen, as the launcher's settings say it;
+    empty if they don't.
+    """
+    address = os.environ.get("MLX_JACCL_COORDINATOR", "")
+    if file := os.environ.get("MLX_HOSTFILE"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return _host_of(json.loads(Path(file).read_text())[0][0])
-    return None
-
-
-def _host_of(address: object) -> str:
-    host, _, _ = str(address).rpartition(":")
-    return host.strip("[]")
-
-
-def _listen(host: str | None) -> socket.socket:
-    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host or "", 0), family=family)
-    except OSError:
-        # An address by which others reach this machine, and which is not one of its own.
-        return socket.create_server(("", 0), family=family)
+            address = address or json.loads(Path(file).read_text())[0][0]
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, socket.socket]:
@@ -104,15 +89,14 @@ def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, sock
 
 
 def _hear(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
-    """Note a caller under its rank; hang up if it is none of the ranks."""
+    """Note a caller under its rank, if it is one of the ranks."""
     with contextlib.suppress(Exception):  # A stranger may say anything.
-        connection = _connection_over(caller)
+        connection = connection_over(caller)
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
         rank = int(connection.recv_bytes(8))
-        if 0 < rank < size and met.setdefault(rank, caller) is caller:
-            return
-    _hang_up(caller)
+        if 0 < rank < size:
+            met.setdefault(rank, caller)
 
 
 def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
@@ -120,7 +104,7 @@ def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
         try:
             sock = socket.create_connection((host, port), timeout=MEETING_SECONDS)
             unless_met.callback(_hang_up, sock)
-            connection = _connection_over(sock)
+            connection = connection_over(sock)
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
             connection.send_bytes(str(rank).encode())
@@ -130,11 +114,6 @@ def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
             ) from error
         unless_met.pop_all()
     return sock
-
-
-def _connection_over(sock: socket.socket) -> Connection:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection_over(sock, MEETING_SECONDS)
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.metadata
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from mlx_paged import __version__
 from mlx_paged.distributed.links import Link, Message
 from mlx_paged.distributed.meeting import meet
-from mlx_paged.errors import one_line, shown
+from mlx_paged.errors import one_line, shown, words_for_all
 from mlx_paged.launch import is_launched
 from mlx_paged.standard_streams import say
 
@@ -27,8 +29,8 @@ START_SECONDS = 120.0
 # What MLX's ring raises where a peer is gone, and how long our own sockets may take to notice.
 _PEER_LOST = "connection to a peer was lost"
 _LOST_SECONDS = 3.0
-
-T = TypeVar("T")
+# Those whose versions could change a token, a text or a message between ranks.
+_PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers")
 
 
 class RanksError(RuntimeError):
@@ -38,10 +40,10 @@ class RanksError(RuntimeError):
 class Ranks:
     """The ranks of a group, as one of them sees the others.
 
-    Rank 0 leads: it tells the others what it decided, and they do the same in the same order. What
-    all of them have a say in, they vote on. If a rank dies, raises in the middle of a step, or says
-    what is not due, all others end within seconds, each with a line on stderr and exit status 1,
-    wherever they are: a collective that waits for a dead rank never returns.
+    Rank 0 leads: it tells the others what it decided, and they do the same in the same order. If a
+    rank dies, raises in the middle of a step, or says what is not due, all others end within
+    seconds, each with a line on stderr and exit status 1, wherever they are: a collective that
+    waits for a dead rank never returns.
 
     Args:
         group: of MLX, of two ranks or more.
@@ -50,8 +52,7 @@ class Ranks:
 
     def __init__(self, group: mx.distributed.Group, sockets: Mapping[int, socket.socket]):
         self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
+        self.rank, self.size = group.rank(), group.size()
         self._ending = threading.Lock()
         self._links: dict[int, Link] = {}
         for peer, sock in sorted(sockets.items()):
@@ -61,8 +62,6 @@ class Ranks:
     def is_leader(self) -> bool:
         return self.rank == 0
 
-    # Messages
-
     def send(self, kind: str, value: object = None) -> None:
         """Send a message from rank 0 to all others, or from another rank to rank 0. The value is
         one that JSON has.
@@ -70,68 +69,65 @@ class Ranks:
         Raises:
             RanksError: one of them has left.
         """
-        for link in self._links.values():
+        for rank, link in self._links.items():
             if link.has_left:
-                raise RanksError(f"[ranks] rank {link.peer} has ended")
+                raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
 
-    def receive(self, *kinds: str) -> Message:
-        """Wait for the next message of rank 0. One of another kind ends this process.
+    def receive(self, *kinds: str, rank: int = 0) -> Message:
+        """Wait for the next message of a rank. One of another kind ends this process.
 
         Raises:
-            RanksError: rank 0 has ended.
+            RanksError: that rank has ended.
         """
-        return self._receive(self._links[0], kinds)
-
-    def _receive(self, link: Link, kinds: Sequence[str]) -> Message:
-        message = link.receive()
+        message = self._links[rank].receive()
         if message is None:
-            raise RanksError(f"[ranks] rank {link.peer} has ended")
+            raise RanksError(f"[ranks] rank {rank} has ended")
         if message[0] not in kinds:
             due = " or ".join(kinds)
-            self._end(f"ends, since rank {link.peer} sent {shown(message[0])} where {due} was due")
+            self._lost(f"rank {rank} sent {shown(message[0])} where {due} was due")
         return message
 
-    # Agreements
-
-    def agree(self, value: object, decide: Callable[[list[Any]], T]) -> T:
-        """What rank 0 decides from the values of all ranks, in their order; every rank has to ask
-        at the same place. Values and decisions are what JSON has.
+    def all_gather(self, value: object) -> list[Any]:
+        """The values of all ranks, by rank, on each of them; every rank has to ask at the same
+        place. Values are what JSON has.
         """
-        if self.is_leader:
-            votes = [self._receive(link, ["vote"])[1] for link in self._links.values()]
-            decision = decide([value, *votes])
-            self.send("decision", decision)
-        else:
-            self.send("vote", value)
-            decision = self.receive("decision")[1]
-        return decision
+        if not self.is_leader:
+            self.send("value", value)
+            values: list[Any] = self.receive("values")[1]
+            return values
+        values = [value, *(self.receive("value", rank=rank)[1] for rank in self._links)]
+        self.send("values", values)
+        return values
 
-    def compare(self, facts: Mapping[str, str]) -> None:
-        """Hold what must be equal on all ranks against that of rank 0.
+    def compare(self, facts: dict[str, str]) -> None:
+        """Hold versions, and what else must be equal on all ranks, against those of rank 0.
 
         Raises:
             RanksError: on every rank; the message names the first fact that differs, and both
                 values.
         """
-        difference = self.agree(dict(facts), _difference)
-        if difference is not None:
-            raise RanksError(difference)
+        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        versions["mlx-paged"] = __version__
+        facts = {f"the version of {name}": each for name, each in versions.items()} | facts
+        leaders, *others = self.all_gather(facts)
+        for rank, theirs in enumerate(others, 1):
+            for name in leaders | theirs:
+                first, second = leaders.get(name, "missing"), theirs.get(name, "missing")
+                if first != second:
+                    raise RanksError(
+                        f"[ranks] {name} is {one_line(first)} on rank 0 and {one_line(second)} on "
+                        f"rank {rank}; it must be the same on all ranks"
+                    )
 
-    # The end
-
-    def fail(self, text: str, error: BaseException) -> NoReturn:
-        """End this process, and tell the others why: the bookkeeping of the ranks is not the same
-        any more, or others wait in a collective.
-
-        Args:
-            text: what happened, on one line.
-            error: that was raised here. Its message need not be in ``text``.
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process for an error, and tell the others: the bookkeeping of the ranks is not
+        the same any more, or others wait in a collective.
         """
         if _PEER_LOST in str(error):
             # The thread that reads from that peer is about to say which of them it was.
             time.sleep(_LOST_SECONDS)
-        self._end(text)
+        self._end(f"failed: {words_for_all(error)}")
 
     def close(self) -> None:
         """Leave the others: this rank takes part in nothing any more. More than once is harmless.
@@ -141,31 +137,16 @@ class Ranks:
         for link in self._links.values():
             link.close()
 
-    def _lost(self, peer: int, reason: str) -> NoReturn:
-        """Another rank is gone; from the thread that noticed."""
-        self._end(f"ends, since rank {peer} {reason}")
+    def _lost(self, what: str) -> NoReturn:
+        self._end(f"ends, since {what}")
 
     def _end(self, text: str) -> NoReturn:
         self._ending.acquire()  # One line is enough.
         say(f"[ranks] rank {self.rank} {text}")
-        for link in self._links.values():
-            link.close("failed", text)
+        for link in list(self._links.values()):
+            link.close(text)
         # The main thread may wait in a collective, where no exception reaches it.
         os._exit(1)
-
-
-def _difference(everybody: list[dict[str, str]]) -> str | None:
-    """The first fact that is not the same everywhere, in words."""
-    leaders = everybody[0]
-    for rank, facts in enumerate(everybody[1:], 1):
-        for name in dict.fromkeys([*leaders, *facts]):
-            ours, theirs = leaders.get(name, "missing"), facts.get(name, "missing")
-            if ours != theirs:
-                return (
-                    f"[ranks] {name} is {one_line(ours)} on rank 0 and {one_line(theirs)} on rank "
-                    f"{rank}; it must be the same on all ranks"
-                )
-    return None
 
 
 @functools.cache
@@ -203,10 +184,10 @@ def launched_ranks() -> Ranks | None:
 
 _GIVE_UP = """
 import os, select, sys
-seconds, process, line = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+seconds, line = float(sys.argv[1]), sys.argv[2]
 if not select.select([0], [], [], seconds)[0]:
     print(line, file=sys.stderr)
-    os.kill(process, 9)
+    os.kill(os.getppid(), 9)
 """
 
 
@@ -221,11 +202,6 @@ def _given_up_after(seconds: float) -> Iterator[None]:
         f"[ranks] rank {os.environ['MLX_RANK']} ends, since MLX did not form the group within "
         f"{seconds:.0f} seconds: a rank is missing, or can't be reached"
     )
-    watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GIVE_UP, str(seconds), str(os.getpid()), line],
-        stdin=subprocess.PIPE,
-    )
-    try:
+    command = [sys.executable, "-I", "-S", "-c", _GIVE_UP, str(seconds), line]
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
         yield
-    finally:
-        watch.communicate()

@@ -16,13 +16,6 @@ def check_divisible(sizes: dict[str, int], num_ranks: int) -> None:
     Raises:
         ArgumentError: one that does not divide, named.
     """
-    kv_heads = sizes.get("num_key_value_heads")
-    if kv_heads is not None and kv_heads < num_ranks:
-        raise ArgumentError(
-            f"[ranks] the model has {kv_heads} KV heads, fewer than the {num_ranks} ranks: each "
-            f"needs one of its own; start at most {kv_heads}",
-            "num_key_value_heads",
-        )
     for name, size in sizes.items():
         if size % num_ranks:
             raise ArgumentError(
@@ -43,10 +36,8 @@ def check_linear_sizes(model: Module, names: set[str], num_ranks: int) -> None:
     """
     for path, module in model.named_modules():
         name, group_size = path.rpartition(".")[2], getattr(module, "group_size", None)
-        if name not in names or group_size is None:
-            continue
-        num_inputs = module.scales.shape[-1] * group_size
-        if num_inputs % (group_size * num_ranks):
+        if name in names and group_size is not None and module.scales.shape[-1] % num_ranks:
+            num_inputs = module.scales.shape[-1] * group_size
             raise ArgumentError(
                 f"[ranks] {path} has {num_inputs} inputs in groups of {group_size} for each scale, "
                 f"which {num_ranks} ranks can't share evenly; quantise it with smaller groups",

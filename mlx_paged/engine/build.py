@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
-from functools import partial
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,7 +18,7 @@ from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget
+from mlx_paged.engine.joining import join_ranks, least_budget
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
@@ -147,8 +146,10 @@ def build(
     drafter = None if draft is None else DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
     if ranks is not None:
-        check_steps_are_alike(ranks, cache, run_ahead)
-        cache.all_can = partial(ranks.agree, decide=all)
+        backend = type(cache.backend).__name__
+        ranks.compare({"the kind of backend": backend, "run_ahead": str(run_ahead)})
+        gather = ranks.all_gather
+        cache.all_can = lambda can: all(gather(can))
         # The first replay of a trace is held against a decode that is built. A rank where that
         # differs would compute other sums from then on than those where it does not.
         runner.compiled_decode = None

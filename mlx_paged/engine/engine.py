@@ -19,7 +19,7 @@ from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
-from mlx_paged.engine.following import Follower, share
+from mlx_paged.engine.following import follow, share
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import passed_on_names, split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
@@ -384,15 +384,13 @@ class Engine(EngineParts):
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, self.thread, call)
-        follower = Follower(
-            self.ranks,
-            self.steps,
-            self.scheduler,
-            self.reports,
-            self.input_processor,
-            {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
+        changes = {
+            "shrink": self._shrink,
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+        }
+        following = self.thread.submit(
+            partial(follow, self.ranks, self, self.input_processor, changes)
         )
-        following = self.thread.submit(follower.run)
         # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
         following.outlast()
         value: T = following.result()
@@ -413,7 +411,7 @@ class Engine(EngineParts):
 
     def _on_all_ranks(self, name: str, call: Callable[[], T]) -> T:
         if self.ranks is not None and self.ranks.is_leader:
-            self.ranks.send("call", name)
+            self.ranks.send("change", name)
         return call()
 
     # Inside

@@ -9,9 +9,8 @@ from hashlib import blake2b
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cache import KVCache
-from mlx_paged.distributed import Ranks, connect, package_facts
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.distributed import Ranks, connect
+from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import kv_budget
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -37,13 +36,21 @@ def join_ranks(
             "alone, drafts are looked up in the request's own tokens",
             "draft_model",
         )
+    leaves = dict(tree_flatten(model.parameters()))
+    shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    args = model.args
+    config = vars(args) if dataclasses.is_dataclass(args) else {"vocab_size": args.vocab_size}
     ranks = connect(model.group)
     ranks.compare(
         {
-            **package_facts(),
-            **{f"the setting {name}": shown(value) for name, value in sorted(settings.items())},
-            **_model_facts(model),
-            **_tokenizer_facts(tokenizer),
+            **{f"the setting {name}": repr(value) for name, value in sorted(settings.items())},
+            "the device": "CPU" if device.is_cpu() else "GPU",
+            "the kind of model": f"{type(model).__module__}.{type(model).__qualname__}",
+            **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
+            "the dtype of the model": str(model.dtype),
+            # The shares of all ranks are alike.
+            "the names and shapes of the weights": _digest(shapes),
+            **({} if tokenizer is None else _tokenizer_facts(tokenizer)),
         }
     )
     return ranks
@@ -56,47 +63,18 @@ def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: Language
     budget = kv_budget(kv_cache_bytes, model)
     if budget.nbytes is None:
         return f"{budget.num_blocks}blocks"
-    least: int = ranks.agree(budget.nbytes, min)
+    least: int = min(ranks.all_gather(budget.nbytes))
     return least
 
 
-def check_steps_are_alike(ranks: Ranks, cache: KVCache, run_ahead: bool) -> None:
-    """Raises :class:`RanksError` if the ranks would not run the same steps."""
-    backend = cache.backend
-    ranks.compare(
-        {
-            "the backend": "MLX's own" if backend is None else type(backend).__name__,
-            "run_ahead": str(run_ahead),
-            "the number of blocks": str(cache.config.num_blocks),
-        }
-    )
-
-
-def _model_facts(model: LanguageModel) -> dict[str, str]:
-    """What describes a rank's share; the shares are alike."""
-    leaves = dict(tree_flatten(model.parameters())).items()
-    shapes = [f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in sorted(leaves)]
-    args = model.args
-    config = vars(args) if dataclasses.is_dataclass(args) else {"vocab_size": args.vocab_size}
-    return {
-        "the device": "CPU" if device.is_cpu() else "GPU",
-        "the kind of model": f"{type(model).__module__}.{type(model).__qualname__}",
-        **{f"{name} of the model": shown(value) for name, value in sorted(config.items())},
-        "the dtype of the model": str(model.dtype),
-        "the names and shapes of the weights": _digest("\n".join(shapes)),
-    }
-
-
-def _tokenizer_facts(tokenizer: TokenizerWrapper | None) -> dict[str, str]:
-    if tokenizer is None:
-        return {"the tokenizer": "none"}
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+def _tokenizer_facts(tokenizer: TokenizerWrapper) -> dict[str, str]:
     return {
         "the tokenizer": type(tokenizer._tokenizer).__name__,
-        "the vocabulary of the tokenizer": _digest(repr(vocabulary)),
+        "the vocabulary of the tokenizer": _digest(tokenizer.get_vocab()),
         "the end of sequence of the tokenizer": str(sorted(tokenizer.eos_token_ids)),
     }
 
 
-def _digest(text: str) -> str:
+def _digest(entries: Mapping[str, object]) -> str:
+    text = repr(sorted(entries.items()))
     return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()

@@ -20,10 +20,12 @@ from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.shared_values import as_json
 from mlx_paged.engine.step_budget import TokenBudgets
-from mlx_paged.errors import words_for_all
 from mlx_paged.request import Request
 
 Results: TypeAlias = "list[SampledToken | Exception]"
+
+# Of a request, beside its prompt and its parameters.
+_ASKED = ("request_id", "seed", "priority", "cache_salt", "no_store")
 
 
 def state_of_scheduler(scheduler: Scheduler) -> list[int]:
@@ -63,16 +65,14 @@ class Replicas:
         """A request is taken on."""
         if self._followers is not None:
             request = state.requests[0]
-            asked = {
-                "request_id": request.request_id,
-                "prompt_token_ids": request.token_ids,
-                "params": as_json(request.params),
-                "seed": request.seed,
-                "priority": request.priority,
-                "cache_salt": request.cache_salt,
-                "no_store": request.no_store,
-            }
-            self._followers.send("add", asked)
+            self._followers.send(
+                "add",
+                {
+                    "prompt_token_ids": request.token_ids,
+                    "params": as_json(request.params),
+                    **{name: getattr(request, name) for name in _ASKED},
+                },
+            )
 
     def abort(self, state: RequestState) -> None:
         """A request is ended from outside."""
@@ -119,9 +119,5 @@ class Replicas:
 
     def failed(self, error: BaseException) -> None:
         """A step raised in the middle, so the ranks do not agree any more."""
-        if self._ranks is None:
-            return
-        words = f"failed in a step: {words_for_all(error)}"
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            words = "was interrupted in the middle of a step"
-        self._ranks.fail(words, error)
+        if self._ranks is not None:
+            self._ranks.fail(error)

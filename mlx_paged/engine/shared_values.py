@@ -4,20 +4,14 @@ here.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.prefix_report import PrefixReport
-from mlx_paged.errors import (
-    ArgumentError,
-    CacheFullError,
-    PromptTooLongError,
-    RequestError,
-    reason,
-)
+from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
 from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -32,7 +26,8 @@ _ERRORS = (
 
 
 def as_json(value: object) -> Any:
-    """A value as JSON has it. What JSON lacks is an object with one member, whose name is the type.
+    """A value as JSON has it. What JSON lacks is an object with one member: the name of its type,
+    and the arguments that make it.
 
     Errors keep their text, and the nearest type that is known here. Functions are called on rank 0
     alone; elsewhere they raise.
@@ -44,20 +39,9 @@ def as_json(value: object) -> Any:
         return value
     if isinstance(value, list):
         return [as_json(each) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [as_json(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[as_json(key), as_json(each)] for key, each in value.items()]}
-    if isinstance(value, RequestOutputKind):
-        return {"RequestOutputKind": value.value}
-    if isinstance(value, BaseException):
-        return {"error": [*_parts_of_error(value)]}
-    for kind in _DATA:
+    for kind, arguments_of, _ in _TYPES:
         if isinstance(value, kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-            return {kind.__name__: as_json({name: getattr(value, name) for name in names})}
-    if callable(value):
-        return {"function": None}
+            return {kind.__name__: [as_json(each) for each in arguments_of(value)]}
     raise TypeError(f"[ranks] {type(value).__name__} can't be shared between ranks")
 
 
@@ -67,40 +51,37 @@ def from_json(value: Any) -> Any:
         return [from_json(each) for each in value]
     if not isinstance(value, dict):
         return value
-    ((kind, inner),) = value.items()
-    return _MAKE[kind](from_json(inner))
+    ((name, arguments),) = value.items()
+    (make,) = (make for kind, _, make in _TYPES if kind.__name__ == name)
+    return make(*from_json(arguments))
 
 
-def _parts_of_error(error: BaseException) -> tuple[str, str, str | None]:
+def _arguments_of_error(error: BaseException) -> list[str | None]:
+    argument = getattr(error, "argument", None)
     for kind in type(error).__mro__:
         if kind in _ERRORS:
-            argument = getattr(error, "argument", None)
-            return kind.__name__, str(error), argument if isinstance(argument, str) else None
+            return [kind.__name__, str(error), argument if isinstance(argument, str) else None]
     kind = RuntimeError if isinstance(error, Exception) else KeyboardInterrupt
-    return kind.__name__, reason(error), None
+    return [kind.__name__, reason(error), None]
 
 
-def _error(parts: list[Any]) -> Any:
-    name, text, argument = parts
-    error: Any = next(kind for kind in _ERRORS if kind.__name__ == name)(text)
+def _make_error(name: str, text: str, argument: str | None) -> Any:
+    (error,) = (kind(text) for kind in _ERRORS if kind.__name__ == name)
     if argument is not None:
-        error.argument = argument
+        vars(error)["argument"] = argument
     return error
-
-
-def _data(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
-    return kind(**fields)
 
 
 def _stand_in(*_: object) -> Any:
     raise RuntimeError("[ranks] functions of a request are called on rank 0")
 
 
-_MAKE: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "dict": dict,
-    "RequestOutputKind": RequestOutputKind,
-    "error": _error,
-    "function": lambda _: _stand_in,
-    **{kind.__name__: partial(_data, kind) for kind in _DATA},
-}
+# Each type that travels, what makes a value of it again, and from which arguments.
+_TYPES: list[tuple[Any, Callable[[Any], Iterable[object]], Callable[..., Any]]] = [
+    *((kind, attrgetter(*(field.name for field in fields(kind))), kind) for kind in _DATA),
+    (tuple, iter, lambda *entries: entries),
+    (dict, lambda value: map(list, value.items()), lambda *items: dict(items)),
+    (RequestOutputKind, lambda kind: [kind.value], RequestOutputKind),
+    (BaseException, _arguments_of_error, _make_error),
+    (Callable, lambda _: [], lambda: _stand_in),
+]

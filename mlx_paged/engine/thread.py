@@ -236,9 +236,10 @@ class EngineThread:
         finally:
             self._fail_waiting()
             self._background = self._at_end = None
-            atexit.unregister(self._end_with_python)
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             mx.clear_streams()
+            # Not before: Python's end waits for that, too.
+            atexit.unregister(self._end_with_python)
 
     def _run_calls(self) -> None:
         pause: float | None = None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.distributed import Ranks, files_facts, package_facts
+from mlx_paged.distributed import Ranks
 from mlx_paged.loading.beside import KernelsBeside
 from mlx_paged.loading.folder import LoadError, find_model, find_tokenizer
 from mlx_paged.loading.loader import load_from, load_whole
+
+_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "model*.safetensors", "*.gguf")
+# Of a file of weights: the beginning, which has names, shapes and types, and some of the numbers.
+_SAMPLE_BYTES = 64 * 1024
+_NUM_SAMPLES = 16
 
 
 def load_for(
@@ -60,7 +66,7 @@ def load_for(
         )
     path = find_model(path_or_hf_repo)
     folder = None if tokenizer_path is None else find_tokenizer(tokenizer_path)
-    facts = {**package_facts(), **files_facts(path, "the model")}
+    facts = files_facts(path, "the model")
     if folder is not None:
         facts |= files_facts(folder, "the tokenizer")
     ranks.compare(facts)
@@ -72,3 +78,30 @@ def load_for(
         group=ranks.group,
     )
     return model, tokenizer
+
+
+def files_facts(path: Path, whose: str) -> dict[str, str]:
+    """What identifies a file, or the files of a folder, for :meth:`Ranks.compare`.
+
+    Of files of weights it reads a sample only, a megabyte of each: other weights under the same
+    names differ in many places.
+
+    Args:
+        whose: for the names of the facts, such as "the model".
+    """
+    found = {file for pattern in _PATTERNS for file in path.glob(pattern)}
+    return {
+        f"the file {file.name} of {whose}": f"{file.stat().st_size} bytes ({_digest(file)})"
+        for file in ([path] if path.is_file() else sorted(found))
+        if file.is_file()
+    }
+
+
+def _digest(file: Path) -> str:
+    last = max(0, file.stat().st_size - _SAMPLE_BYTES)
+    digest = blake2b(digest_size=8)
+    with file.open("rb") as stream:
+        for number in range(_NUM_SAMPLES):
+            stream.seek(last * number // (_NUM_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

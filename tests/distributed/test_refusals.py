@@ -13,10 +13,10 @@ from helpers.rank_workloads import CONFIG
 from helpers.ranks import FakeGroup, run_program
 
 from mlx_paged.cache import Sequences
-from mlx_paged.distributed import files_facts
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
+from mlx_paged.loading.launched import files_facts
 from mlx_paged.models import qwen3
 from mlx_paged.models.kv_cache import make_kv_cache
 
@@ -28,7 +28,11 @@ def model_of(**changes: Any) -> qwen3.Model:
 @pytest.mark.parametrize(
     ("num_ranks", "changes", "message"),
     [
-        (8, {}, "the model has 4 KV heads, fewer than the 8 ranks: each needs one of its own"),
+        (
+            8,
+            {},
+            "num_key_value_heads=4 of the model does not divide by 8 ranks; start another number",
+        ),
         (3, {}, "num_key_value_heads=4 of the model does not divide by 3 ranks"),
         (4, {"intermediate_size": 130}, "intermediate_size=130 of the model does not divide by 4"),
     ],

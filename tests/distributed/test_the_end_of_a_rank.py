@@ -76,7 +76,7 @@ def test_an_exception_in_a_step_of_one_rank_ends_all(tmp_path: Path, bad_rank: i
     assert [bad.status, good.status] == [1, 1]
     (line,) = said(bad)
     # No message, which may quote what a user wrote.
-    words = re.fullmatch(rf"\[ranks\] rank {bad_rank} (failed in a step: MemoryError at \S+)", line)
+    words = re.fullmatch(rf"\[ranks\] rank {bad_rank} (failed: MemoryError at \S+)", line)
     assert words is not None, line
     assert said(good) == [f"[ranks] rank {1 - bad_rank} ends, since rank {bad_rank} {words[1]}"]
 
@@ -124,6 +124,21 @@ def test_one_of_four_ranks_that_dies_ends_the_three_others(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_an_interrupt_that_all_ranks_hear_ends_the_call_on_all_and_they_go_on(tmp_path: Path):
+    """Ctrl-C in a terminal reaches all ranks of a machine, and rank 0 says what it means."""
+    with started(2, [str(PROGRAMS / "endless.py"), "interrupted", "0"], tmp_path) as processes:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "in the middle\n"
+        for process in reversed(processes):  # It stops no follower before rank 0 has said so.
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        ended = ends(processes, 60)
+    expected = (0, "interrupted\ngoes on\n", "")
+    assert [(each.status, each.out, each.err) for each in ended] == [expected] * 2
+
+
+@pytest.mark.slow
 def test_a_group_that_never_forms_is_given_up(tmp_path: Path):
     program = (
         "from mlx_paged.distributed import ranks; ranks.START_SECONDS = 1; ranks.launched_ranks()"
@@ -153,3 +168,13 @@ def test_a_connection_that_mlx_lost_first_is_left_to_the_thread_that_reads_from_
     assert len(waits) == 1
     replica.failed(MemoryError("too large"))
     assert (len(waits), len(ends)) == (1, 2)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    """Whether the caller raised it or a second Ctrl-C sent it: other ranks have begun that step."""
+    ends: list[str] = []
+    monkeypatch.setattr(Ranks, "_end", lambda _, text: ends.append(text))
+    replica = Replicas(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
+    for error in (KeyboardInterrupt(), SystemExit()):
+        replica.failed(error)
+    assert ends == ["failed: KeyboardInterrupt", "failed: SystemExit"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -246,3 +248,32 @@ def test_steps_may_move_to_another_thread(model: qwen3.Model):
     options = {"max_tokens": 12, "top_p": 0.9, "min_p": 0.01, "top_k": 20}
     assert answers["b"] == ask_alone(model, prompt(20), sampled(seed=3, **options))
     assert_nothing_held(engine)
+
+
+# The end of Python comes while the thread clears its streams.
+ENDS_MEANWHILE = """
+import time
+import mlx.core as mx
+from mlx_paged.engine import thread
+
+class SlowMLX:
+    def clear_streams(self):
+        is_clearing.append(True)
+        time.sleep(0.2)
+        mx.clear_streams()
+        print("cleared", flush=True)
+
+is_clearing, thread.mx = [], SlowMLX()
+engine_thread = thread.EngineThread()
+engine_thread.call(lambda: mx.eval(mx.ones((1000,)) + 1))
+engine_thread.end()
+while not is_clearing:
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.slow
+def test_python_does_not_end_before_a_thread_has_cleared_its_streams():
+    command = [sys.executable, "-c", ENDS_MEANWHILE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "cleared\n", "")

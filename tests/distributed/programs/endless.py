@@ -74,5 +74,11 @@ elif fault == "idle":
         time.sleep(60)
     else:
         engine.follow()
+elif fault == "interrupted":
+    try:
+        engine.share(answer)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    print(engine.share(lambda: [engine.abort_all(), "goes on"][1]), flush=True)
 else:
     engine.share(answer)

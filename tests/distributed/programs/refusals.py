@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mlx_paged import LLM, demo_model_path
-from mlx_paged.distributed import RanksError, facts, launched_ranks
+from mlx_paged.distributed import RanksError, launched_ranks, ranks
 from mlx_paged.loading import load_for
 
 folder = Path(sys.argv[1])
@@ -27,10 +27,10 @@ told(kv_format=8 if is_second else None)
 told(draft_model=demo_model_path())
 told(adapter_path=folder)
 
-version = facts.__version__
-facts.__version__ = "0.0.1" if is_second else version
+version = ranks.__version__
+ranks.__version__ = "0.0.1" if is_second else version
 told()
-facts.__version__ = version
+ranks.__version__ = version
 
 other = folder / f"rank-{is_second}"
 shutil.copytree(demo_model_path(), other)
