@@ -52,6 +52,7 @@ KERNELS = {
     ),
     "paged_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "paged_attention_affine": ((*AFFINE_SLABS, *_ATTENTION), ("out", "fence_out")),
+    "latent_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
@@ -62,6 +63,7 @@ KERNELS = {
 BODIES = {
     "paged_attention": ("dense_rows", "paged_attention"),
     "paged_attention_affine": ("affine_slabs", "paged_attention"),
+    "latent_attention": ("latent_rows", "paged_attention"),
     "encode_and_cache": ("affine_slabs", "encode_and_cache"),
     "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
 }
@@ -266,15 +268,20 @@ def attention(
     run: int,  # query tokens per sequence, at most
     params: AttentionParams,
     sinks: mx.array,  # of sink_logits
+    holds_latents: bool = False,
 ) -> Launch:
     """Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
+
+    Where K holds latents and V their rotated keys, queries have parts for both, and the values are
+    the latents.
 
     All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given,
     which is for dense slabs.
     """
     num_tokens, num_heads, key_dim = queries.shape
-    num_kv_heads, value_dim, slabs = kv.num_kv_heads, kv.value_dim, kv.slabs
+    num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
+    value_dim = kv.key_dim if holds_latents else kv.value_dim
     group = num_heads // num_kv_heads
     cut = cut_rows(run * group, max(key_dim, value_dim) * kv.dtype.size)
     is_partial = plan.num_partial_rows > 0
@@ -282,13 +289,16 @@ def attention(
     if is_partial:
         out = ((plan.num_partial_rows, num_heads, value_dim + 4), mx.float32)
     new_rows: tuple[mx.array, ...] = ()
-    plan_array, widths = plan.array, _format(kv.format, key_dim)
+    name, plan_array, widths = kv.format.kernels.attention, plan.array, _format(kv.format, key_dim)
     if kv.format.kernels.encode is None:
         widths = [("T", kv.dtype), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
+        if holds_latents:
+            name = "latent_attention"
+            widths = [("T", kv.dtype), ("LATENT_DIM", kv.key_dim), ("ROPE_DIM", kv.value_dim)]
         new_rows = rows or slabs  # which stand for arrays that no thread reads
         plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
-        kv.format.kernels.attention,
+        name,
         kv,
         [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
         [
