@@ -32,6 +32,10 @@ BLOCK_SIZES = (8, 16, 32, 64)
 # Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
 # of more are the work of a matmul.
 MAX_QUERY_ROWS = 128
+# Of latents and of their rotated keys. A query row issues 100 slots for a key, by Mesa's compiler;
+# 32 of them take about as long as the 6,784 bytes that it takes to gather, join and multiply one.
+LATENT_WIDTHS = ((512, 64), (256, 64))
+MAX_LATENT_ROWS = 32
 
 # Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
@@ -127,6 +131,19 @@ def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
         return (
             f"{group} query heads per KV head are more than the attention kernel is made for "
             f"({MAX_QUERY_ROWS})"
+        )
+    return None
+
+
+@cache
+def why_no_latents(latent_dim: int, rope_dim: int, num_heads: int, format: KVFormat) -> str | None:
+    """What the kernel for latents is not made for, or ``None``: they are gathered then."""
+    if (latent_dim, rope_dim) not in LATENT_WIDTHS or format.kernels.encode is not None:
+        return f"latents of {latent_dim} beside {rope_dim} in {format} have no Metal kernel"
+    if num_heads > MAX_LATENT_ROWS:
+        return (
+            f"{num_heads} heads that share latents are more than pay in the attention kernel "
+            f"({MAX_LATENT_ROWS})"
         )
     return None
 
@@ -268,7 +285,6 @@ def attention(
     run: int,  # query tokens per sequence, at most
     params: AttentionParams,
     sinks: mx.array,  # of sink_logits
-    holds_latents: bool = False,
 ) -> Launch:
     """Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
@@ -281,7 +297,7 @@ def attention(
     """
     num_tokens, num_heads, key_dim = queries.shape
     num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
-    value_dim = kv.key_dim if holds_latents else kv.value_dim
+    value_dim = kv.key_dim if params.holds_latents else kv.value_dim
     group = num_heads // num_kv_heads
     cut = cut_rows(run * group, max(key_dim, value_dim) * kv.dtype.size)
     is_partial = plan.num_partial_rows > 0
@@ -292,7 +308,7 @@ def attention(
     name, plan_array, widths = kv.format.kernels.attention, plan.array, _format(kv.format, key_dim)
     if kv.format.kernels.encode is None:
         widths = [("T", kv.dtype), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
-        if holds_latents:
+        if params.holds_latents:
             name = "latent_attention"
             widths = [("T", kv.dtype), ("LATENT_DIM", kv.key_dim), ("ROPE_DIM", kv.value_dim)]
         new_rows = rows or slabs  # which stand for arrays that no thread reads

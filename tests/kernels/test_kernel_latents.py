@@ -55,9 +55,8 @@ def problem_of(
 def attend(problem: PagedProblem, kv: KVHandle, rows=None, run: int = 1) -> mx.array:
     plan = AttentionPlan.of(problem.metadata, PlanKey.of(problem.params.window, kv))
     sinks = kernels.sink_logits(None, problem.q.shape[1])
-    out, kv.fence = kernels.attention(
-        problem.q, rows, kv, plan, run, problem.params, sinks, holds_latents=True
-    )()
+    params = replace(problem.params, holds_latents=True)
+    out, kv.fence = kernels.attention(problem.q, rows, kv, plan, run, params, sinks)()
     if plan.num_partial_rows:
         (out,) = kernels.merge(out, problem.q, plan, sinks)()
     return out

@@ -54,6 +54,7 @@ def test_every_barrier_is_counted():
     assert {name: count for name, count in counts.items() if count} == {
         "paged_attention": 1,
         "paged_attention_affine": 1,
+        "latent_attention": 1,
         "merge_partitions": 1,
     }
 
