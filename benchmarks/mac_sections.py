@@ -200,8 +200,7 @@ def measure_questions(sizes: Sizes, model: str) -> Iterator[Row]:
     turns, num_calls = sizes.turns, NUM_LAUNCHES // 8
     yield from mac_kernels.measure_registers()
     yield from mac_kernels.measure_merging(num_calls, turns)
-    copy_rate = attention.measure_copy(sizes.copy_bytes, 8)
-    yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys, copy_rate)
+    yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys)
 
 
 def measure_bandwidth(sizes: Sizes, model: str) -> Iterator[Row]:

@@ -14,6 +14,6 @@ using Values = Affine<T, HEAD_DIM, VALUE_BITS, SCALE_GROUP>;
 const typename Keys::Rows stored_keys = {key_slab, key_scales, key_biases, 0};
 const typename Values::Rows stored_values = {value_slab, value_scales, value_biases, 0};
 // New rows are encoded into their slots before anything reads them.
-constexpr bool TAKES_ROWS = false;
+constexpr bool TAKES_ROWS = false, STORES_VALUES = true;
 const typename Keys::Rows new_keys = stored_keys;
 const typename Values::Rows new_values = stored_values;

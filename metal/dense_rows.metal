@@ -9,6 +9,6 @@ using Keys = Dense<T, KEY_DIM>;
 using Values = Dense<T, VALUE_DIM>;
 const typename Keys::Rows stored_keys = {key_slab};
 const typename Values::Rows stored_values = {value_slab};
-constexpr bool TAKES_ROWS = true;
+constexpr bool TAKES_ROWS = true, STORES_VALUES = true;
 const typename Keys::Rows new_keys = {key_rows};
 const typename Values::Rows new_values = {value_rows};

@@ -34,7 +34,7 @@ if (token.is_present && load < HEAD_DIM / 8) {
   device vec<T, 4>* values_to = (device vec<T, 4>*)(values + token.row * HEAD_DIM) + 2 * load;
   UNROLL
   for (int part = 0; part < 2; part++) {
-    keys_to[part] = vec<T, 4>(Keys::elements(Keys::load(key, load), part, key_scaling));
-    values_to[part] = vec<T, 4>(Values::elements(Values::load(value, load), part, value_scaling));
+    keys_to[part] = vec<T, 4>(Keys::elements(Keys::load(key, 0, load, 0), part, key_scaling));
+    values_to[part] = vec<T, 4>(Values::elements(Values::load(value, 0, load, 0), part, value_scaling));
   }
 }

@@ -10,7 +10,7 @@
 //
 // What K and V look like is said in front of this body: T, KEY_DIM, VALUE_DIM, the formats Keys and
 // Values of row_formats.h, stored_keys and stored_values (slabs, written if rows come from inputs),
-// TAKES_ROWS (whether they may), and new_keys and new_values (rows of num_tokens, or anything).
+// TAKES_ROWS (whether they may), STORES_VALUES (whether values have slots of their own), and new_keys and new_values (rows of num_tokens, or anything).
 //
 // template   Out (T, or float for partials), BLOCK_SIZE,
 //            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
@@ -49,7 +49,7 @@ constexpr int SHARERS = KeyRow::SHARERS;
 // A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
 constexpr int SUBGROUPS = SIMDGROUP_LANES / LANES;
 constexpr int HELD_STEPS = Keys::CHUNK_LOADS / ((ROW_LOADS + LANES - 1) / LANES);
-constexpr int MAX_STEPS = HELD_STEPS > 4 ? 4 : HELD_STEPS;
+constexpr int MAX_STEPS = HELD_STEPS > 3 ? 4 : HELD_STEPS > 1 ? 2 : 1;
 constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > MAX_STEPS ? MAX_STEPS : BLOCK_SIZE / SUBGROUPS;
 constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
@@ -142,11 +142,11 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   ValueLoad value[ValueRow::LOADS];
   UNROLL
   for (int n = 0; n < KeyRow::LOADS; n++) {
-    key[n] = Keys::load(key_from, KeyRow::readable(column, n));
+    key[n] = Keys::load(key_from, 0, KeyRow::readable(column, n), n);
   }
   UNROLL
   for (int n = 0; n < ValueRow::LOADS; n++) {
-    value[n] = Values::load(value_from, ValueRow::readable(column, n));
+    value[n] = Values::load(value_from, 0, ValueRow::readable(column, n), n);
   }
   const typename Keys::Scaling key_scaling = Keys::scaling(key_from, 0, key_group);
   const typename Values::Scaling value_scaling = Values::scaling(value_from, 0, value_group);
@@ -154,13 +154,13 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
       if (KeyRow::is_there(column, n)) {
-        Keys::store(key_slot, KeyRow::place(column, n), key[n]);
+        Keys::store(key_slot, KeyRow::place(column, n), n, key[n]);
       }
     }
     UNROLL
-    for (int n = 0; n < ValueRow::LOADS; n++) {
+    for (int n = 0; n < ValueRow::LOADS && STORES_VALUES; n++) {
       if (ValueRow::is_there(column, n)) {
-        Values::store(value_slot, ValueRow::place(column, n), value[n]);
+        Values::store(value_slot, ValueRow::place(column, n), n, value[n]);
       }
     }
   }
@@ -221,16 +221,14 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     key_of_step[s] = uint(min(max(first_key ^ s * SUBGROUPS, lowest_key), highest_key));
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
-      const uint at = key_of_step[s] * KeyRow::ROW_LOADS + KeyRow::readable(column, n);
-      keys[s][n] = Keys::load(keys_from, at);
+      keys[s][n] = Keys::load(keys_from, key_of_step[s], KeyRow::readable(column, n), n);
     }
   }
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
     for (int n = 0; n < ValueRow::LOADS; n++) {
-      const uint at = key_of_step[s] * ValueRow::ROW_LOADS + ValueRow::readable(column, n);
-      values[s][n] = Values::load(values_from, at);
+      values[s][n] = Values::load(values_from, key_of_step[s], ValueRow::readable(column, n), n);
     }
   }
   // Of the key that this lane will have the score of.

@@ -22,7 +22,8 @@
 //   NEIGHBOURS             whether the loads of a lane are neighbours
 //   CHUNK_LOADS            loads of keys, and of values, that registers hold beside rows of queries
 //   Scaling                what makes elements of numbers
-//   block_rows, load, store, scaling   memory
+//   block_rows, scaling    memory
+//   load, store            load n of a lane, in its place of a row
 //   newest               where the row of a new token is: among rows, or in its slot
 //   encode               (Affine) stores a row of floats
 //   floats                 elements 4 * part to 4 * part + 3 of a load: numbers without scaling
@@ -174,11 +175,11 @@ struct Dense {
     rows.elements = has_rows ? row : slot.elements;
     return rows;
   }
-  static Load load(Rows rows, uint at) {
-    return ((const device Load*)rows.elements)[at];
+  static Load load(Rows rows, uint row, int place, int) {
+    return ((const device Load*)rows.elements)[row * (WIDTH / LOAD_SIZE) + place];
   }
-  static void store(Rows rows, uint at, Load value) {
-    ((device Load*)slab_to_write(rows.elements))[at] = value;
+  static void store(Rows rows, int place, int, Load value) {
+    ((device Load*)slab_to_write(rows.elements))[place] = value;
   }
   static Scaling scaling(Rows, uint, int) {
     return {0};
@@ -202,6 +203,71 @@ struct Dense {
   }
   static float4 finished(float4 sum, float) {
     return sum;
+  }
+};
+
+// Latents, and behind them the rotated keys that all heads share, which lie in a slab of their own
+// (multi-head latent attention, DeepSeek-V2, 2024). Values are the latents again, a Dense row: their
+// loads are those of the keys, which the compiler makes once.
+template <typename T, int LATENT_DIM, int ROPE_DIM>
+struct Latents {
+  using Latent = Dense<T, LATENT_DIM>;
+  using Rope = Dense<T, ROPE_DIM>;
+  struct Rows {
+    typename Latent::Rows latents;
+    typename Rope::Rows rope_keys;
+  };
+  using Load = uint4;
+  using Scaling = typename Latent::Scaling;
+  static constant constexpr int LOAD_SIZE = Latent::LOAD_SIZE;
+  static constant constexpr int SCALE_LOADS = LATENT_DIM + ROPE_DIM;
+  static constant constexpr bool NEIGHBOURS = false;
+  static constant constexpr int CHUNK_LOADS = 6;
+  // A row lies over all lanes: the first loads of each are of latents, the last is of rotated keys.
+  static constant constexpr int LATENT_LOADS = LATENT_DIM / LOAD_SIZE;
+
+  template <int BLOCK_SIZE>
+  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
+    Rows rows;
+    rows.latents = Latent::template block_rows<BLOCK_SIZE>(slab.latents, block_id, offset, kv_head,
+                                                           num_kv_heads);
+    rows.rope_keys = Rope::template block_rows<BLOCK_SIZE>(slab.rope_keys, block_id, offset,
+                                                           kv_head, num_kv_heads);
+    return rows;
+  }
+  static Rows newest(bool has_rows, Rows rows, int token, int kv_head, int num_kv_heads,
+                     Rows slot) {
+    rows.latents =
+        Latent::newest(has_rows, rows.latents, token, kv_head, num_kv_heads, slot.latents);
+    rows.rope_keys =
+        Rope::newest(has_rows, rows.rope_keys, token, kv_head, num_kv_heads, slot.rope_keys);
+    return rows;
+  }
+  static Load load(Rows rows, uint row, int place, int n) {
+    if (n * SIMDGROUP_LANES < LATENT_LOADS) {
+      return Latent::load(rows.latents, row, place, n);
+    }
+    return Rope::load(rows.rope_keys, row, place - LATENT_LOADS, n);
+  }
+  static void store(Rows rows, int place, int n, Load value) {
+    if (n * SIMDGROUP_LANES < LATENT_LOADS) {
+      Latent::store(rows.latents, place, n, value);
+    } else {
+      Rope::store(rows.rope_keys, place - LATENT_LOADS, n, value);
+    }
+  }
+  static Scaling scaling(Rows, uint, int) {
+    return {0};
+  }
+  static float4 floats(Load load, int part) {
+    return Latent::floats(load, part);
+  }
+  template <int LANES, int SHARERS, int LOADS>
+  static float prepare_query(thread uint4 (&query)[LOADS], thread float&) {
+    return Packed<T>::template prepare_query<LANES>(query);
+  }
+  static float scaled(float product, Scaling, float) {
+    return product;
   }
 };
 
@@ -405,11 +471,11 @@ struct Affine {
   static Rows newest(bool, Rows, int, int, int, Rows slot) {
     return slot;
   }
-  static Load load(Rows rows, uint at) {
-    return ((const device Load*)rows.numbers)[at];
+  static Load load(Rows rows, uint row, int place, int) {
+    return ((const device Load*)rows.numbers)[row * (WIDTH / LOAD_SIZE) + place];
   }
-  static void store(Rows rows, uint at, Load value) {
-    ((device Load*)slab_to_write(rows.numbers))[at] = value;
+  static void store(Rows rows, int place, int, Load value) {
+    ((device Load*)slab_to_write(rows.numbers))[place] = value;
   }
   static Scaling scaling(Rows rows, uint row, int group) {
     const uint at = rows.first_scale + row * ROW_SCALES + group;
@@ -438,7 +504,7 @@ struct Affine {
       }
       const int at = lane + n * RowLoads<WIDTH>::LANES;
       if (at < WIDTH / 8) {
-        store(slot, at, Numbers<BITS>::pack(numbers));
+        store(slot, at, n, Numbers<BITS>::pack(numbers));
         if (at % SCALE_LOADS == 0) {
           const uint group = slot.first_scale + at / SCALE_LOADS;
           slab_to_write(slot.scales)[group] = T(steps.scale);

@@ -201,7 +201,7 @@ def test_each_question_is_asked_where_there_is_metal(compiler, monkeypatch):
     assert threads[3]["question"] == "most threads of a threadgroup, bfloat16, 128 x 4"
     assert threads[3]["expected"] == [384, 1024]
     assert merging[4]["question"] == "255 keys of 8 KV heads, merged over whole"
-    assert len(rows) == 8 + 6 + len(mac_kernels.COMPARISONS) + 1
+    assert len(rows) == 8 + 6 + len(mac_kernels.COMPARISONS) + 3
     assert all(row["found"] > 0 for row in rows)
 
 

@@ -160,7 +160,8 @@ class ContiguousLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        attended = attend_to_latents(q, self._seq_kv, self.step, self.spec.window)
+        params = AttentionParams(1.0, self.spec.window, holds_latents=True)
+        attended = attend_to_latents(q, self._seq_kv, self.step, params)
         return compute_meanwhile(attended)
 
 

@@ -75,12 +75,17 @@ class PagedLayerKV(LayerKV):
     def update_and_attend_latents(
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
+        params = AttentionParams(1.0, self.spec.window, holds_latents=True)
+        if self.spec.format.is_as_computed:
+            return compute_meanwhile(
+                self._backend.update_and_attend(q, latents, rope_keys, self.kv, self.step, params)
+            )
         self.update(latents, rope_keys)
         unrotated, gathered = self.spec.format.unrotated, self._backend.gather_step
         seq_kv = [
             (unrotated(stored)[None], keys[None]) for stored, keys in gathered(self.kv, self.step)
         ]
-        return compute_meanwhile(attend_to_latents(q, seq_kv, self.step, self.spec.window))
+        return compute_meanwhile(attend_to_latents(q, seq_kv, self.step, params))
 
     def update_and_fetch(
         self, run: AttentionMetadata, k: mx.array, v: mx.array, num_before: int | None = None

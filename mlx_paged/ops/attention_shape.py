@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged.ops.formats import KVFormat
-from mlx_paged.ops.kernels import why_no_attention, why_unsupported
+from mlx_paged.ops.kernels import why_no_attention, why_no_latents, why_unsupported
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AttentionShape:
     def why_no_attention(self) -> str | None:
         """The part of the shape that the attention kernel does not support, or ``None``."""
         if self.holds_latents:
-            return f"latents of {self.key_dim} have no Metal kernel for attention"
+            return why_no_latents(self.key_dim, self.value_dim, self.group, self.format)
         return why_no_attention(self.key_dim, self.value_dim, self.group)
 
     def __str__(self) -> str:

@@ -65,7 +65,8 @@ def check_rows(op: str, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: Sl
 def check_attention(
     op: str, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
 ) -> None:
-    num_kv_heads, key_dim = kv.num_kv_heads, kv.key_dim
+    num_kv_heads = kv.num_kv_heads
+    key_dim = kv.key_dim + kv.value_dim if params.holds_latents else kv.key_dim
     if q.ndim != 3 or q.shape[0] != step.num_tokens or q.shape[2] != key_dim:
         raise ValueError(
             f"[{op}] q: expected [num_tokens, num_heads, key_dim] = [{step.num_tokens}, *, "

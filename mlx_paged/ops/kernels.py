@@ -32,6 +32,10 @@ BLOCK_SIZES = (8, 16, 32, 64)
 # Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
 # of more are the work of a matmul.
 MAX_QUERY_ROWS = 128
+# Of latents and of their rotated keys. A query row issues 100 slots for a key, by Mesa's compiler;
+# 32 of them take about as long as the 6,784 bytes that it takes to gather, join and multiply one.
+LATENT_WIDTHS = ((512, 64), (256, 64))
+MAX_LATENT_ROWS = 32
 
 # Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
@@ -52,6 +56,7 @@ KERNELS = {
     ),
     "paged_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "paged_attention_affine": ((*AFFINE_SLABS, *_ATTENTION), ("out", "fence_out")),
+    "latent_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
@@ -62,6 +67,7 @@ KERNELS = {
 BODIES = {
     "paged_attention": ("dense_rows", "paged_attention"),
     "paged_attention_affine": ("affine_slabs", "paged_attention"),
+    "latent_attention": ("latent_rows", "paged_attention"),
     "encode_and_cache": ("affine_slabs", "encode_and_cache"),
     "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
 }
@@ -125,6 +131,19 @@ def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
         return (
             f"{group} query heads per KV head are more than the attention kernel is made for "
             f"({MAX_QUERY_ROWS})"
+        )
+    return None
+
+
+@cache
+def why_no_latents(latent_dim: int, rope_dim: int, num_heads: int, format: KVFormat) -> str | None:
+    """What the kernel for latents is not made for, or ``None``: they are gathered then."""
+    if (latent_dim, rope_dim) not in LATENT_WIDTHS or format.kernels.encode is not None:
+        return f"latents of {latent_dim} beside {rope_dim} in {format} have no Metal kernel"
+    if num_heads > MAX_LATENT_ROWS:
+        return (
+            f"{num_heads} heads that share latents are more than pay in the attention kernel "
+            f"({MAX_LATENT_ROWS})"
         )
     return None
 
@@ -270,11 +289,15 @@ def attention(
     """Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
 
+    Where K holds latents and V their rotated keys, queries have parts for both, and the values are
+    the latents.
+
     All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given,
     which is for dense slabs.
     """
     num_tokens, num_heads, key_dim = queries.shape
-    num_kv_heads, value_dim, slabs = kv.num_kv_heads, kv.value_dim, kv.slabs
+    num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
+    value_dim = kv.key_dim if params.holds_latents else kv.value_dim
     group = num_heads // num_kv_heads
     cut = cut_rows(run * group, max(key_dim, value_dim) * kv.dtype.size)
     is_partial = plan.num_partial_rows > 0
@@ -282,13 +305,16 @@ def attention(
     if is_partial:
         out = ((plan.num_partial_rows, num_heads, value_dim + 4), mx.float32)
     new_rows: tuple[mx.array, ...] = ()
-    plan_array, widths = plan.array, _format(kv.format, key_dim)
+    name, plan_array, widths = kv.format.kernels.attention, plan.array, _format(kv.format, key_dim)
     if kv.format.kernels.encode is None:
         widths = [("T", kv.dtype), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
+        if params.holds_latents:
+            name = "latent_attention"
+            widths = [("T", kv.dtype), ("LATENT_DIM", kv.key_dim), ("ROPE_DIM", kv.value_dim)]
         new_rows = rows or slabs  # which stand for arrays that no thread reads
         plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
-        kv.format.kernels.attention,
+        name,
         kv,
         [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
         [

@@ -100,6 +100,9 @@ class AttentionParams:
     sinks: mx.array | None = None  # [num_heads], learned attention-sink logits (MLX's argument)
     # Scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2); no sinks.
     softcap: float | None = None
+    # Whether K holds latents and V their rotated keys (MLA, DeepSeek-V2): queries have a part for
+    # either, ``[num_tokens, num_heads, key_dim + value_dim]``, and values are the latents again.
+    holds_latents: bool = False
 
 
 class StepPart(NamedTuple):

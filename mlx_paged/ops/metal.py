@@ -31,13 +31,13 @@ DECODE_RUNS = (1, 2, 4, 8)
 
 
 @cache
-def decode_runs_of(group: int) -> tuple[int, ...]:
+def decode_runs_of(group: int, max_rows: int = kernels.MAX_QUERY_ROWS) -> tuple[int, ...]:
     """Those of :data:`DECODE_RUNS` whose query rows are not too many for the kernel.
 
     Args:
         group: query heads per KV head.
     """
-    return tuple(run for run in DECODE_RUNS if run * group <= kernels.MAX_QUERY_ROWS)
+    return tuple(run for run in DECODE_RUNS if run * group <= max_rows)
 
 
 class MetalBackend(Backend):
@@ -110,7 +110,7 @@ class MetalBackend(Backend):
                 rows = None
         else:
             q = self._store(q, None, kv, None)
-        parts, row_order = step.parts(self._decode_runs(kv, num_heads // kv.num_kv_heads))
+        parts, row_order = step.parts(self._decode_runs(kv, num_heads // kv.num_kv_heads, params))
         sinks = kernels.sink_logits(params.sinks, num_heads)
         outputs = []
         for step_part in parts:
@@ -205,7 +205,11 @@ class MetalBackend(Backend):
             return None
         return [AttentionPlan.of(step, key) for key in keys]
 
-    def _decode_runs(self, kv: KVHandle, group: int) -> tuple[int, ...]:
+    def _decode_runs(self, kv: KVHandle, group: int, params: AttentionParams) -> tuple[int, ...]:
+        if params.holds_latents:
+            if kernels.why_no_latents(kv.key_dim, kv.value_dim, group, kv.format) is not None:
+                return ()
+            return self._checked_runs.get(group, decode_runs_of(group, kernels.MAX_LATENT_ROWS))
         if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
             return ()
         return self._checked_runs.get(group, decode_runs_of(group))

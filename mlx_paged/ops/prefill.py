@@ -45,7 +45,10 @@ def prefill(
             run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
             keys, values = rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
         seq_kv.append((keys[None], values[None]))
-    out = attend_with_sdpa(q, seq_kv, step, params)
+    if params.holds_latents:
+        out = attend_to_latents(q, seq_kv, step, params)
+    else:
+        out = attend_with_sdpa(q, seq_kv, step, params)
     return out if stored.num_seqs else kv.after_writes(out)
 
 
@@ -70,16 +73,16 @@ def attend_with_sdpa(
 
 
 def attend_to_latents(
-    q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
+    q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim]
     seq_kv: Sequence[Rows],  # per sequence latents and rotated keys, [1, 1, context_len, width]
     step: AttentionMetadata,
-    window: int | None,
+    params: AttentionParams,
 ) -> mx.array:
     """:func:`attend_with_sdpa` where latents stand for the first part of K, and for V (MLA);
     ``[num_tokens, num_heads, key_dim]``.
     """
     rows = [(mx.concatenate([latents, keys], axis=-1), latents) for latents, keys in seq_kv]
-    return attend_with_sdpa(q, rows, step, AttentionParams(1.0, window))
+    return attend_with_sdpa(q, rows, step, params)
 
 
 def capped(scores: mx.array, softcap: float | None) -> mx.array:

@@ -87,7 +87,8 @@ class ReferenceBackend(Backend):
         params: AttentionParams,
     ) -> mx.array:
         q = kv.format.rotated(q)
-        parts, row_order = step.parts(self._decode_runs)
+        # Latents are multiplied where they are gathered.
+        parts, row_order = step.parts(() if params.holds_latents else self._decode_runs)
         rows = None
         if stored is not None and any(part.capacity == 0 for part in parts):
             rows = kv.format.decode(*stored)

@@ -22,6 +22,7 @@ from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
+from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
@@ -57,7 +58,7 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
         writes = writes and found.writes
         if shape.why_no_attention is not None:
             continue
-        runs = decode_runs.get(shape.group, decode_runs_of(shape.group))
+        runs = decode_runs.get(shape.group, _runs_of(shape))
         decode_runs[shape.group] = tuple(run for run in runs if run in found.decode_runs)
     return MetalBackend(writes, decode_runs)
 
@@ -93,7 +94,7 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
         warn(" or ".join(filter(None, names)), failure, instead)
 
-    runs = decode_runs_of(shape.group) if shape.why_no_attention is None else ()
+    runs = _runs_of(shape) if shape.why_no_attention is None else ()
     failures = {run: _failure_of_attention(shape, run, writes, go_on) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
@@ -108,13 +109,21 @@ try_kernels = TriedOnce(_try_kernels)
 """Which kernels work for a shape: each is tried, and a warning says which fail."""
 
 
+def _runs_of(shape: AttentionShape) -> tuple[int, ...]:
+    most = MAX_LATENT_ROWS if shape.holds_latents else MAX_QUERY_ROWS
+    return decode_runs_of(shape.group, most)
+
+
 def _failure_of_attention(shape: AttentionShape, run: int, writes: bool, go_on: GoOn) -> str | None:
     """Of runs of up to ``run`` tokens, at once and in partitions that are merged."""
     metal, query_lens = MetalBackend(writes, {shape.group: (run,)}), [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
     for context_lens, params in (
-        ([run + 1, run], AttentionParams(scale, softcap=shape.softcap)),
-        ([LONG, run + 6], AttentionParams(scale, LONG_WINDOW, sinks, shape.softcap)),
+        ([run + 1, run], AttentionParams(scale, None, None, shape.softcap, shape.holds_latents)),
+        (
+            [LONG, run + 6],
+            AttentionParams(scale, LONG_WINDOW, sinks, shape.softcap, shape.holds_latents),
+        ),
     ):
         go_on()
         failure = _failure_of(partial(_attend, params), metal, shape, context_lens, query_lens)
@@ -227,7 +236,8 @@ def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: li
         unset = (mx.full(part.itemsize, 0xFF, mx.uint8).view(part.dtype) for part in parts)
         return tuple(mx.where(mask, *pair) for pair in zip(parts, unset, strict=True))
 
-    q = draw(step.num_tokens, heads * shape.group, shape.key_dim)
+    width = shape.key_dim + shape.value_dim if shape.holds_latents else shape.key_dim
+    q = draw(step.num_tokens, heads * shape.group, width)
     k, v = shape.format.encode(*draw_rows(num_blocks + 1, heads, size))
     kv = KVHandle(slabs(k), slabs(v), shape.format)
     return _Layer(step, q, *draw_rows(step.num_tokens, heads), kv)

@@ -46,6 +46,10 @@ def call_every_kernel() -> mx.array:
     new = mx.zeros((1, 2, 64), mx.bfloat16)
     out += metal.update_and_attend(queries, new, new, quantised, metadata, AttentionParams(0.125))
     metal.gather_blocks(quantised, [4, 5], 20)
+    latents = KVHandle.allocate(20, 1, 16, 512, 64, KVFormat.dense("bfloat16"))
+    params = AttentionParams(0.125, holds_latents=True)
+    q = mx.zeros((1, 8, 576), mx.bfloat16)
+    out = out.sum() + metal.attend(q, latents, metadata, params).sum() + latents.fence.sum()
     return out + kv.fence.sum() + quantised.fence.sum()
 
 

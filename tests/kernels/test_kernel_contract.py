@@ -17,7 +17,7 @@ from helpers.quantised_problems import quantised
 from metal_emulator.signature import MIN_DEVICE_ELEMENTS, InputType
 from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import attention_plan, kernels
+from mlx_paged.ops import AttentionParams, KVFormat, KVHandle, attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
 
 
@@ -154,6 +154,17 @@ def varied_calls():
                 METAL.copy_blocks(kv, [(0, 1)])
         METAL.copy_blocks(kv, [(0, n) for n in range(1, 20)])
     quantised_calls()
+    latent_calls()
+
+
+def latent_calls():
+    params = AttentionParams(0.125, holds_latents=True)
+    for num_tokens in (1, 2, 16, 17, 100, 255):
+        kv = KVHandle.allocate(20, 1, 16, 256, 64, KVFormat.dense("float16"))
+        step = step_of([list(range(20))], [num_tokens], [1], 16)
+        rows = mx.ones((1, 1, 256), mx.float16), mx.ones((1, 1, 64), mx.float16)
+        METAL.update_and_attend(mx.ones((1, 4, 320), mx.float16), *rows, kv, step, params)
+        mx.eval(kv.arrays)
 
 
 def quantised_calls():

@@ -55,6 +55,7 @@ def test_every_barrier_is_counted():
     assert {name: count for name, count in counts.items() if count} == {
         "paged_attention": 1,
         "paged_attention_affine": 1,
+        "latent_attention": 1,
         "merge_partitions": 1,
     }
 
@@ -172,7 +173,7 @@ WRONG_RESULTS = {
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "Values::store(value_slot, ValueRow::place(column, n), value[n]);",
+        "Values::store(value_slot, ValueRow::place(column, n), n, value[n]);",
         "",
     ),
 }

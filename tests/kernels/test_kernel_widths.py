@@ -92,9 +92,9 @@ FAULTS = {
     ),
     "values_as_wide_as_keys": (
         (512, 192),
-        "paged_attention.metal",
-        "key_of_step[s] * ValueRow::ROW_LOADS",
-        "key_of_step[s] * KeyRow::ROW_LOADS",
+        "row_formats.h",
+        "row * (WIDTH / LOAD_SIZE) + place",
+        "row * 64 + place",
     ),
     "values_of_the_first_load_alone": (
         (192, 512),

@@ -96,6 +96,32 @@ def test_a_decode_takes_one_launch_more_where_rows_are_encoded(name, batch, cont
         assert launches(replay(*arrays)) == built
 
 
+def test_a_decode_on_latents_takes_one_launch_built_and_replayed():
+    spec = LayerSpec(1, 512, 64, format=FORMATS["dense"], num_heads=4, holds_latents=True)
+    seqs = Sequences(PagedKVCache(KVCacheConfig((spec,), 16, num_blocks=9), "metal"))
+    latents, rope_keys = (mx.zeros((40, 1, width), mx.bfloat16) for width in (512, 64))
+    seqs.append("0", latents[None], rope_keys[None])
+    q = mx.zeros((1, 4, 576), mx.bfloat16)
+    mx.eval(q, seqs.cache.arrays)
+
+    def attend(layers: Sequence[LayerKV]) -> list[mx.array]:
+        (layer,) = layers
+        return [layer.update_and_attend_latents(q, latents[:1], rope_keys[:1]), layer.kv.fence]
+
+    with seqs.step({"0": 1}):
+        outputs = attend(seqs.cache.layers)
+        assert launches(outputs) == {"Depends": 1}
+        mx.eval(outputs)
+    with seqs.step({"0": 1}):
+        decode = seqs.cache.open_decode()
+        assert decode is not None
+        shape, arrays, _ = decode
+        replay = mx.compile(
+            lambda *arrays: attend(traced_layers(seqs.cache, shape, DecodeArrays(*arrays)))
+        )
+        assert launches(replay(*arrays)) == {"Depends": 1}
+
+
 @each_format
 def test_a_chunk_takes_as_many_launches_in_every_format(name):
     seqs, qkv = sequences(name, 1, 40), inputs(20)

@@ -140,8 +140,12 @@ NO_ATTENTION = {
         "32, 64, 80, 96, 128, 192, 256, 512",
     ),
     "latents": (
-        AttentionShape(1, 2, 512, 64, 16, KVFormat.dense("float32"), holds_latents=True),
-        "latents of 512 have no Metal kernel for attention",
+        AttentionShape(1, 2, 448, 64, 16, KVFormat.dense("float32"), holds_latents=True),
+        "latents of 448 beside 64 in float32 have no Metal kernel",
+    ),
+    "many_heads_of_latents": (
+        AttentionShape(1, 33, 512, 64, 16, KVFormat.dense("float32"), holds_latents=True),
+        "33 heads that share latents are more than pay in the attention kernel (32)",
     ),
     "large_group": (
         AttentionShape(1, 129, 64, 64, 16, KVFormat.dense("float32")),

@@ -19,7 +19,8 @@ PROMPTS = [[7, 3, 3, 8] * 5, [90, 4, 17]]
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 CONFIGS = {
     "windows_and_sinks": GPT_OSS,
-    "latents": {**DEEPSEEK_V3, "kv_lora_rank": 64},
+    "latents": {**DEEPSEEK_V3, "kv_lora_rank": 256, "qk_rope_head_dim": 64},
+    "latents_that_are_gathered": {**DEEPSEEK_V3, "kv_lora_rank": 64},
     "other_width": {**LLAMA, "head_dim": 48},
 }
 
@@ -42,5 +43,5 @@ def test_answers_are_those_of_mlx_lm(name, compiler):
                 answers[output.request_id] = list(output.outputs[0].token_ids)
     assert answers == expected
     called = {call.kernel.removeprefix("mlx_paged_") for call in trace}
-    attends = "paged_attention" if name == "windows_and_sinks" else "gather_blocks"
-    assert called == {"reshape_and_cache", attends}
+    attends = {"windows_and_sinks": "paged_attention", "latents": "latent_attention"}
+    assert called == {"reshape_and_cache", attends.get(name, "gather_blocks")}

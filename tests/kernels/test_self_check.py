@@ -170,6 +170,14 @@ def test_a_group_without_a_decode_kernel_is_not_tried(metal):
     assert "mlx_paged_paged_attention" not in {call.kernel for call in metal}
 
 
+def test_latents_are_tried_for_as_many_rows_as_pay(metal):
+    shape = AttentionShape(1, 8, 256, 64, 16, KVFormat.dense("float16"), holds_latents=True)
+    assert try_kernels(shape) == replace(ALL, decode_runs=(1, 2, 4))
+    assert {"mlx_paged_latent_attention"} == {
+        call.kernel for call in metal if "GROUP" in call.template
+    }
+
+
 # What is found
 
 

@@ -1,5 +1,5 @@
 template <typename T, int HEAD_DIM>
-[[kernel]] void custom_kernel_mlx_paged_merge_partitions__bfloat16_t_64_float_int32_t_float_bfloat16_t(
+[[kernel]] void custom_kernel_mlx_paged_merge_partitions__bfloat16_t_512_float_int32_t_float_bfloat16_t(
   const device float* partials [[buffer(0)]],
   const device int32_t* plan [[buffer(1)]],
   const device float* sinks [[buffer(2)]],
@@ -11,4 +11,4 @@ template <typename T, int HEAD_DIM>
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_merge_partitions__bfloat16_t_64_float_int32_t_float_bfloat16_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_merge_partitions__bfloat16_t_64_float_int32_t_float_bfloat16_t<bfloat16_t, 64>) custom_kernel_mlx_paged_merge_partitions__bfloat16_t_64_float_int32_t_float_bfloat16_t<bfloat16_t, 64>;
+template [[host_name("custom_kernel_mlx_paged_merge_partitions__bfloat16_t_512_float_int32_t_float_bfloat16_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_merge_partitions__bfloat16_t_512_float_int32_t_float_bfloat16_t<bfloat16_t, 512>) custom_kernel_mlx_paged_merge_partitions__bfloat16_t_512_float_int32_t_float_bfloat16_t<bfloat16_t, 512>;

@@ -1,0 +1,22 @@
+template <typename T, int LATENT_DIM, int ROPE_DIM, typename Out, int BLOCK_SIZE, int GROUP, int RUN, int STREAMS, int ROW_SPLITS, int ROW_PARTS, bool PARTIAL, int SOFTCAP>
+[[kernel]] void custom_kernel_mlx_paged_latent_attention__bfloat16_t_512_64_float_16_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t(
+  const device bfloat16_t* key_slab [[buffer(0)]],
+  const device bfloat16_t* value_slab [[buffer(1)]],
+  const device bfloat16_t* key_rows [[buffer(2)]],
+  const device bfloat16_t* value_rows [[buffer(3)]],
+  const device bfloat16_t* queries [[buffer(4)]],
+  const device int32_t* plan [[buffer(5)]],
+  const device float* sinks [[buffer(6)]],
+  const constant float& softmax_scale [[buffer(7)]],
+  const device int32_t* fence_in [[buffer(8)]],
+  device float* out [[buffer(9)]],
+  device int32_t* fence_out [[buffer(10)]],
+  uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
+  uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
+  uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
+  uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+  uint3 threadgroups_per_grid [[threadgroups_per_grid]]) {
+// the body of the kernel
+}
+
+template [[host_name("custom_kernel_mlx_paged_latent_attention__bfloat16_t_512_64_float_16_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_latent_attention__bfloat16_t_512_64_float_16_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 512, 64, float, 16, 8, 1, 1, 4, 1, 1, 0>) custom_kernel_mlx_paged_latent_attention__bfloat16_t_512_64_float_16_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 512, 64, float, 16, 8, 1, 1, 4, 1, 1, 0>;

@@ -1,0 +1,129 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024) on slabs of latents and of their rotated keys:
+one kernel for decodes and short runs, which reads them where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from helpers.kernel_checks import assert_same_bits, assert_same_slabs, checked_metal
+from helpers.numpy_attention import (
+    DTYPES,
+    PagedProblem,
+    before_the_step,
+    make_problem,
+)
+
+from mlx_paged.ops import KVHandle, PlanKey, kernels
+from mlx_paged.ops.attention_plan import AttentionPlan
+
+LATENTS, ROPE, HEADS = 512, 64, 6
+
+
+@pytest.fixture
+def metal(compiler):
+    with checked_metal() as trace:
+        yield trace
+
+
+def problem_of(
+    context_lens=(300, 17), run=1, dtype=mx.float16, heads=HEADS, latents=LATENTS, **changes
+) -> PagedProblem:
+    """What the formula sees are keys of both parts, and the latents as values."""
+    problem = make_problem(
+        context_lens,
+        run,
+        num_kv_heads=1,
+        group=heads,
+        head_dim=latents,
+        value_dim=ROPE,
+        dtype=dtype,
+        scale=(128 + ROPE) ** -0.5 / 2,
+        **changes,
+    )
+    rope_queries = mx.random.normal((*problem.q.shape[:2], ROPE), key=mx.random.key(1))
+    q = mx.concatenate([problem.q, rope_queries.astype(dtype)], axis=-1)
+    dense = tuple(
+        (q[problem.rows(seq)], mx.concatenate([k, v], axis=-1), k)
+        for seq, (_, k, v) in enumerate(problem.dense)
+    )
+    return replace(problem, q=q, dense=dense)
+
+
+def attend(problem: PagedProblem, kv: KVHandle, rows=None, run: int = 1) -> mx.array:
+    plan = AttentionPlan.of(problem.metadata, PlanKey.of(problem.params.window, kv))
+    sinks = kernels.sink_logits(None, problem.q.shape[1])
+    params = replace(problem.params, holds_latents=True)
+    out, kv.fence = kernels.attention(problem.q, rows, kv, plan, run, params, sinks)()
+    if plan.num_partial_rows:
+        (out,) = kernels.merge(out, problem.q, plan, sinks)()
+    return out
+
+
+def check(problem: PagedProblem, run: int = 1) -> None:
+    matches(attend(problem, problem.kv, run=run), problem)
+    kv, k, v = before_the_step(problem)
+    matches(attend(problem, kv, (k, v), run), problem)
+    assert_same_slabs(kv, problem.kv)
+
+
+def matches(out: mx.array, problem: PagedProblem) -> None:
+    # The formula's values are as wide as the latents, its slabs as the rotated keys.
+    assert out.shape == (*problem.q.shape[:2], problem.kv.key_dim)
+    for seq in range(len(problem.context_lens)):
+        exact, allowed = problem.exact[seq], problem.allowed_errors[seq]
+        error = abs(out[problem.rows(seq)].astype(mx.float32) - mx.array(exact)).max().item()
+        assert error <= allowed, f"sequence {seq}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_decodes_match_the_formula(dtype, metal):
+    check(problem_of(dtype=dtype, poison="nan_keys"))
+
+
+def test_rotated_keys_of_unused_slots_are_never_seen(metal):
+    check(problem_of(poison="nan_values"))
+
+
+@pytest.mark.parametrize("run", [2, 4])
+def test_runs_match_the_formula(run, metal):
+    check(problem_of((300, 20), run), run)
+
+
+@pytest.mark.parametrize(("heads", "latents"), [(1, 512), (20, 512), (16, 256)], ids=str)
+def test_any_number_of_heads_matches_the_formula(heads, latents, metal):
+    check(problem_of(heads=heads, latents=latents))
+
+
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(metal):
+    problem = problem_of()
+    together = attend(problem, problem.kv)
+    for seq in range(2):
+        q, _, metadata, _ = problem.alone(seq)
+        alone = attend(replace(problem, q=q, metadata=metadata), problem.kv)
+        assert_same_bits(alone, together[problem.rows(seq)])
+
+
+FAULTS = {
+    "rotated_keys": ("Rope::load(rows.rope_keys, row, ", "Rope::load(rows.rope_keys, row ^ 1, "),
+    "second_load": (
+        "Latent::load(rows.latents, row, place, n)",
+        "Latent::load(rows.latents, row, place % 32, n)",
+    ),
+    "rotated_keys_not_stored": ("Rope::store(rows.rope_keys, place - LATENT_LOADS, n, value)", ""),
+    "rotated_keys_of_another_token": (
+        "Rope::newest(has_rows, rows.rope_keys, token, kv_head",
+        "Rope::newest(has_rows, rows.rope_keys, 0, kv_head",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "other"), FAULTS.values(), ids=FAULTS)
+def test_a_mistake_is_seen(text, other, plant, compiler):
+    with checked_metal():
+        plant("row_formats.h", text, other)
+        with pytest.raises(AssertionError, match=r"sequence \d|Arrays are not equal"):
+            check(problem_of((40, 17)))
