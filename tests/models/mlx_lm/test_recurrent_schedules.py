@@ -30,15 +30,16 @@ IN_THE_FAST_LANE = {"falcon_h1", "mamba2", "qwen3_5"}
     ],
 )
 def test_every_row_of_logits_is_that_of_mlx_lm(architecture: str):
-    schedule = scheduled(architecture, num_steps=100)
+    schedule = scheduled(architecture, num_steps=120)
     assert schedule.worst <= TOLERANCE
-    least = {"steps": 90, "left out": 30, "cut": 20, "hit": 3, "forked": 8, "preempted": 3}
+    least = {"steps": 90, "left out": 30, "cut": 15, "hit": 3, "forked": 8, "preempted": 3}
     assert all(schedule.events[event] >= count for event, count in least.items()), schedule.events
 
 
 def scheduled(architecture: str, num_steps: int) -> Schedule:
     stock = make(architecture)
-    schedule = Schedule(stock, adapt(stock, config_of(architecture)))
+    # With this seed windows, too, are hit before their blocks have left them.
+    schedule = Schedule(stock, adapt(stock, config_of(architecture)), seed=2)
     schedule.run(num_steps)
     return schedule
 
