@@ -212,9 +212,9 @@ def test_what_a_replayed_decode_keeps_of_another_step_is_seen(demo, compiler, re
     for field in ("positions", "plans", "keys", "values"):
         first.clear()
 
-        def faulty(cache, shape, arrays, field=field):
+        def faulty(cache, shape, arrays, states=None, field=field):
             kept = first.setdefault(shape, getattr(arrays, field))
-            return traced_layers(cache, shape, arrays._replace(**{field: kept}))
+            return traced_layers(cache, shape, arrays._replace(**{field: kept}), states)
 
         monkeypatch.setattr(compiled_decode, "traced_layers", faulty)
         with emulated_metal(Checks.quick()):

@@ -89,7 +89,7 @@ def test_a_decode_takes_one_launch_more_where_rows_are_encoded(name, batch, cont
     with seqs.step({str(seq): 1 for seq in range(batch)}):
         decode = seqs.cache.open_decode()
         assert decode is not None
-        shape, arrays, _ = decode
+        shape, arrays, *_ = decode
         replay = mx.compile(
             lambda *arrays: attend(traced_layers(seqs.cache, shape, DecodeArrays(*arrays)), qkv)
         )
@@ -115,7 +115,7 @@ def test_a_decode_on_latents_takes_one_launch_built_and_replayed():
     with seqs.step({"0": 1}):
         decode = seqs.cache.open_decode()
         assert decode is not None
-        shape, arrays, _ = decode
+        shape, arrays, *_ = decode
         replay = mx.compile(
             lambda *arrays: attend(traced_layers(seqs.cache, shape, DecodeArrays(*arrays)))
         )
