@@ -132,8 +132,8 @@ def replays(monkeypatch) -> Counter[DecodeShape]:
     counts: Counter[DecodeShape] = Counter()
     new_trace = CompiledDecode._new_trace
 
-    def counted(compiled, shape):
-        trace = new_trace(compiled, shape)
+    def counted(compiled, shape, before):
+        trace = new_trace(compiled, shape, before)
 
         def call(*arguments):
             counts[shape] += 1
