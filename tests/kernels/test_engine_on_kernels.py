@@ -152,9 +152,9 @@ def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(
     demo, compiler, replays, kv_format
 ):
     model, tokenizer = demo
-    # 3 and 140 tokens: partitions are merged, or not, by who is in the batch.
-    tokens = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. " * 6)
-    requests = {"long": (tokens[:140], 7), "short": (tokens[:3], 18), "same": (tokens[:100], 12)}
+    # 3 and 260 tokens: partitions are merged, or not, by who is in the batch.
+    tokens = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. " * 12)
+    requests = {"long": (tokens[:260], 7), "short": (tokens[:3], 18), "same": (tokens[:100], 12)}
     outputs = []
     for backend in ("reference", "metal"):
         with emulated_metal(Checks.quick()) as trace:
