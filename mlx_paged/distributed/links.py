@@ -20,7 +20,7 @@ from mlx_paged.errors import one_line, shown
 # nor does a process that is stopped: then these tell it.
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
-GOODBYE_SECONDS = 1.0  # how long a rank that ends waits for a message that is being sent
+GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
 
 Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
@@ -31,10 +31,15 @@ def connection_over(sock: socket.socket) -> Connection:
     """
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    limit = struct.pack("ll", int(SILENCE_SECONDS), int(SILENCE_SECONDS % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, limit)
+        _limit(sock, option, SILENCE_SECONDS)
     return Connection(os.dup(sock.fileno()))
+
+
+def _limit(sock: socket.socket, option: int, seconds: float) -> None:
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with contextlib.suppress(OSError):  # On macOS, one that has ended takes none.
+        sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 class Link:
@@ -83,7 +88,7 @@ class Link:
         # Where another thread waits for the peer inside a frame, nothing more can be said.
         is_between_frames = self._sending.acquire(timeout=GOODBYE_SECONDS)
         if is_between_frames:
-            self._socket.setblocking(False)  # It goes out at once, or not at all.
+            _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
             self._write("bye", reason)
         self._end_sending()
         if is_between_frames:

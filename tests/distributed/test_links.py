@@ -47,6 +47,8 @@ def pair(
     link = Link(ours, 3, ends.put)
     other = connection_over(theirs)
     theirs.close()
+    assert other.recv_bytes() == b'[0,"ping",null]'
+    # With nothing left to read, its end resets no connection.
     yield link, other, ends
     link.close()
     other.close()
