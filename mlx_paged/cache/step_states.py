@@ -58,7 +58,7 @@ def put_states(
         for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True)
         if state.cuts
     }
-    manager.put_states(states, newest, at_block_ends)
+    states.end_step(newest, at_block_ends, manager.tables)
 
 
 def forget_before(made: Sequence[StepState]) -> None:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_need import BlockNeed
@@ -29,7 +28,7 @@ from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, look_up
 from mlx_paged.core.retention import KEEP_ALL, Retention
-from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
+from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 
 RequestId = Hashable
 
@@ -442,26 +441,6 @@ class KVCacheManager:
             self.states.trim(request_id, num_tokens)
         for table in tables:
             table.trim_to(num_tokens)
-
-    def put_states(
-        self,
-        states: SequenceStates,
-        newest: Mapping[RequestId, SequenceState],
-        at_block_ends: Mapping[RequestId, Sequence[tuple[Cut, Any]]],
-    ) -> None:
-        """A step has made these states.
-
-        Args:
-            states: of this manager.
-            newest: of each request of the step.
-            at_block_ends: of each request the states that are to be kept; others may hit them from
-                now on, or as soon as their tokens are known.
-        """
-        states.put(newest)
-        for request_id, kept in at_block_ends.items():
-            for cut, content in kept:
-                states.offer(request_id, cut, content)
-            states.name(request_id, self._tables[request_id])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache, whether free or held: a step that failed did not

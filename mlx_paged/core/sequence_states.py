@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -91,6 +91,26 @@ class SequenceStates:
     def put(self, states: Mapping[Hashable, SequenceState]) -> None:
         """Replace the states of these sequences, all of them or, if interrupted, none."""
         self._states.update(states)
+
+    def end_step(
+        self,
+        newest: Mapping[Hashable, SequenceState],
+        at_block_ends: Mapping[Hashable, Sequence[tuple[Cut, Any]]],
+        tables: Mapping[Hashable, BlockTable],
+    ) -> None:
+        """A step has made these states.
+
+        Args:
+            newest: of each sequence of the step.
+            at_block_ends: of each sequence the states that are to be kept; others may hit them from
+                now on, or as soon as their tokens are known.
+            tables: of all sequences.
+        """
+        self.put(newest)
+        for seq, kept in at_block_ends.items():
+            for cut, content in kept:
+                self.offer(seq, cut, content)
+            self.name(seq, tables[seq])
 
     def snapshot(self) -> Mapping[Hashable, SequenceState]:
         """All states of this moment, to :meth:`restore` them."""

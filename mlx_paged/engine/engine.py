@@ -198,15 +198,9 @@ class Engine(EngineParts):
         state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is None:
             return 0, 0
-        request = state.requests[0]
-        starts = [
-            part.start
-            for step in list(self.steps.in_flight)
-            for part in step.batch.scheduled
-            if part.request is request
-        ]
-        num_computed = min(request.num_computed_tokens, request.num_prompt_tokens, *starts)
-        return num_computed, request.num_prompt_tokens
+        num_prompt_tokens = state.requests[0].num_prompt_tokens
+        num_computed_tokens = self.steps.num_computed_tokens(state.requests[0])
+        return min(num_computed_tokens, num_prompt_tokens), num_prompt_tokens
 
     def cached_block_ids(
         self, token_ids: Sequence[int], cache_salt: str | None = None

@@ -182,8 +182,7 @@ class Scheduler:
 
         Args:
             only: schedule this request and no other.
-            budgets: how many new tokens it may have, see :func:`token_budget`; by default
-                ``limits``.
+            budgets: of its new tokens (:func:`token_budget`); by default ``limits``.
         """
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
 
@@ -371,9 +370,8 @@ class Scheduler:
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
-                request.prefix_report = self.prefix_history.admit(
-                    request, num_cached, hit.num_tokens_with_kv
-                )
+                admit = self.prefix_history.admit
+                request.prefix_report = admit(request, num_cached, hit.num_tokens_with_kv)
         self._prefix_cache.begin(request, num_held)
         if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))

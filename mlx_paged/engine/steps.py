@@ -114,6 +114,16 @@ class Steps:
         for request in state.requests:
             self._finish(request, "abort")
 
+    def num_computed_tokens(self, request: Request) -> int:
+        """Of a request, without those of steps in flight; from any thread."""
+        starts = (
+            part.start
+            for step in list(self.in_flight)
+            for part in step.batch.scheduled
+            if part.request is request
+        )
+        return min((request.num_computed_tokens, *starts))
+
     def _may_launch_ahead(self, step: StepInFlight) -> bool:
         """Whether the next step is planned before this one is read. With drafts it is not: they
         follow tokens that are known.

@@ -61,7 +61,7 @@ class Model:
         cuts = self.states.cuts(seq, begin, until, SIZE)
         newest = {seq: SequenceState(until, text[:until])}
         at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
-        manager.put_states(self.states, newest, at_block_ends)
+        self.states.end_step(newest, at_block_ends, manager.tables)
         manager.check_integrity()
         return num_hit
 

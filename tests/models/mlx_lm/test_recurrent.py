@@ -21,7 +21,7 @@ from mlx.nn import Module
 
 import mlx_paged
 from mlx_paged.cache import Sequences
-from mlx_paged.core import BlockTableError, Cut, KVCacheManager
+from mlx_paged.core import BlockTableError, Cut, KVCacheManager, SequenceStates
 from mlx_paged.engine import recurrent_state
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
@@ -105,7 +105,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
     seqs.manager.states.checkpoints.num_checkpoints = 4
     run_step(model, seqs, {"a": tokens[:20], "b": other[:9]})
     before = seqs.manager.states.snapshot()
-    put = KVCacheManager.put_states
+    put = SequenceStates.end_step
 
     def interrupted(*args: Any) -> None:
         put(*args)
@@ -113,7 +113,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCacheManager, "put_states", interrupted)
+        patch.setattr(SequenceStates, "end_step", interrupted)
         with pytest.raises(KeyboardInterrupt), seqs.step({"a": 5, "b": 7, "c": 3}) as step:
             new_tokens = [*tokens[20:25], *other[9:16], *other[:3]]
             mx.eval(model(mx.array(new_tokens), cache.layers, step.logit_rows))
