@@ -126,7 +126,7 @@ def computed_again(requests: Iterable[Request], states: SequenceStates) -> float
             end = begin + count
             manager.cache_blocks(seq, hashes[: end // BLOCK_SIZE])
             kept = [(cut, None) for cut in states.cuts(seq, begin, end, BLOCK_SIZE)]
-            manager.put_states(states, {seq: SequenceState(end, None)}, {seq: kept})
+            states.end_step({seq: SequenceState(end, None)}, {seq: kept}, manager.tables)
         manager.free(seq)
     return num_computed / num_prompt_tokens
 
