@@ -104,7 +104,7 @@ def microseconds(call: Callable[[], mx.array], num_calls: int, turns: int) -> fl
 
 
 def answer(question: str, found: float, low: float, high: float) -> Row:
-    return {"question": question, "found": round(found, 3), "expected": [low, high]}
+    return {"question": question, "found": float(f"{found:.3g}"), "expected": [low, high]}
 
 
 BASE = Decode()

@@ -45,7 +45,8 @@ def test_a_threadgroup_loads_each_row_of_keys_and_values_once():
         counts["a window in a ragged batch"]["least"]["kv_loaded"] == 2 * (280 + 16 + 280) * 8 * 256
     )
     assert counts["rows from inputs"]["rows_stored"] == 2 * 1 * 8 * 256
-    assert gather["kv_slab_loaded"] == gather["dense_stored"] == gather["least"]
+    # 300 tokens are 320 on the ladder of sizes: those behind them are of the null block.
+    assert gather["kv_slab_loaded"] == gather["dense_stored"] == gather["least"] * 320 // 300
 
 
 def test_the_registers_and_slots_that_are_kept_are_those_of_the_kernels_here():

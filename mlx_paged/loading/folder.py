@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.errors import ArgumentError, one_line, shown
+from mlx_paged.errors import ArgumentError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 GGUF_SUFFIX = ".gguf"
@@ -58,7 +58,7 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
     """
     path = _local(path_or_hf_repo)
     if path is None and str(path_or_hf_repo).lower().endswith(GGUF_SUFFIX):
-        raise LoadError(f"[load] no file {shown(str(path_or_hf_repo))}")
+        raise LoadError(f"[load] no file {one_line(repr(str(path_or_hf_repo)))}")
     if path is None:
         return _downloaded(str(path_or_hf_repo), revision, _MODEL_FILES)
     if path.is_file() and path.suffix.lower() != GGUF_SUFFIX:
@@ -100,15 +100,14 @@ def _local(path_or_hf_repo: str | Path) -> Path | None:
 
 
 def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
+    named = one_line(repr(repo))
     if not _HUB_ID.fullmatch(repo):
-        raise LoadError(
-            f"[load] no folder {shown(repo)}, and it is not a hub id of the form owner/name"
-        )
+        raise LoadError(f"[load] no folder {named}, and it is not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        with load_errors(f"no folder {shown(repo)}, and no such download"):
+        with load_errors(f"no folder {named}, and no such download"):
             return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except LoadError as error:
         there = _local_repositories()
@@ -118,7 +117,7 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         near = difflib.get_close_matches(repo, there, n=max(1, len(there)), cutoff=0)
         names = one_line(", ".join(near)) or "there are none"
         raise LoadError(
-            f"[load] no folder {shown(repo)}, no network, and not among the local models: {names}"
+            f"[load] no folder {named}, no network, and not among the local models: {names}"
         ) from error.__cause__
 
 

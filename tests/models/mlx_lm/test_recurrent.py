@@ -274,9 +274,9 @@ def used_by_states(model: PackedModel, ahead: bool) -> tuple[int, int]:
         run_ahead=ahead,
         block_size=8,
     )
-    for number in range(8):
-        # Answers end in different steps, and checkpoints come and go.
-        tokens, length = prompt(9 + 5 * number, number), 4 + (7 * number) % 20
+    for number in range(24):
+        # Answers end in different steps, and checkpoints come and go: there are more than are kept.
+        tokens, length = prompt(9 + 5 * (number % 8), number), 4 + (7 * number) % 20
         engine.add_request(str(number), tokens, greedy(length))
     mx.clear_cache()
     before = mx.get_active_memory() - engine.cache.nbytes_held
