@@ -142,3 +142,10 @@ def test_what_requests_leave_is_looked_at_ten_times(tmp_path: Path):
     rows = results_of("resident_memory.py", tmp_path / "resident.json", *short)["over_time"]
     assert [row["requests"] for row in rows] == list(range(10, 110, 10))
     assert all(row["mlx"] > 0 and row["num_objects"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_recurrent_model_runs_beside_mlx_lms_batches(tmp_path: Path):
+    short = ["--streams", "1", "2", "--contexts", "20", "--turns", "1", "--steps", "2"]
+    results = results_of("recurrent.py", tmp_path / "recurrent.json", *short)
+    assert len(results["decodes"]) == 2
