@@ -179,7 +179,7 @@ class Latencies:
         return histogram
 
     def note_step(self, num_tokens: int) -> None:
-        """A step that computed so many tokens was read."""
+        """A step that computed ``num_tokens`` tokens was read."""
         self.num_steps += 1
         self._step_tokens.append(num_tokens)
 

@@ -165,7 +165,7 @@ class Pace:
         return self._ladder[self._index]
 
     def note(self, num_tokens: int) -> None:
-        """A step of so many tokens was measured."""
+        """A step of ``num_tokens`` tokens was measured."""
         self._is_tried = self._is_tried or 2 * num_tokens > self.budget
 
     def choose(self, price: StepPrice, context: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 CONTEXT_PRICE, CONTEXT_SPREAD, FIXED_SPREAD = 1e-3, 2e-3, 100.0
 # How much the times of equal steps differ, and by how much prices change from step to step.
 NOISE, DRIFT = 0.15, 0.03
-# One step that takes so many times what was expected is taken for an accident (a kernel that was
+# One step that takes this many times what was expected is taken for an accident (a kernel that was
 # compiled, memory that was paged out, a laptop that slept); two in a row are not.
 ACCIDENT = 2.0
 
