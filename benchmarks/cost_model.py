@@ -45,6 +45,7 @@ from paged_testing.by_hand import step_of
 from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import ops
+from mlx_paged.fit.machine import BANDWIDTHS
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.attention_plan import SIMDGROUP_LANES
 from mlx_paged.ops.metal import MetalBackend
@@ -60,30 +61,6 @@ REGISTERS = Path(__file__).parent / "results" / "registers-agx.json"
 CONTEXTS = (16, 256, 257, 512, 1024, 4096)
 GROUPS = (1, 2, 4, 5, 8, 16)
 
-# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the
-# smaller M5 Max, for which no figure of Apple's was at hand.
-BANDWIDTHS = {
-    "M1": 68.25,
-    "M1 Pro": 200,
-    "M1 Max": 400,
-    "M1 Ultra": 800,
-    "M2": 100,
-    "M2 Pro": 200,
-    "M2 Max": 400,
-    "M2 Ultra": 800,
-    "M3": 100,
-    "M3 Pro": 150,
-    "M3 Max (30-core GPU)": 300,
-    "M3 Max (40-core GPU)": 400,
-    "M3 Ultra": 819,
-    "M4": 120,
-    "M4 Pro": 273,
-    "M4 Max (32-core GPU)": 410,
-    "M4 Max (40-core GPU)": 546,
-    "M5": 153.6,
-    "M5 Pro": 307,
-    "M5 Max (40-core GPU)": 614,
-}
 # GPU cores and GHz, as measured by others (philipturner/metal-benchmarks).
 CORES = {"M1": (8, 1.278), "M1 Max": (32, 1.296), "M2 Max": (38, 1.398)}
 QWEN3_0_6B = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "itemsize": 2}

@@ -31,7 +31,7 @@ from card import machine_card, print_card, print_json, print_table
 from mlx.utils import tree_flatten
 
 from mlx_paged.block_store import WeightDigests
-from mlx_paged.loading.loader import _load_model, _read_weights
+from mlx_paged.loading.loader import _read_weights, build_model
 from mlx_paged.models import weight_files
 from mlx_paged.models.identity import model_identity
 
@@ -119,7 +119,7 @@ def write_model(folder: Path, gb: float, num_files: int) -> None:
 def start(folder: Path, cache: Path) -> Start:
     """In a process of its own."""
     weight_files.SETTLING_SECONDS = 0
-    model, _ = _load_model(folder, None)
+    model, _ = build_model(folder, None)
     _read_weights(model, folder)
     arrays = list(dict(tree_flatten(model.parameters())).values())
     begin, cpu = time.perf_counter(), time.process_time()

@@ -229,7 +229,7 @@ def load_from(
             model_config=model_config,
         )
     else:
-        model, config = _load_model(path, model_config)
+        model, config = build_model(path, model_config)
         if group is None:
             if before_reading is not None and adapter_path is None:
                 before_reading(layer_specs_of(model))
@@ -258,7 +258,9 @@ def model_name(path: Path) -> str:
     return path.resolve().name
 
 
-def _load_model(path: Path, model_config: dict[str, Any] | None) -> tuple[Module, dict[str, Any]]:
+def build_model(
+    path: Path, model_config: dict[str, Any] | None = None
+) -> tuple[Module, dict[str, Any]]:
     """A model whose weights are read when they are evaluated."""
     config_file = path / "config.json"
     if not config_file.is_file():
