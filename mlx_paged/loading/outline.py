@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.errors import one_line
-from mlx_paged.loading.folder import LoadError, find_local_model, load_errors
+from mlx_paged.loading.folder import LoadError, find_local_model, find_model, load_errors
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.loader import build_model, model_name
+from mlx_paged.memory import format_nbytes, why_too_large
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt_unread
 
@@ -51,6 +52,39 @@ def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Ou
         return Outline(*_outline_of(folder), repo, num_bytes)
 
 
+def find_model_that_fits(path_or_hf_repo: str | Path) -> Path:
+    """As :func:`find_model`, and a repository whose weights this machine can't hold is not
+    downloaded.
+
+    Raises:
+        LoadError: as it does; or the weights are too large.
+    """
+    if find_local_model(path_or_hf_repo) is None:
+        from huggingface_hub import HfApi
+
+        try:
+            files = HfApi().get_safetensors_metadata(str(path_or_hf_repo)).files_metadata
+        except Exception:  # What the hub does not say is no reason to refuse.
+            files = {}
+        check_size(sum(map(_num_bytes, files.values())))
+    return find_model(path_or_hf_repo)
+
+
+def check_size(weight_nbytes: int) -> None:
+    """Refuse weights that this machine can't hold.
+
+    Raises:
+        LoadError: which has both sizes, and the way out.
+    """
+    reason = why_too_large(weight_nbytes, has_default_budget=False)
+    if reason is not None:
+        raise LoadError(
+            f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; take a smaller "
+            "model or one of fewer bits (mlx-paged fit says what fits), or force it",
+            "force",
+        )
+
+
 def _outline_of(path: Path) -> tuple[LanguageModel, dict[str, Any]]:
     if is_gguf(path):
         from mlx_paged.loading.gguf.loader import build_unread
@@ -86,9 +120,14 @@ def _write_header(path: Path, file: SafetensorsFileMetadata) -> int:
         for name, each in file.tensors.items()
     }
     header = json.dumps({"__metadata__": file.metadata or {}, **tensors}).encode()
-    end = max((each.data_offsets[1] for each in file.tensors.values()), default=0)
+    end = _num_bytes(file)
     with path.open("wb") as written:
         written.write(struct.pack("<Q", len(header)) + header)
         # A file with a hole takes no space, and MLX wants it to be as long as its header says.
         written.truncate(8 + len(header) + end)
     return 8 + len(header) + end
+
+
+def _num_bytes(file: SafetensorsFileMetadata) -> int:
+    """Of all tensors."""
+    return max((each.data_offsets[1] for each in file.tensors.values()), default=0)
