@@ -1,4 +1,4 @@
-"""``mlx-paged fit`` and ``mlx-paged list`` as programs: from arguments to output and exit status."""
+"""``mlx-paged fit`` and ``mlx-paged list`` as programs: arguments, output and exit status."""
 
 from __future__ import annotations
 
