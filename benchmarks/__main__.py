@@ -14,9 +14,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 HERE = Path(__file__).resolve().parent
 FOLDERS = ("serving", "kernels", "cache", "mac", ".")
 
@@ -57,6 +54,10 @@ def kept_results() -> dict[str, list[str]]:
 
 
 def print_list(programs: dict[str, Program]) -> None:
+    # Processes that a benchmark starts import this module, and need no tables.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("python -m benchmarks", no_wrap=True)
     table.add_column("what it measures", ratio=1)

@@ -58,7 +58,7 @@ from benchmarks.cache.approach_sides import (
     nbytes_per_token,
 )
 from benchmarks.kernels.decode import load_theirs, shape_of
-from benchmarks.lib.card import machine_card, print_card, print_json
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json
 from benchmarks.lib.held_out import documents
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from mlx_paged import demo_model_path, load
@@ -160,16 +160,13 @@ def note(what: str) -> None:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder or a hub id")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these beside mlx-lm; all")
     parser.add_argument("--turns", type=int, help=f"of each approach; {Scale().turns}")
     parser.add_argument(
         "--quick", action="store_true", help="few and short requests, one turn: figures say nothing"
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.block_store import BlockStore, BlockWriter, Fingerprint
 from mlx_paged.core.tier import BlockHeader
 
@@ -145,14 +145,11 @@ def per_block(work: Callable[[], object], num_blocks: int) -> float:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where to make a folder of blocks")
     parser.add_argument("--nbytes", type=int, default=256 << 20, help="to write of each size")
     parser.add_argument("--many", type=int, default=100_000, help="blocks that a start finds")
     parser.add_argument("--quick", action="store_true", help="a few blocks of each")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

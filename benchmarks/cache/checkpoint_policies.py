@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.core import (
     BlockPool,
     Cut,
@@ -239,14 +239,11 @@ def _as_tokens(text: str) -> list[int]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--trace", type=Path, help="a JSON list of requests with messages")
     parser.add_argument("--requests", type=int, default=200, help="of synthetic agents, per seed")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--states", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -28,7 +28,14 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks.lib.card import COMMAND, machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import (
+    COMMAND,
+    machine_card,
+    make_arg_parser,
+    print_card,
+    print_json,
+    print_table,
+)
 from mlx_paged.block_store import WeightDigests
 from mlx_paged.loading.loader import _load_model, _read_weights
 from mlx_paged.models import weight_files
@@ -153,14 +160,11 @@ def measure(gb: float, num_files: int, num_starts: int) -> dict[str, Any]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--files", type=int, default=2, help="over which the weights go")
     parser.add_argument("--starts", type=int, default=3, help="after the first; the fastest counts")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--start", type=Path, nargs=2, help=argparse.SUPPRESS)
     return parser
 

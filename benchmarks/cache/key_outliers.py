@@ -10,13 +10,10 @@ stands the demo model, whose keys have no such bias, with 512 and 64 tokens that
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 from paged_testing.biased_keys import CONFIG, llama_with_biased_keys
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.config import KVBits
 from mlx_paged.models.kv_format import NUM_TOKENS, divergence, log_probabilities, own_text
@@ -27,10 +24,7 @@ FORMATS = ("K8V8", "K8V4", "K4V4")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser = make_arg_parser(__doc__)
     args = parser.parse_args()
     setting = machine_card() | {"model": CONFIG, "num_tokens": 512, "num_probed": NUM_TOKENS}
     print_card("K/V formats and a bias of K", setting)

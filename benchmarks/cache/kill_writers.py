@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Heavy imports are in functions: processes that are started import this file.
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 
 
 def engine_kills(folder: Path, seed: int) -> Any:
@@ -61,19 +61,14 @@ PARTS: dict[str, tuple[Callable[[Path, int], Any], float]] = {
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 
 def main() -> None:
     args = setup_arg_parser().parse_args()
-    from benchmarks.lib.card import machine_card, print_card, print_json, print_table
-
     setting = machine_card() | {"kills": args.kills, "seed": args.seed}
     print_card("Kills", setting)
     results: dict[str, Any] = {}

@@ -37,7 +37,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, shape_of
-from benchmarks.lib.card import COMMAND, machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import (
+    COMMAND,
+    machine_card,
+    make_arg_parser,
+    print_card,
+    print_json,
+    print_table,
+)
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
@@ -223,16 +230,13 @@ def print_lengths(rows: list[dict[str, Any]]) -> None:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="demo", help="demo, qwen3-0.6b, a folder or a hub id")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of random weights")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts")
     parser.add_argument("--turns", type=int, default=5, help="processes of each way and length")
     parser.add_argument("--folder", type=Path, help="for the files; a temporary one")
     parser.add_argument("--quick", action="store_true", help="two short prompts, one turn")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     # Of the processes that it starts.
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cache-dir", help=argparse.SUPPRESS)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.held_out import documents
 from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
 from mlx_paged.models.language_model import LanguageModel, check_model
@@ -87,13 +86,12 @@ def measure(model: LanguageModel, texts: list[list[int]], args: argparse.Namespa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--num-tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--num-sink-tokens", type=int, default=4)
     parser.add_argument("--piece", type=int, default=1024, help="tokens on an empty cache")
     parser.add_argument("--length", type=int, default=512, help="tokens of a conversation")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     loaded, tokenizer = load(demo_model_path())
     model = check_model(loaded)

@@ -24,7 +24,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +31,7 @@ import numpy as np
 from paged_testing.by_hand import dense_handle, slots_of, step_of
 
 from benchmarks.kernels.decode import take_turns
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import ops
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -305,9 +304,7 @@ def where_slower(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--backend", choices=ops.BACKENDS, default="auto")
     parser.add_argument("--quick", action="store_true", help="a few small shapes only")
     parser.add_argument(
@@ -339,7 +336,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-bytes", type=float, help="shapes that take more are left out, and named"
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

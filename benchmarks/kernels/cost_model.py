@@ -43,7 +43,7 @@ from metal_emulator.compiler import find_compiler
 from paged_testing.by_hand import step_of
 from paged_testing.emulated_metal import emulated_metal
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.attention_plan import SIMDGROUP_LANES
@@ -614,11 +614,8 @@ def print_formats(measured: list[dict[str, Any]], estimates: list[dict[str, Any]
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases only")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

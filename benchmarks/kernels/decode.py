@@ -32,7 +32,7 @@ from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.decode_shapes import SHAPES, random_model
 from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache, group_layers
@@ -252,9 +252,7 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument(
         "--model",
         default="qwen3-0.6b-layers",
@@ -274,7 +272,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pools", type=int, nargs="+", default=[1_000, 100_000], help="pool sizes in slots"
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

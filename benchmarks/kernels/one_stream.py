@@ -13,14 +13,13 @@ Figures are medians over the turns, and a ratio is the median of the ratios with
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from benchmarks.kernels.decode import load_both
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.turns import Step, median_and_fastest, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.engine import Engine
 from mlx_paged.sampling_params import SamplingParams
@@ -41,14 +40,11 @@ def their_step(model: nn.Module, prompt: list[int], num_tokens: int) -> Step:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="demo", help="demo, qwen3-0.6b-layers, a folder or id")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--turns", type=int, default=31, help="turns of each side")
     parser.add_argument("--steps", type=int, default=8, help="tokens of a turn")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -19,16 +19,14 @@ the model's own calls, text.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import mlx.core as mx
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import KVCacheManager
@@ -104,16 +102,13 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument(
         "--context", type=int, default=1000, help="tokens per sequence (default: 1000)"
     )
     parser.add_argument(
         "--steps", type=int, default=200, help="steps per batch size (default: 200)"
     )
-    parser.add_argument("--out", type=Path, help="write the JSON there, too")
     args = parser.parse_args()
 
     setting = machine_card() | {"context": args.context, "steps": args.steps}

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +37,7 @@ from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from paged_testing.lazy_metal import fused_operations, lazy_metal
 from paged_testing.simulated_device import SimulatedDevice
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.turns import Step, median_and_fastest, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
@@ -172,9 +171,7 @@ def measure(device: SimulatedDevice, args: argparse.Namespace) -> Iterator[dict[
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
         "--device-ms", type=float, nargs="+", default=[5.0, 0.0], help="of a step, simulated"
@@ -185,7 +182,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=23, help="turns of each side")
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
     parser.add_argument("--chart", action="store_true", help="also print a bar for each line")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -11,14 +11,12 @@ CPU: there it has one prompt as long as the step.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.sampling_params import SamplingParams
@@ -57,13 +55,10 @@ def peak_of(model: nn.Module, limit: int, num_prompts: int, length: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default=demo_model_path(), help="a folder or a hub id")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--length", type=int, default=400, help="tokens of each prompt")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     args = parser.parse_args()
     model, _ = load(args.model)
     setting = machine_card() | {"prompts": f"{args.prompts} of {args.length} tokens"}

@@ -29,7 +29,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -41,7 +40,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.kernels.overlap import NARROW, PROMPT_LEN, BusyNorm
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.turns import Step, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.compiled_grammar import Vocabulary
 from mlx_paged.engine.engine import Engine
@@ -193,16 +192,13 @@ def measure_steps(
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[1024, 151936], help="tokens")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="requests")
     parser.add_argument("--device-ms", type=float, nargs="+", default=[0.0, 10.0])
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, for the masks")
     parser.add_argument("--turns", type=int, default=15, help="turns of each side")
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

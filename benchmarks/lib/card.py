@@ -1,9 +1,10 @@
-"""What every benchmark prints around its figures: the setting on top, a table, one JSON line at the
-end.
+"""What every benchmark has around its figures: arguments, the setting on top, a table, one JSON
+line at the end.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -18,6 +19,15 @@ import mlx_lm
 import mlx_paged
 
 COMMAND = [sys.executable, "-m", "benchmarks"]  # then a benchmark's name and its arguments
+
+
+def make_arg_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with ``--out``, whose help begins with the docstring of the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
+    return parser
 
 
 def machine_card() -> dict[str, Any]:

@@ -12,11 +12,9 @@ and the ratio is that of the minima.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +24,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, random_weights
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import attach
 
 SYSTEM = 512  # tokens that all prompts begin with
@@ -110,12 +108,11 @@ def _time_to_first(model: Any, prompts: list[list[int]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="qwen3-0.6b-layers")
     parser.add_argument("--num-turns", type=int, default=100, help="decodes of each side")
     parser.add_argument("--num-prompts", type=int, default=5, help="rounds of prompts")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     models = two_models(args.model)
     setting = {

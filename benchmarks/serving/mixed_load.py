@@ -27,13 +27,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.step_budget import ClockedBudgets
@@ -259,15 +258,12 @@ def table(results: Sequence[dict[str, Any]]) -> None:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--targets", type=float, nargs="+", default=[0.1, 0.2, 0.5])
     parser.add_argument("--answers", type=int, default=16, help="that run")
     parser.add_argument("--answer-context", type=int, default=1000, help="tokens of each answer")
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of each prompt")
     parser.add_argument("--prompts", type=int, default=5, help="that are measured")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -36,11 +36,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.lib.card import COMMAND, machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import (
+    COMMAND,
+    machine_card,
+    make_arg_parser,
+    print_card,
+    print_json,
+    print_table,
+)
 from benchmarks.serving.serve import served
 from mlx_paged import demo_model_path
 
@@ -250,16 +256,13 @@ def shown(value: float | None, form: str) -> str:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     names = [*SCENARIOS, SLOW]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=10, help="of each scenario")
     parser.add_argument("--alone", type=int, default=40, help="chats of user 2 alone")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two chats")
     parser.add_argument("--attack", nargs=3, metavar=("NAME", "URL", "SECONDS"), help="user 1")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

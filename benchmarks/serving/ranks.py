@@ -20,7 +20,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.distributed import Ranks, launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import demo_model_path, find_model, load_for
@@ -91,16 +91,13 @@ def sum_seconds(ranks: Ranks, nbytes: int, num_sums: int, count: int) -> float:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="demo", help="demo, a folder or a hub id")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="answers at once")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--steps", type=int, default=50, help="decode steps that are timed")
     parser.add_argument("--prompts", type=int, default=5, help="prompts that are timed")
     parser.add_argument("--kv-cache-bytes", default="1G", help="of each rank")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

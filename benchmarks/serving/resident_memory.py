@@ -18,12 +18,11 @@ import argparse
 import asyncio
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from paged_testing.async_soak import KINDS, memory_in_use, run_requests
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.async_engine import AsyncEngine
 
@@ -53,13 +52,10 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default=demo_model_path(), help="a folder or a hub id")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     args = parser.parse_args()
     setting = machine_card() | {
         "requests": args.requests,

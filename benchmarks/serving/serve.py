@@ -35,7 +35,14 @@ import httpx
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks.lib.card import COMMAND, machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import (
+    COMMAND,
+    machine_card,
+    make_arg_parser,
+    print_card,
+    print_json,
+    print_table,
+)
 from mlx_paged import AsyncEngine, RequestOutputKind, SamplingParams, demo_model_path, load
 
 HERE = Path(__file__).parent
@@ -263,7 +270,7 @@ def print_sides(results: dict[str, dict[str, Any]], sessions: int) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_arg_parser(__doc__)
     parser.add_argument("--model", default="demo", help='"demo", "shape", or a folder')
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--turns", type=int, default=10)
@@ -274,7 +281,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--http-tokens", type=int, default=200)
     parser.add_argument("--http-turns", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=900)
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 

@@ -28,7 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from paged_testing.soak import Soak, make_request
 
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.core.errors import IntegrityError
 from mlx_paged.models import qwen3
@@ -92,9 +92,7 @@ def run_batch(soak: Soak, first: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument(
         "--model", default="tiny", help="tiny (random weights), demo, a folder or a hub id"
     )
@@ -116,7 +114,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         default=25,
         help=f"of each {BATCH} requests, how many to run again alone",
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

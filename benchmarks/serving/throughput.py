@@ -35,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -43,7 +42,7 @@ import mlx.nn as nn
 import numpy as np
 
 from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, load_both, random_weights
-from benchmarks.lib.card import machine_card, print_card, print_json
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json
 from benchmarks.serving.throughput_report import judge, print_aims, print_scenario
 from benchmarks.serving.throughput_scenarios import (
     QUICK,
@@ -246,9 +245,7 @@ def load_models(args: argparse.Namespace) -> dict[str, nn.Module]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument(
         "--model",
         default="random",
@@ -262,7 +259,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="a small model, few and short requests, one turn"
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
 from benchmarks.kernels.decode import shape_of
-from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.serving.throughput import load_models, run
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import OURS, THEIRS, kv_nbytes_per_token
@@ -161,15 +160,12 @@ def print_curves(results: dict[str, Any]) -> None:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_arg_parser(__doc__)
     parser.add_argument(
         "--model", default="random", help="random (weights), demo, a folder or a hub id"
     )
     parser.add_argument("--turns", type=int, help=f"of each side; {Curves().turns}")
     parser.add_argument("--quick", action="store_true", help="a small model, two short points")
-    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 
