@@ -18,7 +18,7 @@ from helpers.model_zoo import config_of
 
 from benchmarks.kernels import decode
 from benchmarks.lib.card import COMMAND
-from benchmarks.lib.decode_shapes import random_model
+from benchmarks.lib.models import random_model
 
 
 def results_of(name: str, out: Path, *arguments: str) -> Any:

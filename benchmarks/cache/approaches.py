@@ -57,9 +57,9 @@ from benchmarks.cache.approach_sides import (
     make_approaches,
     nbytes_per_token,
 )
-from benchmarks.kernels.decode import load_theirs, shape_of
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json
 from benchmarks.lib.held_out import documents
+from benchmarks.lib.models import load_theirs, shape_of
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from mlx_paged import demo_model_path, load
 

@@ -36,7 +36,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, shape_of
 from benchmarks.lib.card import (
     COMMAND,
     machine_card,
@@ -45,6 +44,7 @@ from benchmarks.lib.card import (
     print_json,
     print_table,
 )
+from benchmarks.lib.models import QWEN3_0_6B_LAYERS, shape_of
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3

@@ -17,80 +17,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
-from benchmarks.lib.decode_shapes import SHAPES, random_model
-from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
+from benchmarks.lib.models import SHAPES, load_both, shape_of
+from mlx_paged import Sequences, make_kv_cache, run_step
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache, group_layers
-from mlx_paged.models import qwen3
 
 # K and V of each layer, [num_tokens, num_kv_heads, width].
 LayersRows: TypeAlias = tuple[list[mx.array], list[mx.array]]
-
-QWEN3_0_6B_LAYERS = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "num_hidden_layers": 4,  # of 28: the ratio is one of layers, and this fits a CPU
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-}
-
-
-def load_both(name: str) -> tuple[nn.Module, nn.Module]:
-    """The same weights here and in mlx-lm; ours is the native Qwen3, or a model of mlx-lm's."""
-    if name == "qwen3-0.6b-layers":
-        return random_weights(QWEN3_0_6B_LAYERS)
-    if name in SHAPES:
-        return random_model(SHAPES[name])
-    path = demo_model_path() if name == "demo" else name
-    return load(path)[0], load_theirs(path)
-
-
-def load_theirs(path: str | Path) -> nn.Module:
-    """A folder's or a repository's model as mlx-lm loads it."""
-    model: nn.Module
-    if Path(path).is_dir():
-        model, _ = load_model(Path(path))
-    else:
-        from mlx_lm import load as mlx_lm_load
-
-        model = mlx_lm_load(str(path))[0]
-    return model
-
-
-def random_weights(
-    shape: dict[str, Any], dtype: mx.Dtype = mx.float32
-) -> tuple[nn.Module, nn.Module]:
-    """A Qwen3 of this shape, ours and mlx-lm's, which share their arrays."""
-    mx.random.seed(0)
-    theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(shape))
-    theirs.set_dtype(dtype)
-    ours = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
-    weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
-    ours.load_weights(weights)
-    mx.eval(ours.parameters(), theirs.parameters())
-    return ours, theirs
 
 
 def random_rows(cache: KVCache, num_tokens: int) -> LayersRows:
@@ -273,18 +216,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--pools", type=int, nargs="+", default=[1_000, 100_000], help="pool sizes in slots"
     )
     return parser
-
-
-def shape_of(model: nn.Module) -> str:
-    """The layers of a model, those alike together."""
-    specs = model.layer_specs
-    counts = Counter((s.num_heads, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs)
-    kinds = [
-        f"{count} layers of {heads} query / {kv_heads} KV heads, widths {key_dim} and {value_dim}"
-        + (f", window {window}" if window else "")
-        for (heads, kv_heads, key_dim, value_dim, window), count in counts.items()
-    ]
-    return f"{'; '.join(kinds)}; {model.dtype}"
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from benchmarks.kernels.decode import load_both
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
+from benchmarks.lib.models import load_both
 from benchmarks.lib.turns import Step, median_and_fastest, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.engine import Engine
 from mlx_paged.sampling_params import SamplingParams

@@ -30,8 +30,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, random_weights
 from benchmarks.lib.card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 from mlx_paged import Sequences, demo_model_path, load, run_step
 from mlx_paged.engine.draft_options import cost_of
 from mlx_paged.engine.engine import Engine

@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 
 from benchmarks.kernels import attention
-from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from benchmarks.lib.card import machine_card
+from benchmarks.lib.models import QWEN3_0_6B_LAYERS, load_both, random_weights
 from benchmarks.mac import mac_kernels
 from benchmarks.serving import throughput
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario

@@ -23,8 +23,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, random_weights
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
+from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 from mlx_paged import attach
 
 SYSTEM = 512  # tokens that all prompts begin with

@@ -56,7 +56,7 @@ def model_folder(name: str, scratch: Path) -> Path:
         return demo_model_path()
     if name != "shape":
         return Path(name)
-    from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, random_weights
+    from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 
     folder = scratch / "shape"
     shutil.copytree(demo_model_path(), folder, ignore=shutil.ignore_patterns("model.*"))

@@ -41,8 +41,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.kernels.decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json
+from benchmarks.lib.models import QWEN3_0_6B_LAYERS, load_both, random_weights
 from benchmarks.serving.throughput_report import judge, print_aims, print_scenario
 from benchmarks.serving.throughput_scenarios import (
     QUICK,

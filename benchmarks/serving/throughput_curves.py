@@ -25,8 +25,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.kernels.decode import shape_of
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
+from benchmarks.lib.models import shape_of
 from benchmarks.serving.throughput import load_models, run
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import OURS, THEIRS, kv_nbytes_per_token
