@@ -1,26 +1,20 @@
-"""The dialogue: messages go to the model, lines that begin with a slash are commands."""
+"""The commands of a dialogue: lines that begin with a slash."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_paged.chat.command_line import error_line
-from mlx_paged.chat.readers import Reader
-from mlx_paged.chat.reports import Reports
-from mlx_paged.chat.saved_kv import save_kv
-from mlx_paged.chat.screen import Screen
-from mlx_paged.chat.settings import VARIABLES, Settings, canonical_name
-from mlx_paged.chat.transcript import load_messages, save_messages
-from mlx_paged.chat.turns import Turns
-from mlx_paged.errors import CacheFullError, reason, without_room
-from mlx_paged.standard_streams import OutputLostError
+from mlx_paged.chat.files import load_messages, save_kv, save_messages
+from mlx_paged.chat.reports import describe_stats
+from mlx_paged.chat.settings import VARIABLES, canonical_name
+from mlx_paged.errors import CacheFullError, without_room
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.chat.loop import Dialogue
 
+PATH = "path"
 HELP_END = """\
 A message may have several lines: end one with \\, or type Alt-Enter (Esc Enter), or paste them.
 One that begins with a slash is sent with two: //like this. Tab completes commands, the arrow keys
@@ -31,87 +25,19 @@ class LeaveChat(Exception):
     """The user said /exit."""
 
 
-@dataclass
-class Dialogue:
-    """Everything that a command may look at and change; the last of ``branches`` is talked to."""
-
-    branches: list[Conversation]
-    settings: Settings
-    screen: Screen
-    reports: Reports
-    turns: Turns
-    reader: Reader
-    num_messages: int = 0  # lines that were not empty
-
-    @property
-    def conversation(self) -> Conversation:
-        return self.branches[-1]
-
-    def say(self, text: str) -> None:
-        self.screen.say(text)
-
-    def take(self, text: str) -> None:
-        """One message or command of the user. An error is said, and the conversation lives on.
-
-        Raises:
-            LeaveChat: it was /exit.
-            OutputLostError, BrokenPipeError: there is nowhere to write to.
-        """
-        stripped = text.strip()
-        if not stripped:
-            return
-        self.num_messages += 1
-        try:
-            if not stripped.startswith("/"):
-                self.ask(text)
-            elif stripped.startswith("//"):
-                self.ask(text.lstrip()[1:])
-            else:
-                self._run_command(stripped)
-        except (LeaveChat, OutputLostError, BrokenPipeError):
-            raise
-        except (ValueError, RuntimeError) as error:
-            self.say(f"[{_said(error)}]")
-        except Exception as error:
-            # A defect, of ours or of the tokenizer: the conversation is worth more than its
-            # traceback.
-            self.say(f"[{reason(error)}]")
-
-    def ask(self, text: str) -> None:
-        self.turns.show(self.conversation, partial(self.conversation.ask, text))
-
-    def ask_again(self, text: str | None = None) -> None:
-        self.turns.show(self.conversation, partial(self.conversation.ask_again, text))
-
-    def _run_command(self, line: str) -> None:
-        name, *rest = line.split(None, 1)
-        argument = "".join(rest)
-        command = COMMANDS.get(name.lower())
-        if command is None:
-            self.say(
-                f"[unknown command {name}; /help lists them, and // begins a message with a slash]"
-            )
-        elif argument and not command.argument:
-            self.say(f"[{command.name} takes no argument]")
-        elif not argument and command.argument and not command.argument.startswith("["):
-            self.say(f"[{command.name} needs {command.argument}]")
-        else:
-            command.run(self, argument)
-
-
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """What an error says, for a line that is in brackets already."""
     return without_room(error_line(error))
 
 
 def complete(typed: str) -> Iterable[str]:
-    """What may follow at the end of a command line; ``"path"`` where a file name does."""
+    """The words that may follow at the end of a command line; ``PATH`` where a file name does."""
     words = typed.split(" ")
     if len(words) == 1:
         return sorted(COMMANDS)
     name = words[0].lower()
     if name in ("/save", "/load"):
-        return ["path"]
+        return [PATH]
     if name == "/set" and len(words) == 2:
         return VARIABLES
     if name == "/set" and len(words) == 3 and canonical_name(words[1]) in VARIABLES:
@@ -123,9 +49,8 @@ def complete(typed: str) -> Iterable[str]:
 
 
 def _help(dialogue: Dialogue, argument: str) -> None:
-    width = max(len(command.usage) for command in COMMAND_TABLE) + 3
-    lines = [f"{command.usage.ljust(width)}{command.help}" for command in COMMAND_TABLE]
-    dialogue.say("\n".join([*lines, HELP_END]))
+    dialogue.screen.say_rows([(command.usage, command.help) for command in COMMAND_TABLE])
+    dialogue.say(HELP_END)
 
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
@@ -169,8 +94,7 @@ def _set(dialogue: Dialogue, argument: str) -> None:
     name, _, value = argument.replace("=", " ", 1).partition(" ")
     name, value = canonical_name(name), value.strip()
     if not name:
-        width = max(map(len, VARIABLES)) + 3
-        dialogue.say("\n".join(f"{name.ljust(width)}{settings.get(name)}" for name in VARIABLES))
+        dialogue.screen.say_rows([(name, settings.get(name)) for name in VARIABLES])
         return
     if value:
         settings.set(name, value)
@@ -179,19 +103,16 @@ def _set(dialogue: Dialogue, argument: str) -> None:
 
 def _save(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
-    messages = conversation.messages
     # Without the K/V first: they may not fit on the disk.
-    file = save_messages(argument, messages)
-    said = f"saved to {file}: messages: {len(messages)}"
+    file = save_messages(argument, conversation.messages)
+    done = f"saved to {file}: messages: {len(conversation.messages)}"
     if conversation.tokens:
         dialogue.screen.show_progress("[saving the K/V ...]")
         try:
-            saved = save_kv(conversation, file)
-            save_messages(file, messages, saved.name)
-            said += f"; {saved}"
+            done += f"; {save_kv(conversation, file)}"
         except (ValueError, OSError) as error:
-            dialogue.say(f"[the K/V are not saved: {_said(error)}]")
-    dialogue.say(f"[{said}]")
+            dialogue.say(f"[the K/V are not saved: {said(error)}]")
+    dialogue.say(f"[{done}]")
 
 
 def _load(dialogue: Dialogue, argument: str) -> None:
@@ -200,17 +121,17 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     try:
         conversation.load_messages(messages)
     except ValueError as error:
-        raise ValueError(f"{file} can't be gone on with: {_said(error)}") from error
-    said = f"loaded from {file}: messages: {len(conversation.messages)}"
+        raise ValueError(f"{file} can't be gone on with: {said(error)}") from error
+    done = f"loaded from {file}: messages: {len(conversation.messages)}"
     if kv_file is not None:
         dialogue.screen.show_progress("[loading the K/V ...]")
         try:
-            said += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
+            done += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
         except (ValueError, CacheFullError) as error:
-            dialogue.say(f"[the K/V are not loaded, and computed again: {_said(error)}]")
+            dialogue.say(f"[the K/V are not loaded, and computed again: {said(error)}]")
     if conversation.messages[-1]["role"] == "user":
-        said += "; /regenerate answers the last"
-    dialogue.say(f"[{said}]")
+        done += "; /regenerate answers the last"
+    dialogue.say(f"[{done}]")
 
 
 def _fork(dialogue: Dialogue, argument: str) -> None:
@@ -243,7 +164,7 @@ def _reset(dialogue: Dialogue, argument: str) -> None:
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
-    dialogue.reports.stats(dialogue.branches)
+    dialogue.say(describe_stats(dialogue.branches))
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.terminal import CTRL_C, Terminal
 
-from mlx_paged.chat.progress import PromptProgress
-from mlx_paged.chat.screen import Screen
+from mlx_paged.chat.terminal import PromptProgress, Screen
 
 
 class Clock:
@@ -82,7 +81,7 @@ def test_a_line_is_never_wider_than_the_terminal(
     clock.now += 8.0
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.screen._num_columns", lambda stream: columns or 80)
+    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: columns or 80)
     screen.show_progress(*progress.words(64_000, 128_000))
     assert capsys.readouterr().err == f"\r{shown}\x1b[K\r"
 

@@ -1,4 +1,6 @@
-"""A conversation as a text file: JSON, its messages as chat templates take them.
+"""The files of a chat: saved conversations, their K/V beside them, and the history of its prompt.
+
+A conversation is JSON, its messages as chat templates take them:
 
     {"format": "mlx_paged.chat", "version": 1, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -9,15 +11,20 @@ too.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.errors import one_line, system_reason
 from mlx_paged.replaced_file import replaced_file
 
+if TYPE_CHECKING:
+    from mlx_paged.chat.conversation import Conversation
+
 FORMAT = "mlx_paged.chat"
 VERSION = 1
+KV_SUFFIX = ".safetensors"
 
 
 class TranscriptError(ValueError):
@@ -68,6 +75,20 @@ def save_messages(
     return file
 
 
+def save_kv(conversation: Conversation, file: Path) -> str:
+    """Write the K/V of a conversation that was saved to ``file`` beside it, have it name them, and
+    return what was saved in words.
+
+    Raises:
+        ValueError: there are none that could be saved, or they can't be written.
+    """
+    kv_file = file.with_name(file.name + KV_SUFFIX)
+    num_tokens = conversation.save_kv(kv_file)
+    save_messages(file, conversation.messages, kv_file.name)
+    nbytes = kv_file.stat().st_size
+    return f"K/V of {num_tokens:,} tokens in {kv_file.name}, {nbytes / 1e6:.1f} MB"
+
+
 def load_messages(path: str) -> Transcript:
     """Read a file.
 
@@ -110,6 +131,28 @@ def is_transcript(file: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def history_path(environ: Mapping[str, str]) -> Path | None:
+    """The file of the prompt's history, made if it is not there, which only its user may read.
+
+    ``None`` where there is no place for it: no home, or one that can't be written to.
+    """
+    # The XDG specification says to ignore a path that is not absolute.
+    state = environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+        folder = folder / "mlx_paged"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / "chat_history"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError):
+        return None
+    return file
 
 
 def _expand(path: str) -> Path:
