@@ -35,7 +35,10 @@ def test_another(): pass
 @pytest.mark.parametrize(
     ("lane", "found"),
     [
-        ("smoke", ["tests/core/test_a.py::test_quick[1]"]),
+        (
+            "smoke",
+            ["tests/core/test_a.py::test_quick[1]", "tests/core/test_a.py::test_quick[2]"],
+        ),
         (
             "not slow",
             [

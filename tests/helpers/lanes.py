@@ -24,11 +24,11 @@ GATE = (
     "tests/test_cost_model.py",
     "tests/test_on_a_mac_script.py",
 )
-NUM_SMOKE_TESTS = 1  # of each file
+NUM_SMOKE_TESTS = 2  # of each file
 
 
 def mark_lanes(items: Iterable[pytest.Item]) -> None:
-    """Mark the tests of the files of ``GATE`` as ``gate`` and ``slow``, and the first quick test of
+    """Mark tests of the files of ``GATE`` as ``gate`` and ``slow``, and the first quick tests of
     each other file as ``smoke``.
     """
     num_smoke: dict[str, int] = {}
