@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -18,23 +18,25 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from mlx_paged.chat.commands import PATH, complete
 from mlx_paged.chat.terminal import Screen, clean
 
 PROMPT = ">> "
+# The words that may follow a text which was typed so far, or "path" where a file name does.
+Completions = Callable[[str], Iterable[str]]
 
 
 class LineEditor:
     """Reads messages that are typed; a :class:`Reader`.
 
     Args:
+        completions: what Tab offers.
         screen: knows what the terminal can show.
         history_file: keeps what was sent, over sessions; ``None`` keeps it for this one.
     """
 
     is_interactive = True
 
-    def __init__(self, screen: Screen, history_file: Path | None):
+    def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
         # The answer goes to stdout, so the prompt goes to stderr where both are terminals. On a
         # terminal that can't move its cursor, prompt_toolkit has a prompt of its own, which it
         # takes only without an output given.
@@ -45,7 +47,7 @@ class LineEditor:
             prompt_continuation=_continuation,
             key_bindings=_keys,
             history=InMemoryHistory() if history_file is None else _History(str(history_file)),
-            completer=_CommandCompleter(),
+            completer=_CommandCompleter(completions),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
@@ -95,16 +97,18 @@ class _History(FileHistory):
 
 
 class _CommandCompleter(Completer):
-    paths = PathCompleter(expanduser=True)
+    def __init__(self, completions: Completions):
+        self._completions = completions
+        self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
             return
         word = typed.rpartition(" ")[2]
-        for offered in complete(typed):
-            if offered == PATH:
+        for offered in self._completions(typed):
+            if offered == "path":
                 name = typed.partition(" ")[2]
-                yield from self.paths.get_completions(Document(name, len(name)), event)
+                yield from self._paths.get_completions(Document(name, len(name)), event)
             elif offered.startswith(word.lower()):
                 yield Completion(offered, start_position=-len(word))

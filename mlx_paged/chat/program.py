@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.chat.command_line import error_line, setup_arg_parser
 from mlx_paged.chat.terminal import (
     PipeReader,
+    Reader,
     Screen,
     clean,
     is_terminal,
-    make_reader,
     without_line_end,
 )
 from mlx_paged.launch import is_follower, say_errors_only
@@ -111,19 +111,30 @@ def _answer_or_converse(
     Raises:
         ValueError: a pipe had no message.
     """
-    from mlx_paged.chat.loop import Dialogue
+    from mlx_paged.chat.dialogue import Dialogue
+    from mlx_paged.chat.loop import converse
     from mlx_paged.chat.reports import describe_start
 
     is_dialogue = message is None
-    reader = make_reader(screen) if is_dialogue else PipeReader()
+    reader = _make_reader(screen) if is_dialogue else PipeReader()
     screen.say(describe_start(args, conversation.engine, settings, is_dialogue))
     dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
     if message is not None:
         return 130 if dialogue.ask(message) else 0
-    dialogue.converse()
-    if not reader.is_interactive and not dialogue.num_messages:
+    if not converse(dialogue) and not reader.is_interactive:
         raise ValueError(f"standard input is empty; {NO_INPUT}")
     return 0
+
+
+def _make_reader(screen: Screen) -> Reader:
+    """The reader for this program's stdin."""
+    if not is_terminal(sys.stdin) or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
+        return PipeReader()
+    from mlx_paged.chat.files import history_path
+    from mlx_paged.chat.line_editor import LineEditor
+    from mlx_paged.chat.loop import complete
+
+    return LineEditor(complete, screen, history_path(os.environ))
 
 
 def _read_message(args: argparse.Namespace) -> str | None:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TextIO
 
-from mlx_paged.chat.files import history_path
 from mlx_paged.errors import harmless
 from mlx_paged.standard_streams import read_line, say, write, write_codes
 
@@ -204,15 +203,6 @@ class PipeReader:
     def read(self, text: str = "") -> str | None:
         line = read_line()
         return without_line_end(clean(line)) if line else None
-
-
-def make_reader(screen: Screen) -> Reader:
-    """The reader for this program's stdin."""
-    if is_terminal(sys.stdin) and (screen.stderr_is_terminal or screen.stdout_is_terminal):
-        from mlx_paged.chat.line_editor import LineEditor
-
-        return LineEditor(screen, history_path(os.environ))
-    return PipeReader()
 
 
 def clean(text: str) -> str:
