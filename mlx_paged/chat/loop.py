@@ -104,7 +104,7 @@ def complete(typed: str) -> Iterable[str]:
     if name == "/set" and len(words) == 2:
         return VARIABLES
     if name == "/set" and len(words) == 3 and canonical_name(words[1]) in VARIABLES:
-        return VARIABLES[canonical_name(words[1])].values
+        return VARIABLES[canonical_name(words[1])].choices or ()
     return []
 
 
