@@ -13,10 +13,12 @@ from mlx_paged.chat.settings import VARIABLES, canonical_name
 from mlx_paged.errors import CacheFullError, reason, without_room
 from mlx_paged.standard_streams import OutputLostError
 
-HELP_END = """\
-A message may have several lines: end one with \\, or type Alt-Enter (Esc Enter), or paste them.
-One that begins with a slash is sent with two: //like this. Tab completes commands, the arrow keys
-bring back what was sent; Ctrl-C stops an answer, Ctrl-D leaves."""
+KEYS = (
+    ("//TEXT", "send a message that begins with a slash"),
+    ("\\ at a line's end", "go on in a new line; so do Alt-Enter (Esc Enter) and pasted lines"),
+    ("Tab, arrow keys", "complete a command, bring back what was sent"),
+    ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
+)
 
 
 class LeaveChat(Exception):
@@ -112,8 +114,7 @@ def complete(typed: str) -> Iterable[str]:
 
 
 def _help(dialogue: Dialogue, argument: str) -> None:
-    dialogue.screen.say_rows([(command.usage, command.help) for command in COMMAND_TABLE])
-    dialogue.say(HELP_END)
+    dialogue.screen.say_rows([*((each.usage, each.help) for each in COMMAND_TABLE), *KEYS])
 
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
