@@ -101,7 +101,9 @@ class _CommandCompleter(Completer):
         self._completions = completions
         self._paths = PathCompleter(expanduser=True)
 
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
             return
@@ -109,6 +111,6 @@ class _CommandCompleter(Completer):
         for offered in self._completions(typed):
             if offered == "path":
                 name = typed.partition(" ")[2]
-                yield from self._paths.get_completions(Document(name, len(name)), event)
+                yield from self._paths.get_completions(Document(name, len(name)), complete_event)
             elif offered.startswith(word.lower()):
                 yield Completion(offered, start_position=-len(word))
