@@ -14,11 +14,9 @@ from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai.chat import read_chat
-from mlx_paged.server.openai.completions import read_completions
-from mlx_paged.server.openai.messages import read_tools
-from mlx_paged.server.responses.body import read_responses_body
+from mlx_paged.server.openai.chat import ChatRequest, read_chat
+from mlx_paged.server.openai.completions import CompletionRequest, read_completions
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body
 
 USER = {"role": "user", "content": "Hello!"}
 TOOL = {
@@ -34,11 +32,11 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 
 
 def chat(service, **body):
-    return read_chat(Fields({"messages": [USER], **body}), service)
+    return read_chat(ChatRequest.read({"messages": [USER], **body}), service)
 
 
 def completion(service, **body):
-    return read_completions(Fields({"prompt": "Hello", **body}), service)
+    return read_completions(CompletionRequest.read({"prompt": "Hello", **body}), service)
 
 
 def refused(read, service, **body):
@@ -173,7 +171,7 @@ def test_every_sampling_parameter_is_a_field_of_openais_endpoints(shared_service
         completion(shared_service, **{name: value}).params,
     ]
     if name not in ("n", "prompt_logprobs"):  # Responses have neither.
-        body = Fields({"input": "Hello", name: value})
+        body = ResponsesRequest.read({"input": "Hello", name: value})
         params.append(read_responses_body(body, shared_service).job.params)
     assert [getattr(each, name) for each in params] == [expected] * len(params)
 
@@ -433,7 +431,7 @@ def test_messages_become_what_templates_take(shared_service):
 @pytest.mark.parametrize("tools", [True, 3, "x", {}, {"type": "function"}])
 def test_tools_that_are_no_list_are_refused_by_name(tools):
     with pytest.raises(ApiError, match="tools must be a list"):
-        read_tools(Fields({"tools": tools}))
+        ChatRequest.read({"messages": [USER], "tools": tools})
 
 
 @pytest.mark.parametrize(
