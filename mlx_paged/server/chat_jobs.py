@@ -130,25 +130,6 @@ def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> Answer
     return answer_format
 
 
-def text_in_place_of(kind: str, what: str, place: str, is_last: bool, way_out: str = "") -> str:
-    """What stands in a prompt for a part of an earlier message that is not text.
-
-    Args:
-        kind: of the part.
-        what: such parts are, such as "images".
-        place: of the part in the body.
-        is_last: whether the part is of the newest message, where it is refused.
-        way_out: what to do instead.
-
-    Raises:
-        ApiError: the part is of the newest message; 400.
-    """
-    if is_last:
-        text = f"is {kind!r}, and models are text-only here: no {what}{way_out}"
-        raise ApiError(400, f"{place}.type {text}", param=f"{place}.type")
-    return f"[{what} are left out: this model reads text only]"
-
-
 def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call that a client sends back, as an object: templates write them in their
     own way.

@@ -13,7 +13,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.schemas import AtMost, Body, Fixed, TextList, refused
+from mlx_paged.server.schemas import ONE_OR_MORE, AtMost, Body, Filled, Fixed, refused, short
 
 MAX_COMPLETIONS = 128  # of one prompt, as with OpenAI
 MAX_STOPS = 64  # each is looked for in each new piece of text
@@ -22,13 +22,13 @@ MAX_WORDS = 1000
 MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
 MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
 
-StopTexts = Annotated[list[str], TextList(MAX_STOPS, MAX_STOPS_LEN)]
+StopTexts = Annotated[list[Filled], AtMost(MAX_STOPS), short(MAX_STOPS_LEN), ONE_OR_MORE]
 TokenIds = Annotated[list[int], AtMost(MAX_TOKEN_IDS)]
 # JSON writes the ids of tokens as texts.
 _Biases = dict[str, float | None]
 _TYPES = {
     "stop": StopTexts,
-    "bad_words": Annotated[list[str], TextList(MAX_WORDS, MAX_WORDS_LEN)],
+    "bad_words": Annotated[list[Filled], AtMost(MAX_WORDS), short(MAX_WORDS_LEN), ONE_OR_MORE],
     "logit_bias": _Biases,
 }
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -273,33 +274,22 @@ Children = Annotated[list[T], AtMost(MAX_CHILDREN)]
 Filled = Annotated[str, AfterValidator(_check_filled)]
 
 
-class TextList:
-    """``Annotated[list[str], TextList(8, 99)]``: texts that are not empty, or one that is alone.
+def short(max_len: int) -> AfterValidator:
+    """Texts have at most this many characters together."""
 
-    Args:
-        max_len: characters of all of them.
-    """
-
-    def __init__(self, max_items: int, max_len: int):
-        self._max_items = max_items
-        self._max_len = max_len
-
-    def _check(self, values: list[str]) -> list[str]:
-        if (length := sum(map(len, values))) > self._max_len:
-            raise wrong(f"has {length:,} characters, and {self._max_len:,} are the most")
+    def check(values: list[str]) -> list[str]:
+        if (length := sum(map(len, values))) > max_len:
+            raise wrong(f"has {length:,} characters, and {max_len:,} are the most")
         return values
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        schema = handler.generate_schema(
-            Annotated[list[Filled], AtMost(self._max_items), AfterValidator(self._check)]
-        )
-        return core_schema.no_info_before_validator_function(
-            lambda value: [value] if isinstance(value, str) else value,
-            schema,
-            json_schema_input_schema=core_schema.union_schema([core_schema.str_schema(), schema]),
-        )
+    return AfterValidator(check)
+
+
+# A text that stands alone is the only one of a list.
+ONE_OR_MORE = BeforeValidator(
+    lambda value: [value] if isinstance(value, str) else value,
+    json_schema_input_type=str | list[str],
+)
 
 
 # What is wrong, in words

@@ -10,13 +10,15 @@ from pydantic import Field
 
 from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.chat_jobs import ChatJob, text_in_place_of
+from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.openai.messages import (
     NO_MESSAGES,
     checked_tool_choice,
+    function_tool,
     refuse_second_names,
 )
 from mlx_paged.server.openai.options import ModelFields
+from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
 from mlx_paged.server.sampling_fields import StopTexts, made_params
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
@@ -35,26 +37,10 @@ from mlx_paged.structured_outputs import StructuredOutputsParams
 # Claude Code's note for Anthropic's accounting. It is no text for a model, and it changes with each
 # request, so that no prompt would begin like the one before.
 _BILLING = "x-anthropic-billing-header:"
-_OTHER_BLOCKS = {
-    "image": ("images", ""),
-    "document": ("documents", "; send their text"),
-    "search_result": ("search results", "; send their text"),
-    "container_upload": ("files", "; send their text"),
-    "tool_reference": ("references to tools", "; send the tools themselves"),
-}
 
 
 class Block(Repeated):
     place = "messages[].content[]"
-
-
-class TextBlock(Block):
-    type: Literal["text"]
-    text: str
-
-
-class OtherBlock(Block):
-    type: Literal["image", "document", "search_result", "container_upload", "tool_reference"]
 
 
 class ThinkingBlock(Block):
@@ -77,13 +63,10 @@ class CallBlock(Block):
     input: dict[str, Any]
 
 
-Texts = Annotated[str | Children[Annotated[TextBlock | OtherBlock, OneOf("type")]], OneOf()]
-
-
 class ResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = ""
+    content: Content = ""
     is_error: bool = False
 
 
@@ -96,7 +79,7 @@ class Answer(Repeated):
         str
         | Children[
             Annotated[
-                TextBlock | ThinkingBlock | RedactedBlock | CallBlock | OtherBlock, OneOf("type")
+                TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
             ]
         ],
         OneOf(),
@@ -109,14 +92,14 @@ class Question(Repeated):
     place = "messages[]"
     role: Literal["user", "msg"]
     content: Annotated[
-        str | Children[Annotated[TextBlock | ResultBlock | OtherBlock, OneOf("type")]], OneOf()
+        str | Children[Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]], OneOf()
     ]
 
 
 class Reminder(Repeated):
     place = "messages[]"
     role: Literal["system", "ctx"]
-    content: Texts
+    content: Content
 
 
 AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
@@ -139,13 +122,7 @@ class Tool(Repeated):
 
     def as_function(self) -> dict[str, Any]:
         """The tool as templates take it, which is OpenAI's way."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        return function_tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class ToolChoice(Body):
@@ -180,7 +157,7 @@ class ConversationFields(ModelFields):
         Any, Fixed(way_out="send all messages", code="thread_unsupported_request")
     ] = None
     messages: Conversation
-    system: Texts = ""
+    system: Content = ""
     tools: Children[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
@@ -310,24 +287,12 @@ def _tool_choice(choice: ToolChoice, tools: tuple[dict[str, Any], ...]) -> str:
 # Messages
 
 
-def _read_system(system: Texts) -> list[dict[str, Any]]:
-    texts = [text for text in _texts_of(system, "system") if not text.startswith(_BILLING)]
+def _read_system(system: Content) -> list[dict[str, Any]]:
+    texts = [
+        text for text in texts_of(system, "system", is_last=True) if not text.startswith(_BILLING)
+    ]
     text = "\n\n".join(texts)
     return [{"role": "system", "content": text}] if text else []
-
-
-def _texts_of(content: Texts, place: str, is_last: bool = True) -> list[str]:
-    """The texts of a field that is one, or a list of blocks that have one each."""
-    if isinstance(content, str):
-        return [content]
-    return [_text_of(block, f"{place}[{index}]", is_last) for index, block in enumerate(content)]
-
-
-def _text_of(block: TextBlock | OtherBlock, place: str, is_last: bool) -> str:
-    if isinstance(block, TextBlock):
-        return block.text
-    what, way_out = _OTHER_BLOCKS[block.type]
-    return text_in_place_of(block.type, what, place, is_last, way_out)
 
 
 def _read_messages(told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
@@ -346,7 +311,7 @@ def _read_messages(told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
             new = _read_question(each, names, place, is_last)
         else:
             # Few templates know a system's message in the middle.
-            text = "\n\n".join(_texts_of(each.content, place, is_last))
+            text = "\n\n".join(texts_of(each.content, place, is_last))
             text = f"<system-reminder>\n{text}\n</system-reminder>"
             new = [{"role": "user", "content": [text]}]
         for message in new:
@@ -379,7 +344,7 @@ def _read_question(
         if isinstance(block, ResultBlock):
             messages.append(_read_result(block, names, here, is_last))
         else:
-            text = _text_of(block, here, is_last)
+            text = block.told(here, is_last)
             _append(messages, {"role": "user", "content": [text]})
     return messages or [{"role": "user", "content": []}]
 
@@ -391,7 +356,7 @@ def _read_result(
     if call_id not in names:
         words = f"is {shown(call_id)}, and no tool_use has that id"
         raise refused(f"{place}.tool_use_id", words)
-    text = "\n".join(_texts_of(block.content, f"{place}.content", is_last))
+    text = "\n".join(texts_of(block.content, f"{place}.content", is_last))
     if block.is_error and "error" not in text[:40].lower():
         # Templates have no word for it.
         text = f"Error: {text}"
@@ -412,7 +377,7 @@ def _read_answer(
             calls.append({"id": block.id, "type": "function", "function": function})
             names[block.id] = block.name
         elif not isinstance(block, RedactedBlock):
-            texts.append(_text_of(block, f"{place}[{index}]", is_last))
+            texts.append(block.told(f"{place}[{index}]", is_last))
     message: dict[str, Any] = {"role": "assistant", "content": ["".join(texts)]}
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from mlx_paged.errors import shown
 from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import arguments_of, text_in_place_of
+from mlx_paged.server.chat_jobs import arguments_of
+from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
     AtMost,
@@ -21,37 +22,6 @@ from mlx_paged.server.schemas import (
     Repeated,
     refused,
 )
-
-_OTHER_PARTS = {
-    "image_url": "images",
-    "input_image": "images",
-    "video_url": "videos",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "file": "files",
-}
-
-
-class Part(Repeated):
-    place = "messages[].content[]"
-
-
-class TextPart(Part):
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(Part):
-    type: Literal["refusal"]
-    refusal: str
-
-
-class OtherPart(Part):
-    type: Literal["image_url", "input_image", "video_url", "input_audio", "audio_url", "file"]
-
-
-AnyPart = Annotated[str | TextPart | RefusalPart | OtherPart, OneOf("type")]
-Content = Annotated[str | Children[AnyPart], OneOf()]
 
 
 class Message(Repeated):
@@ -145,7 +115,8 @@ def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
 
 def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    told: dict[str, Any] = {"role": role, "content": _text_of(message.content, place, is_last)}
+    content = "".join(texts_of(message.content, f"{place}.content", is_last))
+    told: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, Answer):
         told["content"] += message.refusal
         reasoning = message.reasoning_content
@@ -159,22 +130,6 @@ def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, A
     if message.name is not None:
         told["name"] = message.name
     return told
-
-
-def _text_of(content: Content, place: str, is_last: bool) -> str:
-    """The text of a message, whose parts are joined without anything between them."""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if isinstance(part, OtherPart):
-            what = _OTHER_PARTS[part.type]
-            texts.append(text_in_place_of(part.type, what, f"{place}.content[{index}]", is_last))
-        elif isinstance(part, RefusalPart):
-            texts.append(part.refusal)
-        else:
-            texts.append(part if isinstance(part, str) else part.text)
-    return "".join(texts)
 
 
 def _read_call(call: ToolCall) -> dict[str, Any]:
@@ -191,6 +146,19 @@ def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
     """
     refuse_second_names([tool.function.name for tool in tools], "function.name")
     return tuple(tool.model_dump(exclude_unset=True) for tool in tools)
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any], strict: bool | None
+) -> dict[str, Any]:
+    """A tool as templates take it."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
 
 
 def refuse_second_names(names: Sequence[str], field: str = "name") -> None:

@@ -69,16 +69,19 @@ class CacheFields(Body):
 
 
 class StreamOptions(Body):
+    include_obfuscation: Any = None
+
+
+class UsageOptions(StreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Any = None
 
 
 class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     """What chat and completions share."""
 
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: UsageOptions | None = None
     request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

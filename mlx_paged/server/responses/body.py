@@ -12,13 +12,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_paged.errors import shown
-from mlx_paged.server.chat_jobs import ChatJob, arguments_of, text_in_place_of
+from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.grammars.response_format import Format
-from mlx_paged.server.openai.messages import checked_tool_choice, refuse_second_names
-from mlx_paged.server.openai.options import CacheFields, ModelFields, first_given
+from mlx_paged.server.openai.messages import (
+    checked_tool_choice,
+    function_tool,
+    refuse_second_names,
+)
+from mlx_paged.server.openai.options import CacheFields, ModelFields, StreamOptions, first_given
+from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
+    ONE_OR_MORE,
     AtMost,
     Body,
     Children,
@@ -26,42 +32,15 @@ from mlx_paged.server.schemas import (
     Fixed,
     OneOf,
     Repeated,
-    TextList,
     refused,
+    short,
 )
 from mlx_paged.server.service import Service
 
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
-_OTHER_PARTS = {
-    "input_image": "images",
-    "input_file": "files",
-    "input_audio": "audio",
-}
 # Before the reasoning in ``encrypted_content``, so that what other servers made is told apart. The
 # server keeps nothing, and clients bring it back.
 _SEAL = "mlx_paged."
-
-
-class Part(Repeated):
-    place = "input[].content[]"
-
-
-class TextPart(Part):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class RefusalPart(Part):
-    type: Literal["refusal"]
-    refusal: str
-
-
-class OtherPart(Part):
-    type: Literal["input_image", "input_file", "input_audio"]
-
-
-AnyPart = Annotated[TextPart | RefusalPart | OtherPart, OneOf("type")]
-Content = Annotated[str | Children[AnyPart], OneOf()]
 
 
 class Item(Repeated):
@@ -125,17 +104,12 @@ class Tool(Repeated):
     name: Filled
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool = False
+    strict: bool | None = None
 
     def as_function(self) -> dict[str, Any]:
         """The tool as templates take it, which is that of chat completions."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        empty = {"type": "object", "properties": {}}
+        return function_tool(self.name, self.description, self.parameters or empty, self.strict)
 
 
 class Namespace(Repeated):
@@ -166,10 +140,6 @@ class Text(Body):
     format: Format | None = None
 
 
-class StreamOptions(Body):
-    include_obfuscation: Any = None
-
-
 class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     """The body of ``POST /v1/responses``."""
 
@@ -178,7 +148,9 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[str], TextList(100, 2**14)] = Field(default_factory=list)
+    include: Annotated[list[Filled], AtMost(100), short(2**14), ONE_OR_MORE] = Field(
+        default_factory=list
+    )
     top_logprobs: int = 0
     max_output_tokens: int | None = None
     reasoning: Reasoning = Reasoning()
@@ -364,7 +336,8 @@ class _ItemReader:
         if isinstance(item, ItemReference):
             item = self._referred(item, place)
         if isinstance(item, MessageItem):
-            self._add_message(item, _text_of(item.content, f"{place}.content", is_last))
+            text = "".join(texts_of(item.content, f"{place}.content", is_last))
+            self._add_message(item, text)
         elif isinstance(item, CallItem):
             self._add_call(item)
         elif isinstance(item, OutputItem):
@@ -425,7 +398,7 @@ class _ItemReader:
                 "role": "tool",
                 "tool_call_id": call_id,
                 "name": self._names[call_id],
-                "content": [_text_of(item.output, f"{place}.output", is_last)],
+                "content": texts_of(item.output, f"{place}.output", is_last),
             }
         )
 
@@ -441,20 +414,6 @@ class _ItemReader:
 
 class _KeptItem(Body):
     item: AnyItem
-
-
-def _text_of(content: Content, place: str, is_last: bool) -> str:
-    """A text, or a list of parts whose texts are joined."""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if isinstance(part, OtherPart):
-            what = _OTHER_PARTS[part.type]
-            texts.append(text_in_place_of(part.type, what, f"{place}[{index}]", is_last))
-        else:
-            texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
-    return "".join(texts)
 
 
 def sealed(reasoning: str) -> str:
