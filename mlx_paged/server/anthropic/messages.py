@@ -159,9 +159,9 @@ class ConversationFields(ModelFields):
     messages: Conversation
     system: Content = ""
     tools: Children[Tool] = Field(default_factory=list)
-    tool_choice: ToolChoice = ToolChoice(type="auto")
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig = OutputConfig()
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
     output_format: SchemaFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -251,7 +251,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
         _read_params(request, service),
         tools,
         choice,
-        not request.tool_choice.disable_parallel_tool_use,
+        request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
         options,
         request.priority,
         request.cache_salt or None,
@@ -272,9 +272,11 @@ def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
     return made_params(service.default_params, values)
 
 
-def _tool_choice(choice: ToolChoice, tools: tuple[dict[str, Any], ...]) -> str:
+def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:
     """Which tool may or must be called."""
     refuse_second_names([tool["function"]["name"] for tool in tools])
+    if choice is None:
+        return "auto"
     if choice.type == "tool":
         if choice.name is None:
             raise refused("tool_choice.name", "is missing")

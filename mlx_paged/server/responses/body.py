@@ -153,8 +153,8 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     )
     top_logprobs: int = 0
     max_output_tokens: int | None = None
-    reasoning: Reasoning = Reasoning()
-    text: Text = Text()
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    text: Text = Field(default_factory=Text)
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
@@ -245,7 +245,7 @@ def read_responses_body(
         "tools": [],
         "top_logprobs": num_top_logprobs or 0,
         "top_p": params.top_p,
-        **given,
+        **{name: value for name, value in given.items() if value},
     }
     return ResponsesBody(
         job, model, request.stream, num_top_logprobs, _INCLUDES[0] in request.include, namespaces,
