@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -23,6 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from mlx_paged.errors import shown
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
@@ -46,14 +48,16 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-# What other servers and other protocols have, by what it is here: the first of these names that the
-# body knows is what to send.
+# What protocols call the same thing: the first of these names that a body has is what to send.
+# What others call sampling parameters is said where these are declared.
 _SYNONYMS = (
     ("messages", "input", "prompt"),
     ("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens"),
     ("tools", "functions"),
     ("tool_choice", "function_call"),
     ("stop", "stop_sequences"),
+    ("response_format", "text.format", "output_config.format"),
+    ("reasoning_effort", "reasoning.effort", "output_config.effort"),
 )
 _ADVICE = {
     "adapters": "start a server with --adapter-path",
@@ -130,14 +134,10 @@ class Repeated(Body):
     leaves_out = True
 
 
+@cache
 def _names_of(cls: type[Body]) -> frozenset[str]:
     """The names that fields have in JSON."""
-    names = cls.__dict__.get("__wire_names__")
-    if names is None:
-        fields = cls.model_fields.items()
-        names = frozenset(str(field.alias or name) for name, field in fields)
-        type.__setattr__(cls, "__wire_names__", names)
-    return names
+    return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 def wrong(words: str, code: str | None = None) -> PydanticCustomError:
@@ -359,10 +359,14 @@ def _refused_member(place: str, error: ErrorDetails) -> ApiError:
 
 def _advice(cls: type[Body], name: str) -> str | None:
     """What to do instead of sending a field that a body does not declare."""
+    declared = _names_of(cls)
     for names in _SYNONYMS:
-        known = _names_of(cls).intersection(names)
+        known = [each for each in names if each.partition(".")[0] in declared]
         if name in names and known:
-            return f"send {min(known, key=names.index)}"
+            return f"send {known[0]}"
+    for param_name, param in SAMPLING_PARAMS.items():
+        if param_name in declared and name in param.elsewhere.split():
+            return f"send {param_name}"
     return _ADVICE.get(name)
 
 

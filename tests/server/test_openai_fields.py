@@ -12,6 +12,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.anthropic.messages import MessagesRequest
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.openai.chat import ChatRequest, read_chat
@@ -498,3 +499,31 @@ def test_the_newer_name_of_max_tokens_counts(shared_service):
     assert params.max_tokens == 7
     assert chat(shared_service).job.params.max_tokens is None
     assert completion(shared_service).params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "advice"),
+    [
+        (ChatRequest, "functions", "send tools"),
+        (ChatRequest, "function_call", "send tool_choice"),
+        (ChatRequest, "max_output_tokens", "send max_tokens"),
+        (ChatRequest, "repeat_penalty", "send repetition_penalty"),
+        (ChatRequest, "adapters", "start a server with --adapter-path"),
+        (ChatRequest, "colour", "leave it out"),
+        (CompletionRequest, "messages", "send prompt"),
+        (CompletionRequest, "reasoning_effort", "leave it out"),
+        (ResponsesRequest, "messages", "send input"),
+        (ResponsesRequest, "max_tokens", "send max_output_tokens"),
+        (ResponsesRequest, "response_format", "send text.format"),
+        (ResponsesRequest, "reasoning_effort", "send reasoning.effort"),
+        (MessagesRequest, "stop", "send stop_sequences"),
+        (MessagesRequest, "max_tokens_to_sample", "send max_tokens"),
+        (MessagesRequest, "container", "containers run on Anthropic's servers; leave it out"),
+    ],
+)
+def test_what_others_call_otherwise_is_refused_with_the_name_that_it_has_here(body, name, advice):
+    known = {"messages": [USER], "prompt": "a", "input": "a", "max_tokens": 5}
+    required = {each for each, field in body.model_fields.items() if field.is_required()}
+    with pytest.raises(ApiError) as caught:
+        body.read({each: known[each] for each in required} | {name: "x"})
+    assert caught.value.message == f"{name} is not supported; {advice}"
