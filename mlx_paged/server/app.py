@@ -53,6 +53,7 @@ class App:
         routes = routes_of(service, counts)
         others = (route for route in routes if route.protocol is not WireProtocol.OPENAI)
         self._protocols = {route.path: route.protocol for route in others}
+        self._protocol_paths = tuple(self._protocols)
         inner = Starlette(
             routes=routes,
             exception_handlers={
@@ -66,11 +67,14 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path, found = scope["path"], self._protocols.items()
-            # Also of what is refused on the way, and of paths below those of a protocol.
-            protocols = (each for begin, each in found if path.startswith(begin))
-            scope.setdefault("state", {})["protocol"] = next(protocols, WireProtocol.OPENAI)
+            scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
         await self._app(scope, receive, send)
+
+    def _protocol_of(self, path: str) -> WireProtocol:
+        """The protocol of a path, or of what is below it; also of what is refused on the way."""
+        if not path.startswith(self._protocol_paths):
+            return WireProtocol.OPENAI
+        return next(each for begin, each in self._protocols.items() if path.startswith(begin))
 
 
 def build_app(
