@@ -40,17 +40,15 @@ from mlx_paged.standard_streams import (
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from starlette.types import ASGIApp
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.http_server import Gate
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
 ANY_NAME = "*"  # of a model
-_EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
+_EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_client")
 _MAX_FILES = 8192  # that are open, which macOS lets a process ask for
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
@@ -251,28 +249,6 @@ def _model_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
-    """The application behind all that keeps others out of it, but for ids and the log."""
-    from starlette.middleware.cors import CORSMiddleware
-
-    from mlx_paged.server.http.access import Access, OriginGuard
-    from mlx_paged.server.http.http_server import Gate
-    from mlx_paged.server.http.limits import Limits
-
-    app = Access(Limits(app, settings.max_body_bytes), settings)
-    if settings.cors_origins:
-        # It answers preflights, which have no key, and lets pages read that there was none.
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
-            max_age=600,
-        )
-    return Gate(OriginGuard(app, settings, is_loopback), engine)
-
-
 def serve(
     service: Service,
     settings: ServerSettings,
@@ -285,17 +261,13 @@ def serve(
         sockets: that listen.
         announce: called when requests are served.
     """
-    from mlx_paged.server.app import make_app
+    from mlx_paged.server.app import build_app
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.logs import RequestLog
     from mlx_paged.server.http.tidying import keep_out_of_sight
-    from mlx_paged.server.watching.metrics import counted
 
     keep_out_of_sight()
-    app = make_app(service)
-    gate = guarded(app, service.engine, settings, is_loopback(sockets))
-    logged = RequestLog(counted(gate, app))
-    server = HttpServer(logged, gate, service.engine, settings, _max_connections(), announce)
+    app = build_app(service, settings, is_loopback(sockets))
+    server = HttpServer(app, app.gate, service.engine, settings, _max_connections(), announce)
 
     def end() -> None:
         server.should_exit = True
