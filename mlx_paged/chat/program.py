@@ -180,7 +180,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.loading import (
         demo_model_path,
         dtype_config,
-        find_model,
+        find_model_for,
         load_draft_model,
         load_for,
         read_sampling_defaults,
@@ -195,7 +195,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
             )
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model)
-    folder = demo_model_path() if args.model is None else find_model(args.model)
+    folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
     defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     options = engine_options(args, "chat")
@@ -207,6 +207,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         engine_options=options,
+        refuses_too_large=not args.force,
     )
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from mlx_paged.chat.settings import Settings
 from mlx_paged.command_line.descriptions import (
-    describe_activations,
     describe_backend,
     describe_budget,
     describe_budget_in_full,
     describe_context,
     describe_device,
     describe_disk_tier,
+    describe_memory,
     describe_model,
 )
 from mlx_paged.command_line.flags import EXAMPLE_MODEL
@@ -46,7 +46,7 @@ def describe_start(
             f"[model: {model} | device: {describe_device()} | "
             f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
             f"[K/V budget: {describe_budget_in_full(cache)}]",
-            f"[{describe_activations(engine)}]",
+            f"[{describe_memory(engine)}]",
             *(f"[{words}]" for words in describe_disk_tier(engine)),
             f"[context: {describe_context(engine)}; prompt and answer together]",
             f"[sampling: {sampling}{own}]",
@@ -58,7 +58,7 @@ def describe_start(
             model,
             f"{describe_device()}, {describe_backend(cache)}",
             f"{cache.kind} K/V: {describe_budget(cache)}",
-            describe_activations(engine),
+            describe_memory(engine),
             *describe_disk_tier(engine),
             f"context: {describe_context(engine)}",
             sampling + " (the model's)" * is_of_model,

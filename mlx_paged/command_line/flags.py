@@ -47,6 +47,9 @@ LAUNCH_OPTIONS = {
         BOOL,
         default=False,
     ),
+    "force": Option(
+        "load a model that is larger than this machine's memory all the same", BOOL, default=False
+    ),
     "no_thinking": Option(
         "ask the model's chat template for an answer without reasoning", BOOL, default=False
     ),
@@ -55,7 +58,7 @@ LAUNCH_OPTIONS = {
 FLAGS = {
     **{
         name: LAUNCH_OPTIONS[name].flag_name(name)
-        for name in ("adapter_path", "draft_model", "dtype")
+        for name in ("adapter_path", "draft_model", "dtype", "force")
     },
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",

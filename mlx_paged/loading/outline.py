@@ -52,14 +52,14 @@ def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Ou
         return Outline(*_outline_of(folder), repo, num_bytes)
 
 
-def find_model_that_fits(path_or_hf_repo: str | Path) -> Path:
-    """As :func:`find_model`, and a repository whose weights this machine can't hold is not
-    downloaded.
+def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
+    """As :func:`find_model`, and unless ``force`` a repository whose weights this machine can't
+    hold is not downloaded.
 
     Raises:
         LoadError: as it does; or the weights are too large.
     """
-    if find_local_model(path_or_hf_repo) is None:
+    if not force and find_local_model(path_or_hf_repo) is None:
         from huggingface_hub import HfApi
 
         try:
@@ -80,7 +80,7 @@ def check_size(weight_nbytes: int) -> None:
     if reason is not None:
         raise LoadError(
             f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; take a smaller "
-            "model or one of fewer bits (mlx-paged fit says what fits), or force it",
+            "model or one of fewer bits (mlx-paged fit says what fits), or go on with force",
             "force",
         )
 

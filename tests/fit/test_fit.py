@@ -22,14 +22,16 @@ from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, r
 from helpers.model_zoo.full_size import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
+from mlx_paged import memory
 from mlx_paged.config import KVBits
 from mlx_paged.errors import ArgumentError
 from mlx_paged.fit import main, main_of_list
 from mlx_paged.fit.footprint import Footprint
 from mlx_paged.fit.machine import Machine, _free_of_vm_stat, free_memory
 from mlx_paged.fit.verdict import Fit
-from mlx_paged.loading import LoadError, demo_model_path, load
+from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
+from mlx_paged.memory import format_nbytes
 from mlx_paged.models.kv_cache import make_kv_cache
 
 GIB = 2**30
@@ -423,3 +425,52 @@ def test_an_empty_list_says_so(
     assert capsys.readouterr().out.startswith("no models: ")
     assert main_of_list([str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+# The programs
+
+
+@pytest.mark.parametrize("command", [("chat", "Hello"), ("serve",)], ids=["chat", "serve"])
+def test_a_model_that_is_too_large_is_refused_before_it_is_read(
+    command: tuple[str, ...], tmp_path: Path
+):
+    config = {**FULL_SIZE["Llama-3.1-70B"], "num_hidden_layers": 800}
+    size = write_model(tmp_path / "large", config)
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_paged", *command, "--model", str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    whole = format_nbytes(Machine.here().limit)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        f"[load] the weights take {format_nbytes(size)}, and this machine has {whole} of memory; "
+        "take a smaller model or one of fewer bits (mlx-paged fit says what fits), or go on with "
+        "--force"
+    ) in done.stderr
+
+
+def test_a_model_that_is_too_large_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_model(tmp_path / "hub" / "owner" / "large", QWEN3_30B_A3B, bits=4)
+    monkeypatch.setattr(memory, "memory_size", lambda: 8 * GIB)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "home"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **settings: _only_here(settings)
+    )
+    with hub(tmp_path / "hub") as endpoint:
+        monkeypatch.setattr(
+            huggingface_hub, "HfApi", lambda: huggingface_hub.hf_api.HfApi(endpoint)
+        )
+        with pytest.raises(LoadError, match=r"take 17\.2 GB, and this machine has 8\.6 GB"):
+            find_model_for("owner/large", force=False)
+        with pytest.raises(LoadError, match="downloads"):
+            find_model_for("owner/large", force=True)
+
+
+def _only_here(settings: dict[str, Any]) -> str:
+    if settings.get("local_files_only"):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+    raise OSError("downloads")
