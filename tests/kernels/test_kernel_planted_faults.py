@@ -55,7 +55,6 @@ def test_every_barrier_is_counted():
     assert {name: count for name, count in counts.items() if count} == {
         "paged_attention": 1,
         "paged_attention_affine": 1,
-        "latent_attention": 1,
         "merge_partitions": 1,
     }
 
@@ -167,8 +166,8 @@ WRONG_RESULTS = {
     "reading_new_rows_from_the_slab": (
         SHARED,
         ATTENTION,
-        "Keys::newest(has_rows, new_keys",
-        "Keys::newest(false, new_keys",
+        "Keys::newest(has_rows, Formats",
+        "Keys::newest(false, Formats",
     ),
     "not_writing_new_rows": (
         SHARED,

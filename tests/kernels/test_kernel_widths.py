@@ -7,9 +7,14 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL
-from helpers.kernel_checks import assert_same_bits, attend_and_compare, checked_metal
-from helpers.numpy_attention import DTYPES, make_problem
-from helpers.quantised_problems import quantised
+from helpers.kernel_checks import (
+    assert_same_bits,
+    assert_same_slabs,
+    attend_and_compare,
+    checked_metal,
+)
+from helpers.numpy_attention import DTYPES, before_the_step, make_problem
+from helpers.quantised_problems import BITS_OF_K_AND_V, quantised
 
 SEQS = ((300, 1), (17, 1), (40, 2), (265, 4))
 # K and V of Gemma 4's global layers, of MiniCPM3, and of DeepSeek without absorption; narrow keys;
@@ -75,12 +80,29 @@ def test_every_cut_of_rows_of_512_matches_the_formula(group, run, metal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4), (4, 8)], ids=str)
-@pytest.mark.parametrize("head_dim", [192, 512])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
-def test_quantised_rows_that_are_wide_match_the_formula(head_dim, bits, dtype, metal):
-    problem = problem_of((head_dim, head_dim), dtype, SEQS[:3], poison="large")
-    attend_and_compare(quantised(problem, *bits))
+@pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_quantised_rows_of_every_width_match_the_formula(widths, bits, dtype, metal):
+    problem = quantised(problem_of(widths, dtype, SEQS[:3], poison="large"), *bits)
+    attend_and_compare(problem)
+    whole = METAL.attend(*problem.args)
+    kv, k, v = before_the_step(problem)
+    assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
+    assert_same_slabs(kv, problem.kv)
+    for seq in range(3):
+        assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
+
+
+def test_quantised_rows_of_different_widths_and_groups_match_the_formula(metal):
+    problem = quantised(problem_of((96, 64), seqs=SEQS[:2], poison="large"), 8, 4)
+    assert (problem.kv.format.key.group_size, problem.kv.format.value.group_size) == (32, 64)
+    attend_and_compare(problem)
+    gathered = METAL.gather_step(problem.kv, problem.metadata)
+    assert [(k.shape[-1], v.shape[-1]) for k, v in gathered] == [(96, 64)] * 2
+    for (keys, values), (_, k, v) in zip(gathered, problem.dense, strict=True):
+        assert_same_bits(keys.swapaxes(0, 1), k.astype(keys.dtype))
+        assert_same_bits(values.swapaxes(0, 1), v.astype(values.dtype))
 
 
 FAULTS = {
@@ -117,8 +139,8 @@ FAULTS = {
     "a_width_of_partials_that_is_of_keys": (
         (512, 192),
         "paged_attention.metal",
-        "PARTIAL ? VALUE_DIM + 4",
-        "PARTIAL ? KEY_DIM + 4",
+        "PARTIAL ? VALUE_WIDTH + 4",
+        "PARTIAL ? KEY_WIDTH + 4",
     ),
 }
 
@@ -130,6 +152,32 @@ def test_a_mistake_in_the_place_of_a_load_is_seen(widths, name, text, other, pla
         plant(name, text, other)
         with pytest.raises(Exception, match=r"sequence \d|not equal|mlx_paged_paged_attention"):
             attend_and_compare(problem_of(widths, mx.float16, SEQS[:2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text", "other"),
+    [
+        (
+            "affine_slabs.metal",
+            "Affine<T, VALUE_DIM, VALUE_BITS, VALUE_GROUP>",
+            "Affine<T, VALUE_DIM, VALUE_BITS, KEY_GROUP>",
+        ),
+        (
+            "paged_attention.metal",
+            "LeastOf<KeyRow::SHARERS, ValueRow::SHARERS>",
+            "LeastOf<KeyRow::SHARERS, KeyRow::SHARERS>",
+        ),
+    ],
+    ids=["groups_of_keys", "sharers_of_keys"],
+)
+def test_values_in_other_groups_than_keys_are_seen(name, text, other, plant, compiler):
+    # Keys of 128 share a scale by eight lanes of sixteen, values of 96 by four.
+    problem = quantised(problem_of((128, 96), seqs=SEQS[:1], poison="large"), 8, 8)
+    with checked_metal():
+        plant(name, text, other)
+        with pytest.raises(AssertionError, match=r"sequence \d"):
+            attend_and_compare(problem)
 
 
 @pytest.mark.slow
