@@ -232,8 +232,8 @@ def test_a_scale_from_behind_the_end_of_a_row_lets_a_nan_out(plant, compiler):
     with checked_metal():
         plant(
             ATTENTION,
-            "KeyRow::readable(column, 0) / Keys::SCALE_LOADS",
-            "KeyRow::place(column, 0) / Keys::SCALE_LOADS",
+            "key_place = KeyRow::readable(column, 0)",
+            "key_place = KeyRow::place(column, 0)",
         )
         with pytest.raises(AssertionError, match=r"sequence 0"):
             attend_and_compare(quantised(problem, 8, 4))
