@@ -160,9 +160,7 @@ struct Affine {
     const float4 numbers = finished(floats(load, part), 0);
     return fma(numbers, float4(rest.scale), float4(rest.bias));
   }
-  static QueryRest load_query_rest(const device T*, int) {
-    return {0};
-  }
+  static void load_query_rest(const device T*, int, thread QueryRest&) {}
   // Queries in odd places make up for keys in odd places that are too large. As halves they need
   // room for that.
   template <int LANES, int SHARERS, int LOADS>
@@ -185,7 +183,7 @@ struct Affine {
     rest.sum = sum_over_lanes<1, SHARERS>(sums.x + sums.y + (sums.z + sums.w));
     return factor;
   }
-  static float scaled(float product, Rest rest, QueryRest query_rest) {
+  static float scaled(float product, Rest rest, const thread QueryRest& query_rest) {
     return fma(product, rest.scale, rest.bias * query_rest.sum);
   }
   static float weighed(float weight, Rest rest) {

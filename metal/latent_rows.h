@@ -73,14 +73,12 @@ struct Latents {
   static float4 floats(Load load, int part) {
     return Latent::floats(load, part);
   }
-  static QueryRest load_query_rest(const device Element* query, int lane) {
-    QueryRest rest;
+  static void load_query_rest(const device Element* query, int lane, thread QueryRest& rest) {
     const device uint4* from = (const device uint4*)(query + Latent::WIDTH);
     UNROLL
     for (int n = 0; n < Rope::QUERY_LOADS; n++) {
       rest.rope_loads[n] = from[lane / MAX_SHARERS * Rope::QUERY_LOADS + n];
     }
-    return rest;
   }
   template <int LANES, int SHARERS, int LOADS>
   static float prepare_query(thread uint4 (&query)[LOADS], thread QueryRest& rest) {
@@ -88,7 +86,7 @@ struct Latents {
     rest.rope_factor = Rope::template prepare_query<LANES, 1>(rest.rope_loads, rest.rope) / factor;
     return factor;
   }
-  static float scaled(float product, Rest rest, QueryRest query_rest) {
+  static float scaled(float product, Rest rest, const thread QueryRest& query_rest) {
     constexpr int PARTS = Rope::LOAD_SIZE / 4, QUERY_PARTS = PARTS / Rope::QUERY_LOADS;
     float rope = 0;
     UNROLL

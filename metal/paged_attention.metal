@@ -113,7 +113,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     const uint4 loaded = ((const device uint4*)(queries + from))[at];
     query[i][n] = KeyRow::is_there(column, n / QUERY_LOADS) ? loaded : uint4(0);
   }
-  query_rest[i] = Keys::load_query_rest(queries + from, column);
+  Keys::load_query_rest(queries + from, column, query_rest[i]);
   scale[i] =
       Keys::template prepare_query<LANES, SHARERS>(query[i], query_rest[i]) *
       (softmax_scale * LOG2_E);

@@ -206,14 +206,12 @@ struct Dense {
   static float4 query_floats(uint4 load, int part) {
     return Packed<T>::query_floats(load, part);
   }
-  static QueryRest load_query_rest(const device T*, int) {
-    return {0};
-  }
+  static void load_query_rest(const device T*, int, thread QueryRest&) {}
   template <int LANES, int SHARERS, int LOADS>
   static float prepare_query(thread uint4 (&query)[LOADS], thread QueryRest&) {
     return Packed<T>::template prepare_query<LANES>(query);
   }
-  static float scaled(float product, Rest, QueryRest) {
+  static float scaled(float product, Rest, const thread QueryRest&) {
     return product;
   }
   static float weighed(float weight, Rest) {

@@ -79,12 +79,22 @@ def test_every_cut_of_rows_of_512_matches_the_formula(group, run, metal):
     assert all(2 * each >= group * run for each in splits)
 
 
+# Each width with each pair of bits, in both dtypes of 16 bits in turns; equal widths in float32,
+# too: elsewhere the formula's own error is no measure of sums whose terms are thrice as large.
+QUANTISED = [
+    *(
+        (widths, bits, ("f16", "bf16")[n % 2])
+        for widths in WIDTHS
+        for n, bits in enumerate(BITS_OF_K_AND_V)
+    ),
+    *((widths, bits, "f32") for widths in ((192, 192), (512, 512)) for bits in BITS_OF_K_AND_V),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("widths", "bits", "dtype"), QUANTISED, ids=str)
 def test_quantised_rows_of_every_width_match_the_formula(widths, bits, dtype, metal):
-    problem = quantised(problem_of(widths, dtype, SEQS[:3], poison="large"), *bits)
+    problem = quantised(problem_of(widths, DTYPES[dtype], SEQS[:3], poison="large"), *bits)
     attend_and_compare(problem)
     whole = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)

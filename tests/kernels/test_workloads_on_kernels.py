@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from helpers.fence_order import disorders
 from helpers.mlx_lm_models import DEEPSEEK_V3, LLAMA, Config, random_model
 from helpers.workloads import Run, Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
@@ -69,7 +68,6 @@ def both(name: str, seed: int, num_requests: int, **options: Any) -> tuple[Run, 
     waiting = workload.run(model_of(name), backend="reference", **options)
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
         ahead = workload.run(model_of(name), backend="metal", **options)
-    assert disorders(trace) == []
     return ahead, waiting, {call.kernel.removeprefix("mlx_paged_") for call in trace}
 
 
