@@ -2,9 +2,9 @@
 // latent attention, DeepSeek-V2, 2024). Queries have a part for both, and values are the latents
 // again: their loads are those of the keys.
 //
-// The latents lie over all lanes. A row of rotated keys is a load for each LANES / ROPE_LOADS
-// neighbours, and the rest of the key that a lane will have the score of: it enters where the
-// products of all lanes are added up, so that no lane multiplies what is not there.
+// The latents lie over all lanes. Of rotated keys a lane holds one load, of the key whose score it
+// will have: the rest of that key. It enters where the products of all lanes are added up, so that no
+// lane multiplies what is not there.
 template <typename Latent, typename Rope>
 struct Latents {
   struct Rows {
