@@ -180,3 +180,30 @@ def test_a_mistake_is_seen(text, other, plant, compiler):
         plant("latent_rows.h", text, other)
         with pytest.raises(AssertionError, match=r"sequence \d|Arrays are not equal"):
             check(problem_of((40, 17), dtype=mx.bfloat16))
+
+
+QUANTISED_FAULTS = {
+    "scales_of_another_rotated_key": (
+        "Rope::rest(rows.rope_keys, row, ",
+        "Rope::rest(rows.rope_keys, row ^ 1, ",
+    ),
+    "scales_of_another_latent": (
+        "Latent::rest(rows.latents, row, ",
+        "Latent::rest(rows.latents, row ^ 1, ",
+    ),
+    "a_sum_of_rotated_queries_over_two_lanes": (
+        "prepare_query<LANES, 1>",
+        "prepare_query<LANES, 8>",
+    ),
+    "rotated_products_without_a_scale": ("Rope::scaled(rope, rest.rope, query_rest.rope)", "rope"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "other"), QUANTISED_FAULTS.values(), ids=QUANTISED_FAULTS)
+def test_a_mistake_in_quantised_latents_is_seen(text, other, plant, compiler):
+    problem = quantised_problem((8, 4), context_lens=(40, 17), dtype=mx.float16)
+    with checked_metal():
+        plant("latent_rows.h", text, other)
+        with pytest.raises(AssertionError, match=r"sequence \d"):
+            check_backend(problem)

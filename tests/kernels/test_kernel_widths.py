@@ -15,6 +15,8 @@ from helpers.kernel_checks import (
 )
 from helpers.numpy_attention import DTYPES, before_the_step, make_problem
 from helpers.quantised_problems import BITS_OF_K_AND_V, quantised
+from metal_emulator import ForbiddenWrite, MemoryFault
+from metal_emulator.errors import UnwrittenOutput
 
 SEQS = ((300, 1), (17, 1), (40, 2), (265, 4))
 # K and V of Gemma 4's global layers, of MiniCPM3, and of DeepSeek without absorption; narrow keys;
@@ -196,3 +198,44 @@ def test_neighbouring_loads_that_share_a_scaling_are_needed(plant, compiler):
         plant("row_formats.h", "Format::NEIGHBOURS ?", "false ?")
         with pytest.raises(AssertionError, match=r"sequence \d"):
             attend_and_compare(quantised(problem_of((512, 512), seqs=SEQS[:1]), 8, 8))
+
+
+GATHER_FAULTS = {
+    "a_row_as_wide_as_keys": (
+        *((8, 4), "dequantize_blocks.metal"),
+        *("values + token.row * VALUE_DIM", "values + token.row * KEY_DIM"),
+    ),
+    "the_end_of_a_row_left_out": (
+        *((8, 4), "dequantize_blocks.metal"),
+        *("load < KEY_DIM / 8", "load < VALUE_DIM / 8"),
+    ),
+    "the_first_scale_of_a_row": (
+        *((8, 4), "affine_rows.h"),
+        *("Format::rest(row, 0, place, 0)", "Format::rest(row, 0, 0, 0)"),
+    ),
+    "the_next_slot": (
+        *(None, "gather_blocks.metal"),
+        *("offset = slot % BLOCK_SIZE", "offset = (slot + 1) % BLOCK_SIZE"),
+    ),
+    "values_in_the_place_of_keys": (
+        *(None, "gather_blocks.metal"),
+        *("        key_slab,", "        value_slab,"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bits", "name", "text", "other"), GATHER_FAULTS.values(), ids=GATHER_FAULTS
+)
+def test_a_mistake_in_a_gather_is_seen(bits, name, text, other, plant, compiler):
+    problem = problem_of((96, 64), seqs=((33, 1), (5, 1)), group=1, window=None)
+    problem = quantised(problem, *bits) if bits else problem
+    with checked_metal():
+        plant(name, text, other)
+        with pytest.raises((AssertionError, ForbiddenWrite, MemoryFault, UnwrittenOutput)):
+            for rows, (_, k, v) in zip(
+                METAL.gather_step(problem.kv, problem.metadata), problem.dense, strict=True
+            ):
+                for ours, dense in zip(rows, (k, v), strict=True):
+                    assert_same_bits(ours.swapaxes(0, 1), dense.astype(ours.dtype))
