@@ -28,13 +28,14 @@ def ask(
     headers: Mapping[str, str | None] | None = None,
     body: Iterable[bytes] = (b"",),
     leaves: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> Answered:
     """Send a request in chunks; without ``leaves``, its client waits for the answer.
 
     Args:
         headers: beside ``host``, which ``None`` leaves out.
     """
-    return asyncio.run(asked(app, method, path, headers, body, leaves))
+    return asyncio.run(asked(app, method, path, headers, body, leaves, state))
 
 
 async def asked(
