@@ -157,9 +157,9 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def _folder_of(args: argparse.Namespace) -> Path:
-    from mlx_paged.loading import demo_model_path, find_model
+    from mlx_paged.loading import demo_model_path, find_model_for
 
-    return demo_model_path() if args.model is None else find_model(args.model)
+    return demo_model_path() if args.model is None else find_model_for(args.model, args.force)
 
 
 def _load(
@@ -178,6 +178,7 @@ def _load(
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         engine_options=options,
+        refuses_too_large=not args.force,
     )
     draft_model = load_draft_model(args.draft_model, tokenizer)
     return model, tokenizer, {**options, "draft_model": draft_model}
@@ -314,12 +315,12 @@ def _announce(
 ) -> None:
     """Say what is served, how, and where."""
     from mlx_paged.command_line.descriptions import (
-        describe_activations,
         describe_backend,
         describe_budget,
         describe_context,
         describe_device,
         describe_disk_tier,
+        describe_memory,
         describe_model,
     )
     from mlx_paged.server.http.http_server import url_of
@@ -330,7 +331,7 @@ def _announce(
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
         f"{cache.kind} K/V: {describe_budget(cache)}",
-        describe_activations(engine),
+        describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
         keys_in_words(settings),

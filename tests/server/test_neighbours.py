@@ -1,5 +1,5 @@
 """What one user asks for costs the others little: long work is cut in pieces, bounded, and done in
-threads that are shared fairly. The times are measured by benchmarks/neighbours.py.
+threads that are shared fairly. The times are measured by benchmarks/serving/neighbours.py.
 """
 
 from __future__ import annotations
