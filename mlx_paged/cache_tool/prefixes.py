@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
+from mlx_paged.core.block_hash import HASH_NBYTES
 
 MAX_LEVELS = 8
 """Of the tree are drawn, the last ones of a deeper one: a conversation may have a fork per turn."""
-
-_HASH_NBYTES = 32  # Groups of layers append their number.
 
 
 class PrefixBlock:
@@ -40,8 +39,8 @@ class PrefixBlock:
     def __init__(self, entries: Iterable[Entry]):
         self.entries = tuple(sorted(entries, key=lambda entry: entry.group))
         first = self.entries[0]
-        self.block_hash = first.block_hash[:_HASH_NBYTES]
-        self.parent_hash = first.parent_hash and first.parent_hash[:_HASH_NBYTES]
+        self.block_hash = first.block_hash[:HASH_NBYTES]
+        self.parent_hash = first.parent_hash and first.parent_hash[:HASH_NBYTES]
         self.first_token = first.first_token
         self.end_token = first.first_token + first.num_tokens
         self.nbytes = sum(entry.nbytes for entry in self.entries)
@@ -127,7 +126,7 @@ class PrefixTree:
             if entry.num_tokens == 0:
                 self.other_versions.append(entry)
             else:
-                files.setdefault(entry.block_hash[:_HASH_NBYTES], []).append(entry)
+                files.setdefault(entry.block_hash[:HASH_NBYTES], []).append(entry)
         self.blocks = {block_hash: PrefixBlock(parts) for block_hash, parts in files.items()}
         self.children: dict[bytes | None, list[PrefixBlock]] = {}
         self.num_prefixes: dict[bytes, int] = {}

@@ -137,7 +137,7 @@ def build(
     num_parameters = num_parameters_of(model)
     disk_tier = None
     if make_tier is not None:
-        disk_tier = open_disk_tier(make_tier, cache, identities, num_parameters)
+        disk_tier = open_disk_tier(make_tier, cache, identities, num_parameters, states)
     swap_space = SwapSpace(
         num_swap_blocks(options.get("swap_bytes"), cache, num_parameters),
         -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
