@@ -30,7 +30,7 @@ class Agent:
         self.num_turns = 0
 
     def turn(self, engine: Engine) -> int:
-        """Ask, and check the answer against mlx-lm's; returns how many prompt tokens were computed."""
+        """Ask, and check the answer against mlx-lm's; how many prompt tokens were computed."""
         output = answer(engine, self.tokens, greedy(NUM_ANSWERED))
         answered = output.outputs[0].token_ids
         assert answered == greedy_answer(self.name, self.tokens, NUM_ANSWERED)
