@@ -62,7 +62,7 @@ def state_from_bytes(content: bytes) -> StateRow:
                 array = None if slot is None else _read(content, begin, *slot)
                 arrays[-1].append(array)
                 begin += 0 if array is None else array.nbytes
-    except (struct.error, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"[paged cache] these bytes are no state: {error}") from error
     if begin != len(content):
         raise ValueError(
@@ -74,6 +74,8 @@ def state_from_bytes(content: bytes) -> StateRow:
 
 
 def _read(content: bytes, begin: int, name: str, shape: list[int]) -> mx.array:
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a shape of {shape}")
     dtype = getattr(mx, name)
     numbers = np.frombuffer(content, _UNSIGNED[dtype.size], prod(shape), begin)
     return mx.array(numbers).view(dtype).reshape(1, *shape)

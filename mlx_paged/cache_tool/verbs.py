@@ -102,10 +102,9 @@ def _state_before(
     last = tree.last_state(block)
     if last is None or last is block or last.state is None:
         return []
-    others = [each for each in (last, *tree.below(last)) if each is not block]
-    if any(each.entries[0].name in without_pins for each in others):
-        return []
-    return [last.state]
+    others = (each for each in (last, *tree.below(last)) if each.entries[0].name in without_pins)
+    is_needed = any(each is not block and tree.last_state(each) is last for each in others)
+    return [] if is_needed else [last.state]
 
 
 def rm(args: argparse.Namespace) -> int:
