@@ -31,7 +31,7 @@ from mlx_paged.core import (
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.disk_states import DiskStates
+from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.stats import DiskTierStats
@@ -108,8 +108,8 @@ class DiskTier:
         self._states: DiskStates | None = None
         if checkpoints is not None:
             kv_nbytes = config.nbytes_per_token if config.keeps_kv else 0
-            sizes = config.block_size, config.state_nbytes, kv_nbytes
-            self._states = DiskStates(checkpoints, *sizes)
+            worth = num_tokens_per_state(config.state_nbytes, kv_nbytes)
+            self._states = DiskStates(checkpoints, config.block_size, worth, config.keeps_kv)
             checkpoints.on_eviction = self._save_evicted
         # Computed and not copied out yet, in the order in which they were computed.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
@@ -261,14 +261,15 @@ class DiskTier:
         """A state is about to leave memory."""
         assert self._states is not None, "it gets what states evict"
         key = state_key(checkpoint.block_hash)
-        header = self._unsaved.pop(key, None)
-        header = header or self._states.evicted(checkpoint.block_hash, self._is_kept)
-        if header is None or self._is_closed or self.store.failure is not None:
+        due = self._unsaved.pop(key, None)
+        evicted = self._states.evicted(checkpoint.block_hash, self._is_kept)
+        if self._is_closed or self.store.failure is not None:
             return
-        if self._writer.has_room(self._block_nbytes[STATES]):
-            self._offer(header, checkpoint)
-        else:
-            self._num_unsaved_dropped += 1
+        for header in [due] if due is not None else evicted:
+            if self._writer.has_room(self._block_nbytes[STATES]):
+                self._offer(header, checkpoint)
+            else:
+                self._num_unsaved_dropped += 1
 
     def _is_kept(self, block_hash: BlockHash) -> bool:
         """Whether a block or a state is on disk, or on its way there."""
@@ -299,7 +300,7 @@ class DiskTier:
 
     def _stop_reading(self) -> None:
         if self._states is not None and not self._is_off():
-            left = self._states.left(self._is_kept)
+            left = list(self._states.left(self._is_kept))
             self._unsaved |= {BlockHash(header.block_hash): header for header in left}
             self._states.checkpoints.on_eviction = None
         self._is_closed = True

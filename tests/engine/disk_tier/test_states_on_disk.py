@@ -135,8 +135,10 @@ def test_a_state_that_a_second_prompt_goes_on_from_is_written_at_once(tmp_path: 
 
 
 def test_a_state_that_leaves_memory_is_written_unless_its_conversation_has_moved_on(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    # Of a model without K/V; half of it is the worth of a state that leaves memory.
+    monkeypatch.setattr(disk_states, "TOKENS_WITHOUT_KV", 120)
     name = "mamba2"
     agents = [Agent(name, 40 + 9 * seed, seed) for seed in range(4)]
     with tiered(adapted_model(name), tmp_path, block_size=BLOCK_SIZE) as engine:
