@@ -40,10 +40,8 @@ def state_to_bytes(row: StateRow) -> bytes:
     """The state of one sequence, bit by bit; waits until it is computed."""
     stack = row.alone().stack
     header = json.dumps(state_layout(stack.arrays), separators=(",", ":")).encode()
-    leaves = [mx.contiguous(array) for array in stack.leaves]
-    mx.eval(leaves)
-    pieces = [np.frombuffer(cast(Any, array), np.uint8) for array in leaves if array.size]
-    return b"".join([_LENGTH.pack(len(header)), header, *(piece.data for piece in pieces)])
+    pieces = [_bytes_of(array).data for array in stack.leaves if array.size]
+    return b"".join([_LENGTH.pack(len(header)), header, *pieces])
 
 
 def state_from_bytes(content: bytes) -> StateRow:
@@ -71,6 +69,12 @@ def state_from_bytes(content: bytes) -> StateRow:
     row = StateRow(StateStack(arrays, 1), 0)
     mx.eval(row.stack.leaves)
     return row
+
+
+def _bytes_of(array: mx.array) -> np.ndarray:
+    # Any operation on it would wait for the step in flight, and a state has been computed before.
+    is_contiguous = memoryview(cast(Any, array)).c_contiguous
+    return np.frombuffer(cast(Any, array if is_contiguous else mx.contiguous(array)), np.uint8)
 
 
 def _read(content: bytes, begin: int, name: str, shape: list[int]) -> mx.array:

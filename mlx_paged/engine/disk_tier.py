@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from mlx_paged.block_store import BlockReader, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockReader, BlockWriter
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import put_cached_blocks
 from mlx_paged.core import (
@@ -24,7 +24,6 @@ from mlx_paged.core import (
     Checkpoint,
     Checkpoints,
     KVCacheBlock,
-    SequenceStates,
     group_hashes,
     state_key,
 )
@@ -32,12 +31,9 @@ from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
-from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.stats import DiskTierStats
 from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
-from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.request import Request, SeqId
 
 # What a step may copy to or from the host beside its own work: some 30 ms.
@@ -187,7 +183,9 @@ class DiskTier:
             elif len(read.payload) == self._block_nbytes[wanted.group]:
                 of_groups.setdefault(wanted.group, []).append(read)
         for group, reads in of_groups.items():
-            self._put(group, reads)
+            read_blocks = self._put(group, reads)
+            if group == 0:
+                self._count(read_blocks)
 
     def wait(self, timeout: float) -> None:
         """Wait until something was read, for a step that has nothing else to do."""
@@ -266,10 +264,13 @@ class DiskTier:
         if self._is_closed or self.store.failure is not None:
             return
         for header in [due] if due is not None else evicted:
-            if self._writer.has_room(self._block_nbytes[STATES]):
-                self._offer(header, checkpoint)
-            else:
-                self._num_unsaved_dropped += 1
+            has_room = self._writer.has_room(self._block_nbytes[STATES])
+            try:
+                if has_room:
+                    self._offer(header, checkpoint)
+            except RuntimeError:  # Of the step that computes it, which says so itself.
+                has_room = False
+            self._num_unsaved_dropped += not has_room
 
     def _is_kept(self, block_hash: BlockHash) -> bool:
         """Whether a block or a state is on disk, or on its way there."""
@@ -302,6 +303,7 @@ class DiskTier:
         if self._states is not None and not self._is_off():
             left = list(self._states.left(self._is_kept))
             self._unsaved |= {BlockHash(header.block_hash): header for header in left}
+        if self._states is not None:
             self._states.checkpoints.on_eviction = None
         self._is_closed = True
         self._reader.close()
@@ -398,18 +400,29 @@ class DiskTier:
         except ValueError:  # From a tier of the caller's: the folder checks what it reads.
             self.store.count("num_corrupt")
             return
+        except RuntimeError as error:  # MLX's, when memory runs out
+            self.store.fail(f"what was read can't be used: {reason(error)}")
+            return
         block_hash = BlockHash(read.block_hash[:HASH_NBYTES])
         self._states.checkpoints.put(Checkpoint(block_hash, state), wanted.num_tokens)
         self._num_read_states += 1
         if not self._groups:
-            self._put_empty(read.key)
+            self._count(self._put_empty(read.key))
 
-    def _put_empty(self, seq_id: SeqId) -> None:
+    def _put_empty(self, seq_id: SeqId) -> Sequence[ReadBlock]:
         """Put the wanted blocks of a model without K/V into the pool."""
         wanted = [each for each in self._wanted[seq_id].values() if each.group != STATES]
-        self._put(0, [ReadBlock(seq_id, each.block_hash, b"") for each in wanted])
+        return self._put(0, [ReadBlock(seq_id, each.block_hash, b"") for each in wanted])
 
-    def _put(self, group: int, reads: Sequence[ReadBlock]) -> None:
+    def _count(self, reads: Sequence[ReadBlock]) -> None:
+        """Count the tokens of blocks that were put into the pool."""
+        self._num_read_tokens += len(reads) * self._block_size
+        for read in reads:
+            key: SeqId = read.key
+            self._num_brought[key] = self._num_brought.get(key, 0) + 1
+
+    def _put(self, group: int, reads: Sequence[ReadBlock]) -> Sequence[ReadBlock]:
+        """Put blocks into the pool; returns those that were not there and found room."""
         pool = self._cache.pool
         absent = {
             BlockHash(read.block_hash): read
@@ -420,7 +433,7 @@ class DiskTier:
         num_blocks = min(len(absent), pool.num_free_blocks)
         hashes, contents = list(absent)[:num_blocks], list(absent.values())[:num_blocks]
         if not hashes:
-            return
+            return []
         payloads = [content.payload for content in contents]
 
         def fill(ids: list[int]) -> None:
@@ -432,12 +445,8 @@ class DiskTier:
         except RuntimeError as error:  # MLX's, when memory runs out
             self.store.fail(f"what was read can't be used: {reason(error)}")
             self._report_failure()
-            return
-        if group == 0:
-            self._num_read_tokens += num_blocks * self._block_size
-            for content in contents:
-                key: SeqId = content.key
-                self._num_brought[key] = self._num_brought.get(key, 0) + 1
+            return []
+        return contents
 
     def _is_off(self) -> bool:
         self._report_failure()
@@ -468,29 +477,3 @@ def _close_all() -> None:
 
 # Before the writers' own end, which takes nothing more; finalizers may run after that.
 atexit.register(_close_all)
-
-
-def open_disk_tier(
-    made: Callable[[Fingerprint], Tier],
-    cache: KVCache,
-    identities: Callable[[], Sequence[ModelIdentity]],
-    num_parameters: int,
-    states: SequenceStates | None,
-) -> DiskTier:
-    """The tier of an engine.
-
-    Args:
-        made: makes the place for the blocks of a fingerprint.
-        identities: of the model, and of the draft model if there is one.
-        num_parameters: of the model.
-        states: those of its sequences, if it has recurrent layers.
-
-    Raises:
-        ArgumentError: the folder can't be used, or its limit holds no block or no state.
-    """
-    assert isinstance(cache, PagedKVCache), "checked with the options"
-    if isinstance(made, DiskTierOptions):
-        made.check_holds("block", cache.config.nbytes_per_block)
-        made.check_holds("recurrent state", cache.config.state_nbytes)
-    tier = made(fingerprint_of(cache, identities()))
-    return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)
