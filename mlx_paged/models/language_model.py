@@ -67,6 +67,16 @@ class LanguageModel(Module, ABC):
         """
         return 0
 
+    @property
+    def state_layout(self) -> tuple[str, ...]:
+        """Of each recurrent cache the dtypes and shapes of its arrays, in words."""
+        return ()
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether any layer has K/V; otherwise :attr:`layer_specs` is a layer that nothing uses."""
+        return True
+
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         """The caches that mlx-lm makes for this model, empty, each with the layer whose K/V it
         holds; ``None`` for one that stays empty.
