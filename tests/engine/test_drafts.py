@@ -86,7 +86,9 @@ BOUND_BY_ROWS = StepCost(0.1, 1)
 
 
 def counts(gate: DraftGate, *acceptances: float, most: int = 7) -> list[int]:
-    return gate.num_drafts(acceptances, len(acceptances), len(acceptances), most)
+    return gate.num_drafts(
+        acceptances, [1] * len(acceptances), len(acceptances), len(acceptances), most
+    )
 
 
 def test_rows_that_cost_little_are_filled_with_drafts():
