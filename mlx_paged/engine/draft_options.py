@@ -85,7 +85,7 @@ def cost_of(model: LanguageModel) -> StepCost:
     """What a step of a model costs on the device that is used."""
     num_parameters = num_parameters_of(model)
     if device.is_cpu():
-        return StepCost.on_cpu(num_parameters, len(model.layer_specs))
+        return StepCost.on_cpu(num_parameters, model.num_layers)
     nbytes = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
     return StepCost.on_gpu(num_parameters, nbytes)
 

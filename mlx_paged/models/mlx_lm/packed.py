@@ -98,6 +98,10 @@ class PackedModel(LanguageModel):
         return self._recurrent.nbytes
 
     @property
+    def num_layers(self) -> int:
+        return len(self._recurrent.caches)
+
+    @property
     def dtype(self) -> mx.Dtype:
         return self._recording.layers[0].format.dtype
 

@@ -37,7 +37,6 @@ from mlx_paged.engine.draft_options import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import MAX_RUN
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.ops import StateStack, StepState
@@ -243,6 +242,30 @@ def test_computed_tokens_and_named_blocks_end_where_the_state_is():
     assert_nothing_held(engine)
 
 
+def test_steps_with_drafts_that_fail_are_run_again():
+    """They have left their states already."""
+    model = adapted_model("falcon_h1")
+    asks: dict[str, Any] = {str(each): (prompt(9 + each, each), greedy(30)) for each in range(3)}
+    answers = ask(make_engine(model), asks)
+    engine = make_engine(model)
+    known = knows({(name, 0): answer for name, answer in answers.items()})
+    engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, known)
+    launch, num_failed = engine.runner.launch, 0
+
+    def failing(batch: Any, awaited: Any) -> mx.array:
+        nonlocal num_failed
+        logits = launch(batch, awaited)
+        if batch.drafted and num_failed < 4:
+            num_failed += 1
+            raise RuntimeError("now and then")
+        return logits
+
+    engine.runner.launch = failing  # type: ignore[method-assign]
+    assert ask(engine, asks) == answers
+    assert num_failed == 4 and engine.stats().num_accepted_tokens > 0
+    assert_nothing_held(engine)
+
+
 def test_drafts_that_are_all_accepted_keep_the_state_of_their_run():
     """The look-up knows a text that repeats itself; its runs are computed once."""
     model = adapted_model("qwen3_next")
@@ -379,9 +402,11 @@ def test_a_draft_model_with_a_state_is_refused_with_the_way_out():
         make_engine(adapted_model("gemma2"), draft_model=adapted_model("mamba2"))
 
 
-def test_the_gate_knows_whether_runs_are_repeated():
-    recurrent: LanguageModel = adapted_model("falcon_h1")
-    plain: LanguageModel = adapted_model("gemma2")
-    for model, repeats in ((recurrent, True), (plain, False)):
-        gate = make_engine(model, num_draft_tokens=3).scheduler.speculation.gate
-        assert gate.repeats_runs is repeats and gate.step == cost_of(model)
+def test_what_runs_with_drafts_cost_is_known_of_a_model():
+    """Its layers with states count, and so do the rows that it may compute again."""
+    recurrent, plain = adapted_model("qwen3_next"), adapted_model("gemma2")
+    assert (recurrent.num_layers, len(recurrent.layer_specs)) == (2, 1)
+    for model, repeats, max_more in ((recurrent, True, 9), (plain, False, 3)):
+        speculation = make_engine(model, num_draft_tokens=3).scheduler.speculation
+        assert speculation.gate.repeats_runs is repeats and speculation.max_more == max_more
+        assert speculation.gate.step == cost_of(model)
