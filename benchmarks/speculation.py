@@ -230,8 +230,8 @@ def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
                 start = time.process_time()
                 run_step(model, sequences, batch, [rows] * num_seqs)
                 times.setdefault(rows, []).append(time.process_time() - start)
-                for seq in batch:
-                    sequences.free(seq)
+                for fork in batch:
+                    sequences.free(fork)
         results += [
             {
                 "sequences": num_seqs,

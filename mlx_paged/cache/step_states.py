@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 from mlx_paged.core import Cut, KVCacheManager, SequenceState, SequenceStates
@@ -14,22 +13,24 @@ def states_before(
     manager: KVCacheManager,
     seq_ids: Sequence[SeqId],
     num_new_tokens: Sequence[int],
-    num_drafts: Iterable[int] = itertools.repeat(0),
+    num_drafts: Sequence[int] | None = None,
 ) -> list[StepState] | None:
     """The states from which the sequences of a step continue, and where it is to leave others;
     ``None`` for a model without. Their slots are allocated.
 
     Args:
-        num_drafts: of the new tokens of each sequence, the last ones, after which no state is left.
+        num_drafts: of the new tokens of each sequence, the last ones, after which no state is left;
+            ``None`` for none.
     """
     states = manager.states
     if states is None:
         return None
     made = []
-    for seq, num_new, num_drafted in zip(seq_ids, num_new_tokens, num_drafts, strict=False):
+    drafts = [0] * len(seq_ids) if num_drafts is None else num_drafts
+    for seq, num_new, num_drafted in zip(seq_ids, num_new_tokens, drafts, strict=True):
         begin = manager.num_tokens(seq) - num_new
-        cuts = _cuts(manager, states, seq, num_new, num_drafted)
-        made.append(StepState(states.get(seq, begin), [cut.num_tokens - begin for cut in cuts]))
+        cuts = [cut.num_tokens - begin for cut in _cuts(manager, states, seq, num_new, num_drafted)]
+        made.append(StepState(states.get(seq, begin), cuts, num_drafted))
     return made
 
 
@@ -45,7 +46,6 @@ def put_states(
     seq_ids: Sequence[SeqId],
     num_new_tokens: Sequence[int],
     made: Sequence[StepState],
-    num_drafts: Iterable[int] = itertools.repeat(0),
 ) -> None:
     """Keep the states that a step has made, and those before it of sequences with drafts.
 
@@ -64,12 +64,11 @@ def put_states(
         for seq, state in zip(seq_ids, made, strict=True)
     }
     at_block_ends, drafted = {}, []
-    runs = zip(seq_ids, num_new_tokens, made, num_drafts, strict=False)
-    for seq, num_new, state, num_drafted in runs:
+    for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True):
         if state.cuts:
-            cuts = _cuts(manager, states, seq, num_new, num_drafted)
+            cuts = _cuts(manager, states, seq, num_new, state.num_drafts)
             at_block_ends[seq] = list(zip(cuts, state.at_cuts, strict=True))
-        if num_drafted:
+        if state.num_drafts:
             drafted.append(seq)
     states.end_step(newest, at_block_ends, manager.tables, drafted)
 

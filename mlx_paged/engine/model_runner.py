@@ -117,7 +117,7 @@ class ModelRunner:
                 logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             mx.async_eval(logits, cache.arrays)
         if states is not None:
-            put_states(self._manager, seq_ids, counts, states, num_drafts)
+            put_states(self._manager, seq_ids, counts, states)
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))
         return logits
 

@@ -135,12 +135,14 @@ class StepState:
             where the sequence begins.
         cuts: after how many of the new tokens, ascending, the model is to leave a state that others
             may begin with.
+        num_drafts: of the new tokens, the last ones, which may be taken back.
         at_cuts: these states, in stacks of their own, to be added by the model.
         after: the state after all new tokens, to be set by the model.
     """
 
     before: StateRow | None
     cuts: Sequence[int] = ()
+    num_drafts: int = 0
     at_cuts: list[StateRow] = field(default_factory=list)
     after: StateRow | None = None
 

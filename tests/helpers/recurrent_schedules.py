@@ -157,7 +157,7 @@ class Schedule:
                 mx.array(list(itertools.chain(*tokens))), self.cache.layers, step.logit_rows
             )
             mx.eval(logits, self.cache.arrays)
-        put_states(self.manager, batch, counts, states, num_drafts)
+        put_states(self.manager, batch, counts, states)
         self._stacks = WeakSet(forget_before(states, self._stacks))
         begin = 0
         for each, count, right, drafts in zip(batch, counts, num_right, num_drafts, strict=True):
