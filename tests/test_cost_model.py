@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import attention
-import cost_model
 import pytest
+
+from benchmarks.kernels import attention, cost_model
 
 # What is new in each: partitions; rows from inputs; rows over two threadgroups and an odd group; a
 # window, and a ragged batch of which one sequence needs no merge.

@@ -13,16 +13,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import decode
 import pytest
-from decode_shapes import random_model
 from helpers.model_zoo import config_of
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks.kernels import decode
+from benchmarks.lib.card import COMMAND
+from benchmarks.lib.models import random_model
 
 
 def results_of(name: str, out: Path, *arguments: str) -> Any:
-    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--out", str(out)]
+    command = [*COMMAND, Path(name).stem, *arguments, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == out.read_text().strip()

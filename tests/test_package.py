@@ -45,6 +45,7 @@ def test_imports_go_one_way():
         "chat",
         "server",
         "cache_tool",
+        "fit",
         "command_line",
         "batch_generation",
         "generation",

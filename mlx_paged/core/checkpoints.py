@@ -2,7 +2,7 @@
 
 K/V of a prefix can be cut anywhere, a state nowhere: a hit needs one that was kept there. Which
 ones are worth their memory depends on how many there is room for
-(``benchmarks/checkpoint_policies.py`` has the figures):
+(``python -m benchmarks checkpoint_policies`` has the figures):
 
 - *few*: the end of each prompt. The least recently used one goes first, and before all others one
   from which a later prompt has gone on, since its conversation has moved on.

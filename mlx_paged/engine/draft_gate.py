@@ -11,7 +11,7 @@ from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 
 # What building and running the operations of a layer costs on a CPU, once per step and once per
 # row, in weights that it multiplies meanwhile. Measured on 2 cores of x86 with the BLAS of MLX's
-# wheel, which multiplies a weight once for each row: `benchmarks/speculation.py` has the fit.
+# wheel, which multiplies a weight once for each row: the benchmark `speculation` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 

@@ -69,6 +69,37 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
     return path
 
 
+def find_local_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path | None:
+    """As :func:`find_model`, without a download: ``None`` for a repository that is not on this
+    machine, or not whole.
+
+    Raises:
+        LoadError: it is neither a local model nor the id of a repository.
+    """
+    repo = str(path_or_hf_repo)
+    if _local(repo) is not None or not _HUB_ID.fullmatch(repo) or repo.lower().endswith(".gguf"):
+        return find_model(path_or_hf_repo)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return path if _has_all_weights(path) else None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """Whether a download has ended, and not before its last file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("model*.safetensors"))
+    files = read_json_object(index).get("weight_map")
+    return isinstance(files, dict) and all(
+        (folder / str(name)).is_file() for name in files.values()
+    )
+
+
 def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
     """The folder of a tokenizer: a local one, or that of a repository, whose weights stay there.
 
@@ -110,7 +141,7 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         with load_errors(f"no folder {named}, and no such download"):
             return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except LoadError as error:
-        there = _local_repositories()
+        there = local_repositories()
         if not isinstance(error.__cause__, LocalEntryNotFoundError) or repo in there:
             raise
         # Those whose names are like it first: it may be misspelt.
@@ -121,7 +152,7 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         ) from error.__cause__
 
 
-def _local_repositories() -> list[str]:
+def local_repositories() -> list[str]:
     """The ids of the repositories in the hub's cache on this machine."""
     from huggingface_hub import constants
 

@@ -302,8 +302,8 @@ class AffineFormat(RowFormat):
             values, scales, biases = mx.quantize(rows, self.group_size, self.bits)
         else:
             # MLX moves the range of a group until zero is one of its steps, which is up to one step
-            # too far. Of 15 steps that is much (benchmarks/kv_formats.py), so here the range is
-            # that of the numbers, in steps down from its upper end.
+            # too far. Of 15 steps that is much (see the benchmark `kv_formats`), so here the range
+            # is that of the numbers, in steps down from its upper end.
             groups = rows.reshape(*rows.shape[:-1], -1, self.group_size)
             high = groups.max(-1, keepdims=True)
             scale = (groups.min(-1, keepdims=True) - high) / 15

@@ -130,15 +130,6 @@ def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> Answer
     return answer_format
 
 
-def left_out_text(what: str) -> str:
-    """What stands in a prompt for a part of an earlier message that is not text.
-
-    Args:
-        what: such parts are, such as "images".
-    """
-    return f"[{what} are left out: this model reads text only]"
-
-
 def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call that a client sends back, as an object: templates write them in their
     own way.

@@ -36,20 +36,15 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
-    flags.add_model_flags(server)
+    flags.add_flags(server, "server", SERVER_SETTINGS)
     server.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
         help="names that clients may call the model; '*' is any (default: that of --model)",
     )
-    for name, each in SERVER_SETTINGS.items():
-        flags.add_flag(server, name, each, each.default, each.says or each.default)
     _add_key_flags(server)
-    flags.add_sampling_flags(server, "server")
-    flags.add_generation_config_flag(server)
     _add_template_flags(server)
-    flags.add_engine_flags(server, "server")
     server.add_version()
     return server
 
@@ -81,7 +76,6 @@ def _add_template_flags(server: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="variables of the chat template, where a request does not say",
     )
-    flags.add_no_thinking_flag(server)
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:

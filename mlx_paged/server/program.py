@@ -40,17 +40,15 @@ from mlx_paged.standard_streams import (
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from starlette.types import ASGIApp
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.http_server import Gate
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
 ANY_NAME = "*"  # of a model
-_EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
+_EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_client")
 _MAX_FILES = 8192  # that are open, which macOS lets a process ask for
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
@@ -159,9 +157,9 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def _folder_of(args: argparse.Namespace) -> Path:
-    from mlx_paged.loading import demo_model_path, find_model
+    from mlx_paged.loading import demo_model_path, find_model_for
 
-    return demo_model_path() if args.model is None else find_model(args.model)
+    return demo_model_path() if args.model is None else find_model_for(args.model, args.force)
 
 
 def _load(
@@ -180,6 +178,7 @@ def _load(
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         engine_options=options,
+        refuses_too_large=not args.force,
     )
     draft_model = load_draft_model(args.draft_model, tokenizer)
     return model, tokenizer, {**options, "draft_model": draft_model}
@@ -251,28 +250,6 @@ def _model_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
-    """The application behind all that keeps others out of it, but for ids and the log."""
-    from starlette.middleware.cors import CORSMiddleware
-
-    from mlx_paged.server.http.access import Access, OriginGuard
-    from mlx_paged.server.http.http_server import Gate
-    from mlx_paged.server.http.limits import Limits
-
-    app = Access(Limits(app, settings.max_body_bytes), settings)
-    if settings.cors_origins:
-        # It answers preflights, which have no key, and lets pages read that there was none.
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
-            max_age=600,
-        )
-    return Gate(OriginGuard(app, settings, is_loopback), engine)
-
-
 def serve(
     service: Service,
     settings: ServerSettings,
@@ -285,17 +262,13 @@ def serve(
         sockets: that listen.
         announce: called when requests are served.
     """
-    from mlx_paged.server.app import make_app
+    from mlx_paged.server.app import build_app
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.logs import RequestLog
     from mlx_paged.server.http.tidying import keep_out_of_sight
-    from mlx_paged.server.watching.metrics import counted
 
     keep_out_of_sight()
-    app = make_app(service)
-    gate = guarded(app, service.engine, settings, is_loopback(sockets))
-    logged = RequestLog(counted(gate, app))
-    server = HttpServer(logged, gate, service.engine, settings, _max_connections(), announce)
+    app = build_app(service, settings, is_loopback(sockets))
+    server = HttpServer(app, app.gate, service.engine, settings, _max_connections(), announce)
 
     def end() -> None:
         server.should_exit = True
@@ -342,12 +315,12 @@ def _announce(
 ) -> None:
     """Say what is served, how, and where."""
     from mlx_paged.command_line.descriptions import (
-        describe_activations,
         describe_backend,
         describe_budget,
         describe_context,
         describe_device,
         describe_disk_tier,
+        describe_memory,
         describe_model,
     )
     from mlx_paged.server.http.http_server import url_of
@@ -358,7 +331,7 @@ def _announce(
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
         f"{cache.kind} K/V: {describe_budget(cache)}",
-        describe_activations(engine),
+        describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
         keys_in_words(settings),

@@ -28,9 +28,10 @@ def ask(
     headers: dict[str, str] | None = None,
     body: Iterable[bytes] = (b"",),
     leaves: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> Answered:
     """Send a request in chunks; without ``leaves``, its client waits for the answer."""
-    return asyncio.run(asked(app, method, path, headers, body, leaves))
+    return asyncio.run(asked(app, method, path, headers, body, leaves, state))
 
 
 async def asked(

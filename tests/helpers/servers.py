@@ -16,12 +16,14 @@ from urllib.parse import urlsplit
 
 import mlx.core as mx
 import uvicorn
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load
 from mlx_paged.loading import read_sampling_defaults
-from mlx_paged.server.app import make_app
+from mlx_paged.server.app import build_app
 from mlx_paged.server.service import Service
+from mlx_paged.server.settings import ServerSettings
 
 
 class ScriptedEngine(AsyncEngine):
@@ -119,8 +121,14 @@ def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
 def running_service(folder: Path | None = None, **options: Any) -> Iterator[tuple[Service, str]]:
     """A service of its own and its address, for what needs other settings than the shared one."""
     service = make_service(folder, **options)
-    with service.engine, serving(make_app(service)) as url:
+    with service.engine, serving(build_app(service)) as url:
         yield service, url
+
+
+def client_of(service: Service, settings: ServerSettings | None = None) -> TestClient:
+    """A client of the whole application, in this process and under a name that it lets in."""
+    app = build_app(service, settings)
+    return TestClient(app, "http://localhost", raise_server_exceptions=False)
 
 
 class HttpAnswer(NamedTuple):

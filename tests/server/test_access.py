@@ -6,9 +6,10 @@ import pytest
 from helpers.asgi import IdleEngine, ask, echo
 
 from mlx_paged.errors import ArgumentError
+from mlx_paged.server.app import guarded as shielded
+from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
 from mlx_paged.server.http.api_keys import read_api_keys, seems_named_by_equals
-from mlx_paged.server.program import guarded as shielded
 from mlx_paged.server.settings import ApiKey, ServerSettings
 
 KEYS = read_api_keys(["alice sesame", "bob abracadabra", "plain"])
@@ -51,8 +52,10 @@ def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
     headers: dict[str, str], message: str
 ):
     app = guarded(api_keys=KEYS)
-    openai = ask(app, "POST", "/v1/chat/completions", headers)
-    anthropic = ask(app, "POST", "/v1/messages", headers)
+    openai, anthropic = (
+        ask(app, "POST", headers=headers, state={"protocol": protocol})
+        for protocol in (WireProtocol.OPENAI, WireProtocol.ANTHROPIC)
+    )
     assert openai.status == anthropic.status == 401
     assert message in openai.json["error"]["message"]
     assert openai.json["error"]["code"] == "invalid_api_key"

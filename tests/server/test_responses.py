@@ -8,8 +8,7 @@ import openai
 import pytest
 
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.responses.body import read_responses_body, sealed
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
 from mlx_paged.server.responses.kept_items import KeptItems
 
 TOOL = {
@@ -145,7 +144,7 @@ def test_nothing_is_stored_and_looking_it_up_says_so(agent):
 
 
 def read(service, **fields):
-    return read_responses_body(Fields({**ASK, **fields}), service)
+    return read_responses_body(ResponsesRequest.read({**ASK, **fields}), service)
 
 
 def test_tools_of_a_namespace_are_tools_and_their_calls_say_it(agent):

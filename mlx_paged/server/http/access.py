@@ -80,8 +80,7 @@ class Access:
         if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
             principal = NOBODY
         if principal is None:
-            error = error_response(_refusal(key), scope["path"], state.get("request_id"))
-            await error(scope, receive, send)
+            await error_response(_refusal(key), scope)(scope, receive, send)
             return
         state["principal"] = principal
         await self._app(scope, receive, send)
@@ -153,8 +152,7 @@ class OriginGuard:
         if scope["type"] == "http":
             error = self._refusal(scope["method"], dict(scope["headers"]))
             if error is not None:
-                request_id = scope.get("state", {}).get("request_id")
-                await error_response(error, scope["path"], request_id)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -121,7 +121,7 @@ def connection_class(max_connections: int) -> type[Connection]:
 
 def _plain_response(error: ApiError) -> bytes:
     """An answer of HTTP where no request could be read."""
-    body = json.dumps(error_body(error, "")).encode()
+    body = json.dumps(error_body(error)).encode()
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),

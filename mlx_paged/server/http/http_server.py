@@ -126,8 +126,7 @@ class Gate:
             what = "the server is shutting down" if self.is_closed else "the engine stopped"
             headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
             error = ApiError(503, f"{what}; come back later", headers=headers)
-            request_id = scope.get("state", {}).get("request_id")
-            await error_response(error, scope["path"], request_id)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

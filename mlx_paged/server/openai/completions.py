@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.prompts import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import cache_salt_of, no_store_of, user_of
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
-from mlx_paged.server.grammars.response_format import read_structured_outputs
 from mlx_paged.server.http.sse import DONE, EventStream, event
 from mlx_paged.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from mlx_paged.server.openai.options import (
-    ADVICE,
-    Head,
-    Options,
-    read_cache_salt,
-    read_max_tokens,
-    read_no_store,
-    read_options,
-    usage,
-)
+from mlx_paged.server.openai.options import Head, OpenAIFields, Options, first_given, usage
 from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
-from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
+from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
+from mlx_paged.server.schemas import Fixed, OneOf, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids
 
@@ -41,6 +30,18 @@ MAX_CHOICES = 1024  # prompts times completions
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 Prompt = str | tuple[int, ...]
+
+
+class CompletionRequest(OpenAIFields):
+    """The body of ``POST /v1/completions``."""
+
+    # A text, token ids, or a list of either.
+    prompt: Annotated[str | list[Any], OneOf()]
+    max_tokens: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: Annotated[Any, Fixed("")] = None
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,17 @@ class CompletionBody:
     no_store: bool = False
 
 
-async def completions(request: Request, fields: Fields) -> Response:
+async def completions(context: RequestContext[CompletionRequest]) -> Response:
     """How the prompts go on, whole or in parts."""
-    service: Service = request.app.state.service
-    user = user_of(request)
-    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, service, fields)
-    salt = cache_salt_of(request, body.cache_salt)
-    no_store = no_store_of(request, body.no_store)
+    service, user = context.service, context.user
+    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, context)
+    salt = context.cache_salt(body.cache_salt)
+    no_store = context.no_store(body.no_store)
     generations = [
         Generation(token_ids, body.params, body.priority, salt, no_store, user=user)
         for token_ids in encoded
     ]
-    head = Head.of(request, body.options, "cmpl", "text_completion")
+    head = Head.of(context.request_id, body.options, "cmpl", "text_completion")
     texts = Continuations(service, body, encoded)
     if not body.options.is_streamed:
         outputs = await service.whole(generations, head.request_id)
@@ -87,76 +87,77 @@ async def completions(request: Request, fields: Fields) -> Response:
 
 
 def _prepared(
-    work: Work, service: Service, fields: Fields
+    work: Work, context: RequestContext[CompletionRequest]
 ) -> tuple[CompletionBody, list[list[int]]]:
     """The body, and the tokens of its prompts."""
-    body = read_completions(fields, service)
-    return body, encode_all(work, service, body)
+    body = read_completions(context.read_body(), context.service)
+    return body, encode_all(work, context.service, body)
 
 
-def read_completions(fields: Fields, service: Service) -> CompletionBody:
+def read_completions(request: CompletionRequest, service: Service) -> CompletionBody:
     """Everything that the body says.
 
     Raises:
-        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    options = read_options(fields, service)
-    prompts = read_prompts(fields)
-    echoes = fields.boolean("echo", False)
-    num_logprobs = fields.integer("logprobs", None)
-    default = DEFAULT_MAX_TOKENS if service.max_tokens is None else service.max_tokens
-    max_tokens = read_max_tokens(fields, "max_tokens", default=default)
-    fields.only("suffix", "")
+    options = request.options(service)
+    prompts = read_prompts(request.prompt)
+    max_tokens = first_given(request.max_tokens, service.max_tokens, DEFAULT_MAX_TOKENS)
     values: dict[str, Any] = {
-        "logprobs": num_logprobs,
-        "structured_outputs": read_structured_outputs(fields),
+        "logprobs": request.logprobs,
+        "structured_outputs": request.structured(),
+        # The engine makes a token in any case.
+        "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
-    if echoes and num_logprobs is not None:
-        values["prompt_logprobs"] = num_logprobs
-    # The engine makes a token in any case.
-    values["max_tokens"] = 1 if echoes and max_tokens == 0 else max_tokens
-    params = read_sampling(fields, service.default_params, **values)
+    if request.echo and request.logprobs is not None:
+        values["prompt_logprobs"] = request.logprobs
+    params = request.sampling(service.default_params, **values)
     if len(prompts) * params.n > MAX_CHOICES:
-        raise fields.error("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
-    if options.is_streamed and params.prompt_logprobs is not None and not echoes:
-        raise fields.error("prompt_logprobs", "can't be streamed")
-    body = CompletionBody(
+        raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
+    if options.is_streamed and params.prompt_logprobs is not None and not request.echo:
+        raise refused("prompt_logprobs", "can't be streamed")
+    return CompletionBody(
         prompts,
         params,
         options,
-        adds_special_tokens=fields.boolean("add_special_tokens", True),
-        echoes=echoes,
+        adds_special_tokens=request.add_special_tokens,
+        echoes=request.echo,
         has_answer=max_tokens != 0,
-        priority=fields.integer("priority", 0),
-        cache_salt=read_cache_salt(fields),
-        no_store=read_no_store(fields),
+        **request.job_fields(),
     )
-    fields.refuse_rest(ADVICE)
-    return body
 
 
-def read_prompts(fields: Fields) -> list[Prompt]:
-    """The prompts: a text, token ids, or a list of either."""
-    prompt = fields.raw("prompt")
+def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts: a text, token ids, or a list of either.
+
+    Raises:
+        ApiError: something else, by its place; 400.
+    """
     if isinstance(prompt, str):
         return [prompt]
-    values = fields.items("prompt")
-    if values and all(isinstance(value, int) for value in values):
-        return [fields.integers("prompt", MAX_TOKEN_IDS)]
-    if not 0 < len(values) <= MAX_PROMPTS:
-        raise fields.error(
-            "prompt", f"has {len(values):,} entries, and may have 1 to {MAX_PROMPTS:,}"
-        )
+    if prompt and all(isinstance(value, int) for value in prompt):
+        return [_token_ids(prompt, "prompt")]
+    if not 0 < len(prompt) <= MAX_PROMPTS:
+        raise refused("prompt", f"has {len(prompt):,} entries, and may have 1 to {MAX_PROMPTS:,}")
     prompts: list[Prompt] = []
-    for index, value in enumerate(values):
-        name = f"prompt[{index}]"
+    for index, value in enumerate(prompt):
+        place = f"prompt[{index}]"
         if isinstance(value, list):
-            prompts.append(Fields({name: value}).integers(name, MAX_TOKEN_IDS))
+            prompts.append(_token_ids(value, place))
         elif isinstance(value, str):
             prompts.append(value)
         else:
-            raise fields.error(name, f"must be a text or token ids, got {shown(value)}")
+            raise refused(place, f"must be a text or token ids, got {shown(value)}")
     return prompts
+
+
+def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
+    if len(values) > MAX_TOKEN_IDS:
+        raise refused(place, f"has {len(values):,} entries, and {MAX_TOKEN_IDS:,} are the most")
+    for index, value in enumerate(values):
+        if type(value) is not int:
+            raise refused(f"{place}[{index}]", f"must be a whole number, got {shown(value)}")
+    return tuple(values)
 
 
 def encode_all(work: Work, service: Service, body: CompletionBody) -> list[list[int]]:
