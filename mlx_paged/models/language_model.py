@@ -55,6 +55,11 @@ class LanguageModel(Module, ABC):
         """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
 
     @property
+    def num_layers(self) -> int:
+        """Those that mix the tokens of a sequence, whether or not they keep K/V."""
+        return len(self.layer_specs)
+
+    @property
     def runs_packed(self) -> bool:
         """Whether all new tokens of a step run together; otherwise one sequence at a time."""
         return True
