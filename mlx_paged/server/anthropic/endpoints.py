@@ -8,12 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.anthropic.answers import (
-    MessageAnswer,
-    MessageOptions,
-    message_events,
-    whole_message,
-)
+from mlx_paged.server.anthropic.answers import MessageOptions, MessageRenderer
 from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
 from mlx_paged.server.callers import prepare_chat, request_id_of
 from mlx_paged.server.fields import Fields
@@ -38,12 +33,12 @@ async def messages(request: Request, fields: Fields) -> Response:
         body.shows_thinking,
         has_context_management,
     )
-    answer = MessageAnswer(service, answer_format, options)
+    renderer = MessageRenderer(answer_format, options)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_message(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(message_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
 async def count_tokens(request: Request, fields: Fields) -> Response:

@@ -14,7 +14,7 @@ from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_structured_outputs
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.openai.chat_answers import ChatAnswers, chat_events, whole_chat
+from mlx_paged.server.openai.chat_answers import ChatRenderer, chat_events
 from mlx_paged.server.openai.messages import read_messages, read_tool_choice, read_tools
 from mlx_paged.server.openai.options import (
     ADVICE,
@@ -74,7 +74,7 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
     body, generation, answer_format = await prepare_chat(request, fields, read_chat)
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
     head = Head.of(request, body.options, "chatcmpl", kind)
-    answers = ChatAnswers(
+    renderer = ChatRenderer(
         service,
         head.values,
         body.options,
@@ -84,9 +84,9 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
     )
     if not body.options.is_streamed:
         [output] = await service.whole([generation], head.request_id)
-        return JSONResponse(whole_chat(answers, output))
+        return JSONResponse(renderer.whole(output))
     answer = await service.start(generation, head.request_id)
-    return EventStream(chat_events(answers, answer), answer)
+    return EventStream(chat_events(renderer, answer), answer)
 
 
 def read_chat(fields: Fields, service: Service) -> ChatBody:

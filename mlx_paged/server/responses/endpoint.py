@@ -12,7 +12,7 @@ from mlx_paged.server.callers import cache_salt_of, prepare_chat, request_id_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.responses.answers import ResponseAnswer, response_events, whole_response
+from mlx_paged.server.responses.answers import ResponseRenderer
 from mlx_paged.server.responses.body import read_responses_body
 from mlx_paged.server.service import Service
 
@@ -24,12 +24,12 @@ async def responses(request: Request, fields: Fields) -> Response:
     read = partial(read_responses_body, owner=owner)
     body, generation, answer_format = await prepare_chat(request, fields, read)
     request_id = request_id_of(request)
-    answer = ResponseAnswer(service, body, answer_format, request_id, owner)
+    renderer = ResponseRenderer(service, body, answer_format, request_id, owner)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_response(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(response_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
 async def stored_response(request: Request) -> NoReturn:
