@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.answers.kept_answers import keep_answer
 from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
 from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
@@ -96,7 +97,7 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         job.cache_salt,
         job.no_store,
         # A message that goes on comes back as one with its beginning.
-        None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
+        None if goes_on else partial(keep_answer, kept, tokenizer, prompt, answer_format),
         job.user,
     ), answer_format
 

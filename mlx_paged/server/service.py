@@ -12,12 +12,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import KeptAnswers
 from mlx_paged.server.fair_threads import FairThreads, Work
 from mlx_paged.server.generations import (
     Answer,
@@ -75,7 +75,7 @@ class Service:
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
-    kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
+    kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
     logs_cache: bool = False

@@ -172,7 +172,7 @@ def test_users_never_share_what_was_kept(agent):
         )
         prompts.append(keys.before)
     assert prompts[1] is None
-    assert prompts[0] is None or prompts[0].reading.text == "Good day."
+    assert prompts[0] is None or prompts[0].said.reading.text == "Good day."
 
 
 def test_an_answer_has_one_call_where_there_may_be_one(agent):
