@@ -1,12 +1,12 @@
 """``ConversationEncoder``: conversations to tokens, so that one that comes back begins with the
 tokens that were generated, and is found in the cache.
 
-An answer that comes back is text, without its reasoning where nobody kept that, and with its calls
-as JSON. The template then writes other text than the model did, or the same text as other tokens,
-and the cache misses from there on. So each answer is kept, under the conversation that it ends.
-When it comes back, its reasoning is given to the template, which may write it or leave it out; and
-where the text that the template writes says what was generated, the prompt goes on with the
-generated tokens.
+An answer that comes back is text, without its reasoning where the client has no place for it, and
+with its calls as JSON. The template then writes other text than the model did, or the same text as
+other tokens, and the cache misses from there on. So each answer is kept, under the conversation
+that it ends. When it comes back, its reasoning is given to the template, which may write it or
+leave it out; and where the text that the template writes says what was generated, the prompt goes
+on with the generated tokens.
 """
 
 from __future__ import annotations

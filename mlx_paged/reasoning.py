@@ -48,12 +48,29 @@ class ReasoningMarks(NamedTuple):
         return body[: -len(self.start)] if body.endswith(self.start) else None
 
 
-def ends_with_open_reasoning(
-    tokenizer: TokenizerWrapper, marks: ReasoningMarks, prompt_token_ids: Sequence[int]
-) -> bool:
-    """:meth:`ReasoningMarks.are_opened_by`, of a prompt in tokens."""
-    tail = list(prompt_token_ids[-_NUM_TAIL_TOKENS:])
-    return marks.are_opened_by(str(tokenizer.decode(tail, skip_special_tokens=False)))
+class ReasoningLimit(NamedTuple):
+    """How long a request may reason.
+
+    Args:
+        num_tokens: between marks, in the whole answer.
+        is_open: the prompt has opened the reasoning already.
+    """
+
+    marks: ReasoningMarks
+    num_tokens: int
+    is_open: bool
+
+    @classmethod
+    def of(
+        cls, tokenizer: TokenizerWrapper | None, prompt_token_ids: Sequence[int], num_tokens: int
+    ) -> ReasoningLimit | None:
+        """That of an answer to a prompt; ``None`` for a model whose reasoning has no marks."""
+        marks = None if tokenizer is None else ReasoningMarks.of(tokenizer)
+        if tokenizer is None or marks is None or not all(marks):
+            return None
+        tail = list(prompt_token_ids[-_NUM_TAIL_TOKENS:])
+        is_open = marks.are_opened_by(str(tokenizer.decode(tail, skip_special_tokens=False)))
+        return cls(marks, num_tokens, is_open)
 
 
 class ReasoningTokens:
@@ -65,11 +82,12 @@ class ReasoningTokens:
 
     Attributes:
         count: up to the last token that was added.
+        num_within: of these, those that belong to no whole mark.
         is_thinking: the last token that was added is within reasoning.
     """
 
     def __init__(self, marks: ReasoningMarks | None, is_thinking: bool = False):
-        self.count = 0
+        self.count = self.num_within = 0
         self._marks = marks if marks and marks.start_token_ids and marks.end_token_ids else None
         self.is_thinking = is_thinking and self._marks is not None
         longest = max(map(len, self._marks[2:])) if self._marks else 0
@@ -83,7 +101,11 @@ class ReasoningTokens:
         for token in token_ids:
             self._last.append(token)
             self.count += self.is_thinking
+            self.num_within += self.is_thinking
             mark = end if self.is_thinking else start
             if token == mark[-1] and tuple(self._last)[-len(mark) :] == mark:
-                self.count += 0 if self.is_thinking else len(mark)
+                if self.is_thinking:
+                    self.num_within -= len(mark)
+                else:
+                    self.count += len(mark)
                 self.is_thinking = not self.is_thinking

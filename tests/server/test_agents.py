@@ -175,6 +175,19 @@ def test_users_never_share_what_was_kept(agent):
     assert prompts[0] is None or prompts[0].said.reading.text == "Good day."
 
 
+def test_reasoning_ends_at_the_budget_of_the_request(agent):
+    agent.script("<think>\n" + "more and more " * 40 + "</think>Good day.")
+    answer = agent.anthropic.messages.create(
+        model="demo",
+        max_tokens=30,
+        messages=[{"role": "user", "content": "Hello!"}],
+        thinking={"type": "enabled", "budget_tokens": 12},
+    )
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    # With the two marks.
+    assert answer.usage.output_tokens_details.thinking_tokens == 14
+
+
 def test_an_answer_has_one_call_where_there_may_be_one(agent):
     agent.script(call(0) + "\n" + call(1).partition("</think>\n\n")[2])
     answer = agent.openai.chat.completions.create(

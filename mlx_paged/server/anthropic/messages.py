@@ -94,8 +94,8 @@ def read_messages_body(
     model = read_model(fields, service)
     tools = tuple(_read_tool(each) for each in fields.children("tools", ()))
     choice, is_parallel = _read_tool_choice(fields, tools)
-    options, shows_thinking = _read_thinking(fields, service, has_betas)
-    params, effort = _read_params(fields, service, is_count)
+    options, shows_thinking, budget = _read_thinking(fields, service, has_betas)
+    params, effort = _read_params(fields, service, is_count, budget)
     if effort is not None:
         options["reasoning_effort"] = effort
     messages = [*_read_system(fields), *_read_messages(fields)]
@@ -130,7 +130,7 @@ def read_messages_body(
 
 
 def _read_params(
-    fields: Fields, service: Service, is_count: bool
+    fields: Fields, service: Service, is_count: bool, thinking_budget: int | None
 ) -> tuple[SamplingParams, str | None]:
     """How the answer is sampled, and with how much effort."""
     names = ("temperature", "top_p", "top_k")
@@ -141,6 +141,8 @@ def _read_params(
             raise fields.error("max_tokens", f"must be at least 1, got {values['max_tokens']}")
     if fields.has("stop_sequences"):
         values["stop"] = fields.texts("stop_sequences", MAX_STOPS, MAX_STOPS_LEN)
+    if thinking_budget is not None:
+        values["thinking_token_budget"] = thinking_budget
     effort, schema = _read_output_config(fields)
     try:
         if schema is not None:
@@ -176,22 +178,23 @@ def _read_format(fields: Fields, name: str) -> dict[str, Any] | None:
 
 def _read_thinking(
     fields: Fields, service: Service, has_betas: bool
-) -> tuple[dict[str, Any], bool]:
-    """Variables of the template, and whether the answer shows reasoning.
+) -> tuple[dict[str, Any], bool, int | None]:
+    """Variables of the template, whether the answer shows reasoning, and how many tokens of it
+    there may be.
 
     Without ``thinking`` there is none, as in the protocol, unless the server was told otherwise.
     """
     if not fields.has("thinking"):
         default = service.template_options.get("enable_thinking", False)
-        return {"enable_thinking": default}, True
+        return {"enable_thinking": default}, True, None
     thinking = fields.child("thinking")
     kind = thinking.choice("type", ("enabled", "disabled", "adaptive", "between_tools"))
-    thinking.integer("budget_tokens", None)
+    budget = thinking.integer("budget_tokens", None)
     display = thinking.choice("display", ("summarized", "omitted", "full"), "full")
     if has_betas:
         thinking.leave_out_rest()
     thinking.refuse_rest()
-    return {"enable_thinking": kind != "disabled"}, display != "omitted"
+    return {"enable_thinking": kind != "disabled"}, display != "omitted", budget
 
 
 # Tools
