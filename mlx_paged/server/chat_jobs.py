@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,15 +12,18 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.conversation_encoder import Prompt
 from mlx_paged.model_dialect import ModelDialect, ToolFormat
+from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import keep_answer
+from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
 from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.grammars.chat_grammar import chat_grammar
+from mlx_paged.server.idle_prefill import Upcoming
 from mlx_paged.server.service import Service
 
 
@@ -97,9 +101,30 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         job.cache_salt,
         job.no_store,
         # A message that goes on comes back as one with its beginning.
-        None if goes_on else partial(keep_answer, kept, tokenizer, prompt, answer_format),
+        None if goes_on else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
     ), answer_format
+
+
+def _answered(
+    service: Service,
+    job: ChatJob,
+    options: Mapping[str, Any],
+    prompt: Prompt,
+    answer_format: AnswerFormat,
+    completion: CompletionOutput,
+) -> None:
+    """Keep an answer; and if nothing but a question can follow it, expect one."""
+    kept, tokenizer = service.kept_answers, service.tokenizer
+    message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
+    if message is None or message["tool_calls"] or not service.prefills_when_idle:
+        return
+    computed = [*prompt.token_ids, *completion.token_ids]
+    messages = [*job.messages, message]
+    salt = job.cache_salt
+    encode = partial(upcoming_tokens, kept, tokenizer, messages, options, salt, computed)
+    upcoming = Upcoming(encode, job.user, salt, job.no_store)
+    service.idle_prefill.expect(prompt.key, upcoming)
 
 
 def _limits_of_calls(tool_format: ToolFormat | None, job: ChatJob) -> dict[str, Any]:

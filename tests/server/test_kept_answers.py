@@ -11,6 +11,11 @@ from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.kept_answers import keep_answer
 from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.command_line import (
+    KEEPS_REASONING,
+    setup_arg_parser,
+    template_options,
+)
 
 QUESTION = {"role": "user", "content": "What is there?"}
 AGAIN = {"role": "user", "content": "And else?"}
@@ -123,6 +128,20 @@ def test_reasoning_that_the_template_leaves_out_is_left_out(tokenizer):
     assert "so" not in prompt.text
     assert prompt.token_ids == plain(tokenizer, chat.messages, tools=TOOLS)
     assert not begins_with(prompt, tokens)
+
+
+def test_a_template_that_keeps_reasoning_is_asked_to_by_a_flag(tokenizer):
+    args = setup_arg_parser("x").parse_args(["--keep-reasoning"])
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS, **template_options(args))
+    text = f"<think>\nso\n</think>\n\n{CALL % '{}'}"
+    chat.answer(text, {"content": "", "tool_calls": [tool_call({})]})
+    chat.prompt(RESULT)
+    tokens = chat.answer("<think>\nyes\n</think>\n\nNo.", {"content": "No."})
+    assert begins_with(chat.prompt(AGAIN), tokens)
+    # What is said of a variable counts more.
+    said = ["--keep-reasoning", "--chat-template-args", '{"clear_thinking": true}']
+    args = setup_arg_parser("x").parse_args(said)
+    assert template_options(args) == {**KEEPS_REASONING, "clear_thinking": True}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ were told, which is not as they were generated.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,36 @@ def keep_answer(
     if message is not None:
         kept.keep(tokenizer, prompt, token_ids, message, ReadAnswer(reading))
     return message
+
+
+def upcoming_tokens(
+    kept: ConversationEncoder,
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any],
+    cache_salt: str | None,
+    computed: Sequence[int],
+) -> tuple[list[int], int]:
+    """What the prompt of any next question begins with, and how many of these tokens are computed.
+
+    Args:
+        messages: up to the last answer.
+        computed: the tokens of the last prompt and its answer.
+    """
+    # Two questions that have nothing in common.
+    prompts = [
+        kept.encode(
+            tokenizer, [*messages, {"role": "user", "content": text}], template_options, cache_salt
+        ).token_ids
+        for text in ("?", "Why not")
+    ]
+    return prompts[0][: _num_same(*prompts)], _num_same(prompts[0], computed)
+
+
+def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def message_of(reading: Reading) -> dict[str, Any] | None:
