@@ -37,6 +37,7 @@ class Said(Protocol):
     @property
     def reasoning(self) -> str:
         """What comes back in a field of its own, or not at all."""
+        ...
 
     def find_end(
         self,
