@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
+    KEEPS_REASONING,
     engine_options,
     error_line,
     read_chat_template,
@@ -225,6 +226,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
+    template = str(tokenizer.chat_template)
+    if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
+        unknown = ", ".join(KEEPS_REASONING)
+        say(f"[--keep-reasoning has no effect: the chat template knows none of {unknown}]")
     names = args.served_model_name or ()
     return Service(
         engine,
@@ -242,6 +247,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         logs_cache=settings.log_cache,
         shows_cache_texts=settings.allow_cache_texts,
         step_timeout=settings.step_timeout,
+        prefills_when_idle=not settings.no_idle_prefill,
     )
 
 

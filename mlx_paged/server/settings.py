@@ -142,6 +142,16 @@ class ServerSettings:
             metavar="S",
         ),
     )
+    no_idle_prefill: bool = setting(
+        False,
+        "do not compute a conversation's history as the chat template will write it, without "
+        "reasoning, while no request runs",
+    )
+    keep_reasoning: bool = setting(
+        False,
+        "let the chat template write the reasoning of all earlier answers, where it can: no "
+        "question then computes a history again",
+    )
     log_prompts: bool = setting(False, "let the log hold texts of prompts")
     log_cache: bool = setting(False, "log for each prompt where it left what was cached, and why")
     log_level: str = setting(
