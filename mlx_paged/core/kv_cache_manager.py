@@ -429,9 +429,13 @@ class KVCacheManager:
         if self.states is not None:
             self.states.fork(request_id, new_request_id)
 
-    def trim(self, request_id: RequestId, num_tokens: int) -> None:
+    def trim(self, request_id: RequestId, num_tokens: int) -> int:
         """Forget a request's tokens from ``num_tokens`` on, after rejected speculation or a failed
         step.
+
+        Returns:
+            How many tokens it has now: fewer where drafts were rejected of a model with recurrent
+            layers, since the step with them is then forgotten as a whole.
 
         Raises:
             KeyError: no such request.
@@ -443,9 +447,10 @@ class KVCacheManager:
         for table in tables if not self.keeps_all else ():
             table.retention.check_evicted(num_tokens, table.num_evicted_tokens)
         if self.states is not None:
-            self.states.trim(request_id, num_tokens)
+            num_tokens = self.states.trim(request_id, num_tokens)
         for table in tables:
             table.trim_to(num_tokens)
+        return num_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache, whether free or held: a step that failed did not

@@ -26,7 +26,7 @@ from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
 from mlx_paged.engine.prompts import as_tokenizer
-from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.recurrent_state import room_for_states
 from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
@@ -116,7 +116,6 @@ def build(
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
     cache_options, config = split_options(options, max_model_len, draft is not None)
-    check_speculation(checked, draft, config.num_draft_tokens)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -147,10 +148,10 @@ class ServerSettings:
         "info", "what is logged, on stderr", replace(one_of(*_LOG_LEVELS), parse=str.lower)
     )
 
-    @property
-    def num_users(self) -> int:
-        """How many users the keys belong to."""
-        return len({key.user for key in self.api_keys})
+
+def num_users(keys: Iterable[ApiKey]) -> int:
+    """How many users keys belong to."""
+    return len({key.user for key in keys})
 
 
 SERVER_SETTINGS: dict[str, Option] = {

@@ -40,16 +40,23 @@ class Model:
         return hash_token_blocks(list(map(ord, text)), SIZE)
 
     def run(
-        self, seq: str, text: str, until: int, hashed: int | None = None, prompt: int | None = None
+        self,
+        seq: str,
+        text: str,
+        until: int,
+        hashed: int | None = None,
+        prompt: int | None = None,
+        num_drafts: int = 0,
     ) -> int:
         """Compute a sequence up to a token; returns how many of its tokens were hit.
 
         Args:
             hashed: of how many tokens the hashes are known already.
             prompt: of how many tokens the prompt is; as many as run first by default.
+            num_drafts: of its tokens, the last ones.
         """
         manager = self.manager
-        hashes = self.hashes(text[: until if hashed is None else hashed])
+        hashes = self.hashes(text[: until - num_drafts if hashed is None else hashed])
         num_hit = 0
         if seq in manager.tables:
             begin = manager.num_tokens(seq)
@@ -61,10 +68,11 @@ class Model:
             assert manager.allocate_slots(seq, until - begin, computed) is not None
         manager.cache_blocks(seq, hashes)
         assert self.states.get(seq, begin) == (text[:begin] or None), "the state of its tokens"
-        cuts = self.states.cuts(seq, begin, until, SIZE)
+        cuts = self.states.cuts(seq, begin, until - num_drafts, SIZE)
         newest = {seq: SequenceState(until, text[:until])}
         at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
-        self.states.end_step(newest, at_block_ends, manager.tables)
+        drafted = [seq] if num_drafts else []
+        self.states.end_step(newest, at_block_ends, manager.tables, drafted)
         manager.check_integrity()
         return num_hit
 
@@ -226,6 +234,32 @@ def test_a_state_is_of_so_many_tokens_and_no_others():
     assert model.manager.num_tokens("a") == 6
     model.manager.trim("a", 0)
     model.run("a", "xyz", 3)
+
+
+def test_drafts_are_kept_as_a_whole_or_not_at_all():
+    model = Model(num_checkpoints=MANY)
+    manager = model.manager
+    model.run("a", "abcdef", 6)
+    # One more token and two drafts, which end a block: they leave no checkpoint.
+    model.run("a", "abcdefghi", 9, num_drafts=2)
+    assert model.num_checkpoints == 1, "that of its prompt"
+    assert manager.trim("a", 8) == manager.num_tokens("a") == 6
+    # Its newest state is of nothing after these again, and drafts are verified once.
+    with pytest.raises(BlockTableError, match=r"state of 6 tokens, which can't be cut to 5"):
+        manager.trim("a", 5)
+    # The token and the right draft again, and two drafts: all of them stay.
+    model.run("a", "abcdefgHIJ", 10, num_drafts=2)
+    assert manager.trim("a", 10) == manager.num_tokens("a") == 10
+    assert model.states.get("a", 10) == "abcdefgHIJ"
+    with pytest.raises(BlockTableError, match=r"state of 10 tokens, which can't be cut to 6"):
+        manager.trim("a", 6)
+    # What falls back to no state at all begins again.
+    model.run("b", "xyz", 3, num_drafts=1)
+    assert manager.trim("b", 2) == manager.num_tokens("b") == 0
+    model.run("b", "xyw", 3)
+    manager.free("a")
+    manager.free("b")
+    assert len(model.states) == 0
 
 
 def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():

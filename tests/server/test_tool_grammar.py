@@ -271,6 +271,29 @@ def test_what_a_schema_that_is_not_strict_says_beyond_grammars_is_left_out(
         compiler.compile(strict.structured_outputs)
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_unions_that_a_property_tells_apart_have_it_in_every_call(
+    compiler: GrammarCompiler, tokenizer: Any, is_strict: bool
+):
+    """As pydantic writes a discriminated union whose tags have defaults."""
+    members = {
+        name: {**an_object(kind={"const": name, "default": name}, n={"enum": [1]}), "required": []}
+        for name in ("cat", "dog")
+    }
+    pet = {
+        "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in members],
+    }
+    tools = [tool("f", {**an_object(pet=pet), "$defs": members}, is_strict)]
+    call_format, rng = format_of("json_tools", tokenizer), random.Random(0)
+    params = required_calls(tools, call_format, parallel_tool_calls=False).structured_outputs
+    kinds = set()
+    for _ in range(10):
+        [call] = read_calls(random_answer(compiler, tokenizer, params, rng), call_format, tools)
+        kinds.add(call["arguments"]["pet"]["kind"])
+    assert kinds == {"cat", "dog"}
+
+
 @pytest.mark.parametrize(
     ("tools", "name", "argument", "message"),
     [

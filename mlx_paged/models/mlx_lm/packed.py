@@ -106,6 +106,10 @@ class PackedModel(LanguageModel):
         return any(entry is not None for entry in self._recording.entries)
 
     @property
+    def num_layers(self) -> int:
+        return len(self._recurrent.caches)
+
+    @property
     def dtype(self) -> mx.Dtype:
         return self._recording.layers[0].format.dtype
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError
 from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.errors import ApiError
@@ -95,7 +96,7 @@ def _format_or_calls(
         )
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     schema = schema if isinstance(schema, dict) else {}
-    schema = {**schema, "x-guidance": _ONE_LINE}
+    schema = {**one_of_as_any_of(schema), "x-guidance": _ONE_LINE}
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
     lark = f"start: calls | formatted\nformatted: %json {json.dumps(schema)}\n{lark}"
     return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json=False)

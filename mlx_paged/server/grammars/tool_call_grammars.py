@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.one_of import one_of_as_any_of
+
 # JSON on one line, with or without a space after a comma and a colon.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
@@ -41,7 +43,7 @@ class Function:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON of a schema in Lark."""
         options = {**_ONE_LINE, "lenient": not self.is_strict}
-        return "%json " + dumps({**schema, "x-guidance": options})
+        return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": options})
 
 
 @dataclass(frozen=True)
