@@ -26,7 +26,7 @@ from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.integrity import check_integrity
 from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
-from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, look_up
+from mlx_paged.core.prefix_lookup import AbsentBlock, absent_states, group_hashes, look_up
 from mlx_paged.core.retention import KEEP_ALL, Retention
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 
@@ -182,7 +182,8 @@ class KVCacheManager:
         is_elsewhere: Callable[[BlockHash], bool],
     ) -> list[AbsentBlock]:
         """What a longer prefix of a request would need than :meth:`get_computed_blocks` finds: the
-        blocks that are elsewhere and not in the pool, first token first in each group of layers.
+        state at its end, if that is elsewhere, and the blocks that are elsewhere and not in the
+        pool, first token first in each group of layers.
 
         Args:
             is_elsewhere: whether a block can be brought from another place, by the hash of its
@@ -191,7 +192,11 @@ class KVCacheManager:
         lookups, num_blocks, _ = look_up(
             self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
         )
-        return list(itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups))
+        absent = absent_states(self.states, block_hashes[:num_blocks], self.pool.block_size)
+        return [
+            *absent,
+            *itertools.chain.from_iterable(each.absent(num_blocks) for each in lookups),
+        ]
 
     def num_needed_blocks(
         self,

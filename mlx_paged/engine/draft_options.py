@@ -12,7 +12,7 @@ from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 from mlx_paged.ops import device
 
 
@@ -53,12 +53,13 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     """
     if draft_model is None:
         return None
-    if not isinstance(draft_model, LanguageModel):
+    if not isinstance(draft_model, Module):
         raise ArgumentError(
-            f"[engine] draft_model must be one that mlx_paged.load returns, got "
+            f"[engine] draft_model must be one that mlx_paged.load or mlx_lm.load returns, got "
             f"{kind_of(draft_model)}",
             "draft_model",
         )
+    draft_model = check_model(draft_model)
     if draft_model.args.vocab_size != model.args.vocab_size:
         raise ArgumentError(
             f"[engine] draft_model has a vocabulary of {draft_model.args.vocab_size} tokens, the "

@@ -18,6 +18,7 @@ from mlx_paged.server.anthropic.endpoints import count_tokens, messages
 from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
 from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
+from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.http_server import Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
@@ -48,7 +49,13 @@ class App:
         gate: closes it.
     """
 
-    def __init__(self, service: Service, settings: ServerSettings, is_loopback: bool):
+    def __init__(
+        self,
+        service: Service,
+        settings: ServerSettings,
+        is_loopback: bool,
+        key_file: KeyFile | None,
+    ):
         counts: Counter[tuple[str, str, int]] = Counter()
         routes = routes_of(service, counts)
         others = (route for route in routes if route.protocol is not WireProtocol.OPENAI)
@@ -62,7 +69,7 @@ class App:
                 Exception: _failure,
             },
         )
-        self.gate = guarded(inner, service.engine, settings, is_loopback)
+        self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
         self._app = RequestLog(HttpCounts(self.gate, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,15 +85,19 @@ class App:
 
 
 def build_app(
-    service: Service, settings: ServerSettings | None = None, is_loopback: bool = True
+    service: Service,
+    settings: ServerSettings | None = None,
+    is_loopback: bool = True,
+    key_file: KeyFile | None = None,
 ) -> App:
     """The application for a service.
 
     Args:
         settings: by default those of a server without flags.
         is_loopback: whether only this machine can reach the server.
+        key_file: has the keys in the place of the settings, and may get others.
     """
-    return App(service, settings or ServerSettings(), is_loopback)
+    return App(service, settings or ServerSettings(), is_loopback, key_file)
 
 
 def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[ApiRoute]:
@@ -128,9 +139,15 @@ def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[A
     return routes
 
 
-def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
+def guarded(
+    app: ASGIApp,
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    is_loopback: bool,
+    key_file: KeyFile | None = None,
+) -> Gate:
     """An application behind all that keeps others out of it, but for ids and the log."""
-    app = Access(Limits(app, settings.max_body_bytes), settings)
+    app = Access(Limits(app, settings.max_body_bytes), settings, key_file)
     if settings.cors_origins:
         # It answers preflights, which have no key, and lets pages read that there was none.
         app = CORSMiddleware(

@@ -22,6 +22,13 @@ _FLAGS = {
     "chat_template": "--chat-template",
     "chat_template_args": "--chat-template-args",
 }
+# The variables by which chat templates write the reasoning of earlier answers: Qwen 3.6's and Kimi
+# K2.6's, that of GLM from 4.7 on, and Nemotron 3's.
+KEEPS_REASONING = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
     "model_alias": "--served-model-name",
@@ -101,7 +108,7 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ArgumentError: two flags say different things.
     """
-    options = dict(args.chat_template_args)
+    options = {**(KEEPS_REASONING if args.keep_reasoning else {}), **args.chat_template_args}
     if args.no_thinking and options.setdefault("enable_thinking", False) is not False:
         raise ArgumentError(
             "[server] chat_template_args says enable_thinking "

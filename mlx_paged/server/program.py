@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
+    KEEPS_REASONING,
     engine_options,
     error_line,
     read_chat_template,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from mlx_paged.engine.async_engine import AsyncEngine
+    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
@@ -107,11 +109,14 @@ def _run(args: argparse.Namespace) -> int:
         _note_equals(settings)
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
+        key_file = _key_file(args, settings)
         service = make_service(args, settings)
+
+        def announce() -> None:
+            _announce(args, settings, service, sockets)
+
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
-            return serve(
-                service, settings, sockets, lambda: _announce(args, settings, service, sockets)
-            )
+            return serve(service, settings, sockets, announce, key_file)
     finally:
         close_all(sockets)
 
@@ -129,6 +134,14 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
         f"others can reach {settings.host or 'every address'}, and there is no key; give "
         "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
+
+
+def _key_file(args: argparse.Namespace, settings: ServerSettings) -> KeyFile | None:
+    from mlx_paged.server.http.api_keys import KeyFile
+
+    if args.api_key_file is None:
+        return None
+    return KeyFile(args.api_key, args.api_key_file, settings.api_keys)
 
 
 def _note_equals(settings: ServerSettings) -> None:
@@ -213,6 +226,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
+    template = str(tokenizer.chat_template)
+    if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
+        unknown = ", ".join(KEEPS_REASONING)
+        say(f"[--keep-reasoning has no effect: the chat template knows none of {unknown}]")
     names = args.served_model_name or ()
     return Service(
         engine,
@@ -230,6 +247,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         logs_cache=settings.log_cache,
         shows_cache_texts=settings.allow_cache_texts,
         step_timeout=settings.step_timeout,
+        prefills_when_idle=not settings.no_idle_prefill,
     )
 
 
@@ -255,25 +273,25 @@ def serve(
     settings: ServerSettings,
     sockets: list[socket.socket],
     announce: Callable[[], None] = lambda: None,
+    key_file: KeyFile | None = None,
 ) -> int:
     """Serve until a signal comes or the engine fails; returns the exit status.
 
     Args:
         sockets: that listen.
         announce: called when requests are served.
+        key_file: whose keys are read again.
     """
     from mlx_paged.server.app import build_app
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.http.tidying import keep_out_of_sight
 
     keep_out_of_sight()
-    app = build_app(service, settings, is_loopback(sockets))
-    server = HttpServer(app, app.gate, service.engine, settings, _max_connections(), announce)
-
-    def end() -> None:
-        server.should_exit = True
-
-    with ended_by_signals(end):
+    app = build_app(service, settings, is_loopback(sockets), key_file)
+    server = HttpServer(
+        app, app.gate, service.engine, settings, _max_connections(), announce, key_file
+    )
+    with ended_by_signals(server):
         server.run(sockets)
         if server.has_failed:
             stopped = service.engine.stopped()
@@ -284,15 +302,6 @@ def serve(
         logger.info("ended")
         service.engine.shutdown()
     return 0
-
-
-def keys_in_words(settings: ServerSettings) -> str:
-    """How many keys there are, and whose: those of one name are one user's."""
-    num_keys, num_users = len(settings.api_keys), settings.num_users
-    if not num_keys:
-        return "no key needed"
-    of_users = f" of {num_users} user{'s' * (num_users > 1)}" if num_users < num_keys else ""
-    return f"{num_keys} key{'s' * (num_keys > 1)}{of_users}"
 
 
 def _max_connections() -> int:
@@ -323,6 +332,7 @@ def _announce(
         describe_memory,
         describe_model,
     )
+    from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
@@ -334,7 +344,7 @@ def _announce(
         describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
-        keys_in_words(settings),
+        in_words(settings.api_keys) if settings.api_keys else "no key needed",
     ]
     say(f"[{' | '.join(parts)}]")
     say(f"[listening on {url}; Ctrl-C to end]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_paged.core import (
+    AbsentBlock,
     BlockHash,
     BlockPool,
     BlockTableError,
@@ -15,8 +16,10 @@ from mlx_paged.core import (
     SequenceState,
     SequenceStates,
     hash_token_blocks,
+    state_key,
 )
 from mlx_paged.core.checkpoints import EVERYWHERE, MANY
+from mlx_paged.core.tier import STATES
 
 SIZE = 4
 
@@ -266,7 +269,7 @@ def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
     states.offer("a", Cut(4), "offered")
     states.reset()
     assert len(states) == len(states.checkpoints) == len(states._pending) == 0
-    assert states.checkpoints.longest([named(1)], 1) == 0
+    assert named(1) not in states.checkpoints
     assert states.checkpoints.num_checkpoints == 2
 
 
@@ -278,3 +281,47 @@ def test_a_cache_that_is_reset_hits_nothing():
     model.manager.free("a")
     assert model.manager.reset_prefix_cache()
     assert model.num_checkpoints == 0
+
+
+def test_a_state_that_is_elsewhere_is_asked_for_first_and_makes_a_longer_prefix():
+    model = Model(num_checkpoints=2)
+    text = "abcdefghijkl"
+    hashes = model.hashes(text)
+    there = {*hashes, state_key(hashes[1])}
+    absent = model.manager.absent_blocks(hashes, 12, there.__contains__)
+    assert absent == [
+        AbsentBlock(STATES, state_key(hashes[1]), 8),
+        AbsentBlock(0, hashes[0]),
+        AbsentBlock(0, hashes[1]),
+    ]
+    # Without the state no block is asked for, and with it in memory it is not asked for.
+    assert model.manager.absent_blocks(hashes, 12, set(hashes).__contains__) == []
+    model.states.checkpoints.put(Checkpoint(hashes[1], "abcdefgh"))
+    absent = model.manager.absent_blocks(hashes, 12, there.__contains__)
+    assert absent == [AbsentBlock(0, hashes[0]), AbsentBlock(0, hashes[1])]
+
+
+def test_a_checkpoint_is_shared_when_a_second_prompt_goes_on_from_it():
+    checkpoints = Checkpoints(4)
+    checkpoints.put(Checkpoint(named(1), "end"))
+    checkpoints.put(Checkpoint(named(2), "junction"), is_junction=True)
+    found = []
+    for _ in range(3):
+        found.append([checkpoints.is_shared(named(number)) for number in (1, 2, 3)])
+        for number in (1, 2):
+            checkpoints.use(checkpoints.get(named(number)))
+    assert found == [[False, False, False], [False, True, False], [True, True, False]]
+
+
+def test_a_checkpoint_that_goes_for_another_is_told_before_it_has_gone():
+    checkpoints, told = Checkpoints(2), []
+
+    def tell(checkpoint: Checkpoint) -> None:
+        told.append((checkpoint.content, checkpoint.block_hash in checkpoints))
+
+    checkpoints.on_eviction = tell
+    for number in range(4):
+        checkpoints.put(Checkpoint(named(number), number))
+    checkpoints.remove([named(3)])
+    checkpoints.clear()
+    assert told == [(0, True), (1, True)]

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load
 from mlx_paged.loading import read_sampling_defaults
+from mlx_paged.request import MAX_PRIORITY
 from mlx_paged.server.app import build_app
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
@@ -41,7 +42,8 @@ class ScriptedEngine(AsyncEngine):
         self.scripts: deque[list[int]] = deque()
 
     def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        if self.scripts:
+        # What is computed ahead has no answer.
+        if self.scripts and options.get("priority") != MAX_PRIORITY:
             params = params or SamplingParams()
             dictate = dictation(self.scripts.popleft(), len(prompt["prompt_token_ids"]))
             params = params.clone(logits_processors=(*params.logits_processors, dictate))
@@ -172,4 +174,5 @@ def is_idle(service: Service) -> bool:
     """Nothing runs or waits, no request has a name, and no block is held."""
     stats = service.engine.stats()
     is_quiet = (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    is_quiet = is_quiet and service.idle_prefill.is_done
     return is_quiet and not service.engine.engine.has_unfinished_requests()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from helpers.asgi import ask, echo
 from helpers.engine_runs import between_steps
 from helpers.servers import client_of, make_service
 from prometheus_client.openmetrics.parser import (
@@ -22,6 +23,7 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged import SamplingParams
+from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
 from mlx_paged.server.watching.metrics import HttpCounts
@@ -184,6 +186,18 @@ def test_what_ends_without_an_answer_is_counted_too():
         with contextlib.suppress(RuntimeError):
             asyncio.run(HttpCounts(app, counts, [])(scope, None, None))  # type: ignore[arg-type]
     assert counts == {("GET", "other", 499): 1, ("GET", "other", 500): 1}
+
+
+def test_an_answer_that_was_broken_off_counts_as_one_of_a_client_that_left():
+    counts: Counter[tuple[str, str, int]] = Counter()
+
+    async def cut(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+
+    ask(RequestLog(HttpCounts(cut, counts, [])), path="/cut")
+    ask(RequestLog(HttpCounts(echo, counts, [])), path="/whole")
+    assert counts == {("GET", "other", 499): 1, ("GET", "other", 200): 1}
 
 
 def test_requests_that_are_refused_at_the_door_are_counted(service: Service):

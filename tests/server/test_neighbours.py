@@ -19,10 +19,10 @@ from test_disconnects import RawClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.server import prompt_length
-from mlx_paged.server.answers.kept_answers import KeptAnswers
 from mlx_paged.server.app import build_app
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
@@ -59,7 +59,7 @@ class SpiedTokenizer:
 @pytest.fixture
 def spied(service: Service) -> Service:
     tokenizer: Any = SpiedTokenizer(service.tokenizer)
-    return replace(service, tokenizer=tokenizer, kept_answers=KeptAnswers())
+    return replace(service, tokenizer=tokenizer, kept_answers=ConversationEncoder())
 
 
 def user(text: str) -> list[dict[str, str]]:

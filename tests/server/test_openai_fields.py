@@ -149,6 +149,7 @@ SAMPLING_VALUES: dict[str, Any] = {
     "min_tokens": 2,
     "prompt_logprobs": 2,
     "skip_special_tokens": False,
+    "thinking_token_budget": 5,
 }
 WRITTEN_BY_PROTOCOLS = {"max_tokens", "logprobs", "structured_outputs"}
 OF_THE_LIBRARY_ALONE = {"detokenize", "logits_processors", "sampler", "output_kind"}
@@ -218,7 +219,6 @@ def test_no_field_of_openais_client_is_forgotten():
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"documents": []}, "documents"),
         ({"mm_processor_kwargs": {}}, "mm_processor_kwargs"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),

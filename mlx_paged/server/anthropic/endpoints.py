@@ -7,12 +7,7 @@ from typing import TypeVar
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.anthropic.answers import (
-    MessageAnswer,
-    MessageOptions,
-    message_events,
-    whole_message,
-)
+from mlx_paged.server.anthropic.answers import MessageOptions, MessageRenderer
 from mlx_paged.server.anthropic.messages import (
     AnyRequest,
     CountRequest,
@@ -39,12 +34,12 @@ async def messages(context: RequestContext[MessagesRequest]) -> Response:
         body.shows_thinking,
         context.value.get("context_management") is not None,
     )
-    answer = MessageAnswer(service, answer_format, options)
+    renderer = MessageRenderer(answer_format, options)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_message(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(message_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
 async def count_tokens(context: RequestContext[CountRequest]) -> Response:

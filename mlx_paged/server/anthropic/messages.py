@@ -265,6 +265,8 @@ def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "max_tokens")
     values = {name: getattr(request, name) for name in names}
     values["stop"] = request.stop_sequences
+    if request.thinking is not None:
+        values["thinking_token_budget"] = request.thinking.budget_tokens
     schema = request.output_config.format or request.output_format
     values = {name: value for name, value in values.items() if value is not None}
     if schema is not None:

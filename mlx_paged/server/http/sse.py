@@ -17,6 +17,7 @@ from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 logger = logging.getLogger("mlx_paged.server")
 
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LIFE = b": the answer is on its way\n\n"
 
 _HEADERS = {
@@ -34,7 +35,7 @@ class Closable(Protocol):
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """An event with a JSON object, on one line; named for protocols that name theirs."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = _ENCODER.encode(data)
     head = "" if name is None else f"event: {name}\n"
     # Half a character, which tokens may leave, has no UTF-8.
     return f"{head}data: {text}\n\n".encode(errors="replace")

@@ -12,7 +12,7 @@ from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.openai.chat_answers import ChatAnswers, chat_events, whole_chat
+from mlx_paged.server.openai.chat_answers import ChatRenderer, chat_events
 from mlx_paged.server.openai.messages import (
     Conversation,
     NamedFunction,
@@ -129,7 +129,7 @@ async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     body, generation, answer_format = await context.prepare_chat(read_chat)
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
     head = Head.of(context.request_id, body.options, "chatcmpl", kind)
-    answers = ChatAnswers(
+    renderer = ChatRenderer(
         service,
         head.values,
         body.options,
@@ -139,9 +139,9 @@ async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     )
     if not body.options.is_streamed:
         [output] = await service.whole([generation], head.request_id)
-        return JSONResponse(whole_chat(answers, output))
+        return JSONResponse(renderer.whole(output))
     answer = await service.start(generation, head.request_id)
-    return EventStream(chat_events(answers, answer), answer)
+    return EventStream(chat_events(renderer, answer), answer)
 
 
 def read_chat(request: ChatRequest, service: Service) -> ChatBody:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 
 import mlx_paged
 from mlx_paged.errors import shown
+from mlx_paged.server.answers.state import Usage
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.grammars.response_format import FormatFields
 from mlx_paged.server.sampling_fields import SamplingFields
@@ -183,19 +184,17 @@ class Head:
         return cls(request_id, values)
 
 
-def usage(
-    num_prompt_tokens: int,
-    num_cached_tokens: int,
-    num_completion_tokens: int,
-    num_reasoning_tokens: int | None = None,
-) -> dict[str, Any]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """How many tokens were read and written."""
-    counts: dict[str, Any] = {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
-    if num_reasoning_tokens is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-    return counts
+
+
+def usage_with_reasoning(usage: Usage) -> dict[str, Any]:
+    """The same, and how many of the tokens are reasoning."""
+    details = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return {**usage_of(usage), "completion_tokens_details": details}

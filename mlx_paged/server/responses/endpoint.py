@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.responses.answers import ResponseAnswer, response_events, whole_response
+from mlx_paged.server.responses.answers import ResponseRenderer
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body
 from mlx_paged.server.schemas import Body
 
@@ -21,12 +21,12 @@ async def responses(context: RequestContext[ResponsesRequest]) -> Response:
     owner = context.cache_salt()
     read = partial(read_responses_body, owner=owner)
     body, generation, answer_format = await context.prepare_chat(read)
-    answer = ResponseAnswer(service, body, answer_format, request_id, owner)
+    renderer = ResponseRenderer(service, body, answer_format, request_id, owner)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_response(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(response_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
 async def stored_response(context: RequestContext[Body]) -> NoReturn:

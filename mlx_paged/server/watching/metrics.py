@@ -37,11 +37,14 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _OTHER = "other"
 _OPENMETRICS = "application/openmetrics-text"
 CLIENT_CLOSED = 499
-"""The status that is counted where a client left before there was one; nginx's number."""
+"""The status that is counted where a client left, or was cut, before it had its whole answer;
+nginx's number.
+"""
 
 
 class HttpCounts:
-    """Middleware: counts HTTP requests, when they end, by method, path and status.
+    """Middleware: counts HTTP requests, when they end, by method, path and status. Around it,
+    :class:`~mlx_paged.server.http.logs.RequestLog` knows whether an answer was complete.
 
     A path is that of the route, so that clients can't make new ones up; any other is ``"other"``.
 
@@ -74,6 +77,9 @@ class HttpCounts:
         except Exception:
             status = 500
             raise
+        else:
+            if not scope.get("state", {}).get("is_complete", True):
+                status = CLIENT_CLOSED
         finally:
             method = scope["method"] if scope["method"] in _METHODS else _OTHER
             self._counts[method, self._path_of(scope), status] += 1
@@ -294,7 +300,7 @@ class EngineCollector(Collector):
         labels = ("method", "path", "status")
         metric = CounterMetricFamily(
             "mlx_paged:http_requests",
-            "HTTP requests that ended; 499 is a client that left first.",
+            "HTTP requests that ended; 499 is a client that left or was cut before it had all.",
             labels=labels,
         )
         for (method, path, status), count in sorted(dict(self._http_counts).items()):
