@@ -11,8 +11,8 @@ from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter
 from mlx_paged.request import Request
 
-# The tokens of a run beside which a request still tries drafts: its next one and, of a recurrent
-# model, some that were computed with drafts before and have no state. Without drafts, they get one.
+# The tokens beside which a request of a recurrent model still tries drafts: its next one, and some
+# that were computed with drafts before and have no state. Without drafts, they get one.
 MAX_RUN = 7
 
 
@@ -92,7 +92,7 @@ def add_drafts(
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
-        if part.num_new_tokens <= MAX_RUN and _may_have_drafts(part, manager)
+        if _may_have_drafts(part, manager)
     ]
     if not decodes:
         return
@@ -119,15 +119,17 @@ def add_drafts(
 
 
 def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is the last tokens of an answer, and stands without its drafts.
+    """Whether a part of a step is a decode, or repeats a few tokens of a recurrent model first.
 
     Where the tokens of a recurrent model reach the end of a block, the block is named, and its
-    state may be a checkpoint: neither is taken back.
+    state may be a checkpoint: neither is taken back with drafts behind them.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.request.num_output_tokens:
         return False
+    if manager.states is None:
+        return part.num_new_tokens == 1
     block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
-    return manager.states is None or end // block_size == part.start // block_size
+    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
 
 
 def _max_num_drafts(
