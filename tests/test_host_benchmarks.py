@@ -77,6 +77,17 @@ def test_one_stream_runs_each_side(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_states_on_disk_are_worth_what_they_weigh(tmp_path: Path):
+    short = ["--requests", "12", "--seeds", "1", "--states", "3"]
+    results = results_of("states_on_disk.py", tmp_path / "disk.json", *short)
+    for result in results.values():
+        assert result["LFM2-8B-A1B, 3 states"]["states_written_per_turn"] > 0.5
+        for found in result.values():
+            assert found["computed_again"] <= found["computed_again_without_disk"]
+            assert found["state_nbytes_per_turn"] <= 2 * found["kv_nbytes_per_turn"]
+
+
+@pytest.mark.slow
 def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Path):
     out = tmp_path / "policies.json"
     short = ["--requests", "12", "--seeds", "1", "--states", "4", "40"]

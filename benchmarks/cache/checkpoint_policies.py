@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.core import (
+    BlockHash,
     BlockPool,
     Cut,
     KVCacheManager,
@@ -104,18 +105,33 @@ POLICIES = [
 ]
 
 
-def computed_again(requests: Iterable[Request], states: SequenceStates) -> float:
+class Disk:
+    """A place for states beside memory, and what is told of each request."""
+
+    def bring(self, manager: KVCacheManager, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        """A prompt of so many tokens is about to be looked up."""
+
+    def note(self, request: Request, hashes: Sequence[BlockHash], begin: int, end: int) -> None:
+        """Its blocks from ``begin`` to ``end`` are full."""
+
+
+def computed_again(
+    requests: Iterable[Request], states: SequenceStates, disk: Disk | None = None
+) -> float:
     """The share of prompt tokens that are computed."""
+    disk = disk or Disk()
     manager = KVCacheManager(BlockPool(2**18, BLOCK_SIZE), states=states)
     num_prompt_tokens = num_computed = 0
-    for number, (prompt, answer) in enumerate(requests):
-        seq = str(number)
+    for number, request in enumerate(requests):
+        seq, (prompt, answer) = str(number), request
         hashes = hash_token_blocks([*prompt, *answer], BLOCK_SIZE)
         of_prompt = hashes[: len(prompt) // BLOCK_SIZE]
+        disk.bring(manager, of_prompt, len(prompt))
         computed = manager.get_computed_blocks(of_prompt, len(prompt))
         num_new = len(prompt) - computed.num_tokens
         num_prompt_tokens += len(prompt)
         num_computed += num_new
+        num_noted = 0
         for count in (num_new, len(answer)):
             if not count:
                 continue
@@ -126,6 +142,8 @@ def computed_again(requests: Iterable[Request], states: SequenceStates) -> float
             manager.cache_blocks(seq, hashes[: end // BLOCK_SIZE])
             kept = [(cut, None) for cut in states.cuts(seq, begin, end, BLOCK_SIZE)]
             states.end_step({seq: SequenceState(end, None)}, {seq: kept}, manager.tables)
+            disk.note(request, hashes, num_noted, end // BLOCK_SIZE)
+            num_noted = end // BLOCK_SIZE
         manager.free(seq)
     return num_computed / num_prompt_tokens
 

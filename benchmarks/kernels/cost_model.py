@@ -590,6 +590,49 @@ def print_formats(measured: list[dict[str, Any]], estimates: list[dict[str, Any]
     )
 
 
+# Bytes of a token of latents that is gathered, beside those that are stored: it is written as 512
+# and 64 numbers, both are read and written as one row, and keys and values are read from there.
+GATHERED_LATENT_BYTES = 2 * (576 + 576 + 576 + 576 + 512)
+
+
+def estimate_latents(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How long a token of latents takes where it lies, by the slower of bytes and slots, over how
+    long the bytes take that gathering it moves.
+
+    Args:
+        measured: ``latents`` of the JSON of ``REGISTERS``.
+    """
+    rows = []
+    for row in measured:
+        over_gathering = {}
+        for chip, (cores, gigahertz) in CORES.items():
+            slots = row["slots_per_key_whole"] / (4 * cores * gigahertz)
+            lying = max(row["bytes_per_key"] / BANDWIDTHS[chip], slots)
+            gathered = (row["bytes_per_key"] + GATHERED_LATENT_BYTES) / BANDWIDTHS[chip]
+            over_gathering[chip] = lying / gathered
+        rows.append({name: row[name] for name in ("dtype", "format", "heads")} | over_gathering)
+    return rows
+
+
+def print_latents(measured: list[dict[str, Any]]) -> None:
+    print(
+        "Decodes on latents of 512 and rotated keys of 64: slots per key over all heads, with "
+        "all of a partition of 256\nin brackets. ESTIMATE, not measured on a Mac: the time of a "
+        "token over that of gathering it.\n"
+    )
+    table = []
+    for row, estimate in zip(measured, estimate_latents(measured), strict=True):
+        table.append(
+            [
+                *(str(row[name]) for name in ("dtype", "format", "heads", "registers", "spills")),
+                f"{row['slots_per_key']:.0f} ({row['slots_per_key_whole']:.0f})",
+                *(f"{estimate[chip]:.2f}" for chip in CORES),
+            ]
+        )
+    header = ["dtype", "format", "heads", "registers", "spills", "slots per key", *CORES]
+    print_table(header, table)
+
+
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = make_arg_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases only")
@@ -657,6 +700,7 @@ def main(argv: list[str] | None = None) -> int:
     print_registers(measured)
     formats = estimate_formats(measured["formats"])
     print_formats(measured["formats"], formats)
+    print_latents(measured["latents"])
     roofline = estimate_roofline()
     print_roofline(roofline)
     worst = max(c["kv_ratio"] for c in counts)

@@ -52,9 +52,9 @@ NUM_TOKENS = 10**6  # no answer ends
 Step = Callable[[], object]
 
 
-def make_model() -> nn.Module:
+def make_model(config: dict[str, Any] = CONFIG) -> nn.Module:
     mx.random.seed(0)
-    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(CONFIG))
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
     model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
     model.eval()
     mx.eval(model.parameters())

@@ -4,6 +4,7 @@ on the same requests in one run.
     python -m benchmarks speculation                          # the demo model, some 2 minutes
     python -m benchmarks speculation --model random           # one whose weights outweigh Python
     python -m benchmarks speculation --model random --draft-model cut   # its first layer drafts
+    python -m benchmarks speculation --model hybrid           # recurrent layers beside attention
     python -m benchmarks speculation --model A --draft-model B
     python -m benchmarks speculation --rows                   # what a step costs, by rows
 
@@ -30,6 +31,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from benchmarks.kernels import recurrent
 from benchmarks.lib.card import machine_card, print_card, print_json, print_table
 from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 from mlx_paged import Sequences, demo_model_path, load, run_step
@@ -37,6 +39,7 @@ from mlx_paged.engine.draft_options import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.sampling_params import SamplingParams
 
 NUM_TOKENS = 96  # of an answer
@@ -52,11 +55,45 @@ SHAPE = QWEN3_0_6B_LAYERS | {
     "num_key_value_heads": 2,
 }
 
+# Qwen3.5's layers, narrow: on a CPU each row costs as much as a step of a wide one.
+HYBRID = recurrent.CONFIG | {
+    "text_config": recurrent.CONFIG["text_config"]
+    | {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "vocab_size": 1024,
+        "num_attention_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "head_dim": 32,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    }
+}
+
 
 def load_model(name: str) -> tuple[nn.Module, Any]:
     if name == "random":
         return random_weights(SHAPE)[0], None
+    if name == "hybrid":
+        return hybrid_model(), None
     return load(demo_model_path() if name == "demo" else name)[:2]
+
+
+def hybrid_model() -> nn.Module:
+    """Recurrent layers beside attention, after which the head mostly says the next one of twelve
+    tokens: how often drafts are accepted is made up, the times are not.
+    """
+    model = recurrent.make_model(HYBRID)
+    text = model.language_model
+    embeddings = text.model.embed_tokens.weight * 10  # outweigh what layers add
+    vocab_size = len(embeddings)
+    tokens = mx.arange(vocab_size)
+    before = mx.minimum(tokens // 12 * 12 + (tokens - 1) % 12, vocab_size - 1)
+    head = embeddings[before] / mx.linalg.norm(embeddings[before], axis=1, keepdims=True)
+    text.model.embed_tokens.weight, text.lm_head.weight = embeddings, 0.7 * head
+    mx.eval(model.parameters())
+    return adapt(model, HYBRID)
 
 
 def cut_model(model: nn.Module) -> nn.Module:
@@ -115,6 +152,14 @@ def decode(
     return seconds, cpu_seconds, [answers[str(n)] for n in range(len(prompts))]
 
 
+def rows_of(engine: Engine) -> int:
+    """Rows that were computed of answers; the first token of each comes with its prompt."""
+    stats = engine.stats()
+    num_prompt_rows = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
+    num_first_tokens = sum(stats.num_finished.values())
+    return int(engine.latencies.iteration_tokens.sum) - num_prompt_rows - num_first_tokens
+
+
 def measure(
     engines: dict[str, Engine], text: str, num_streams: int, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -123,7 +168,8 @@ def measure(
     ratios: list[float] = []
     cpu_ratios: list[float] = []
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    before = engines["drafts"].stats()
+    drafts = engines["drafts"]
+    before, num_rows = drafts.stats(), rows_of(drafts)
     same = total = 0
     for turn in range(args.turns + 1):
         times, cpu_times, answers = {}, {}, {}
@@ -139,9 +185,12 @@ def measure(
             cpu_ratios.append(cpu_times["plain"] / cpu_times["drafts"])
             for name, value in times.items():
                 seconds[name].append(value)
-    stats = engines["drafts"].stats()
+    stats = drafts.stats()
     num_drafted = stats.num_drafted_tokens - before.num_drafted_tokens
     num_accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+    # Each token but the last one of an answer is computed once, and each rejected draft.
+    num_computed = (args.turns + 1) * num_streams * (NUM_TOKENS - 1)
+    num_repeated = rows_of(drafts) - num_rows - num_computed - (num_drafted - num_accepted)
     num_tokens = (num_streams * (NUM_TOKENS - 1)) / 1e3
     return {
         "text": text,
@@ -157,6 +206,7 @@ def measure(
         "drafted_per_token": num_drafted / total,
         "accepted_per_token": num_accepted / total,
         "acceptance": num_accepted / max(1, num_drafted),
+        "repeated_per_token": num_repeated / total,
         "same_tokens": same / total,
     }
 
@@ -167,16 +217,21 @@ def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
     cost, results = cost_of(model), []  # type: ignore[arg-type]
     for num_seqs in STREAMS:
         for seq in range(num_seqs):
-            run_step(model, sequences, {seq: range(200)})
+            # Whole blocks: a fork copies none.
+            run_step(model, sequences, {seq: range(208)})
         times: dict[int, list[float]] = {}
         for _ in range(num_turns):
             for rows in (1, 2, 4, 8):
-                batch = {seq: range(seq * rows, (seq + 1) * rows) for seq in range(num_seqs)}
+                for seq in range(num_seqs):
+                    sequences.fork(seq, ("fork", seq))
+                batch = {
+                    ("fork", seq): range(seq * rows, (seq + 1) * rows) for seq in range(num_seqs)
+                }
                 start = time.process_time()
                 run_step(model, sequences, batch, [rows] * num_seqs)
                 times.setdefault(rows, []).append(time.process_time() - start)
-                for seq in range(num_seqs):
-                    sequences.trim(seq, 200)
+                for fork in batch:
+                    sequences.free(fork)
         results += [
             {
                 "sequences": num_seqs,
@@ -196,7 +251,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="demo, random, a folder or a hub id")
+    parser.add_argument(
+        "--model", default="demo", help="demo, random, hybrid, a folder or a hub id"
+    )
     parser.add_argument("--draft-model", help="cut (the model's first layer), a folder or a hub id")
     parser.add_argument("--num-draft-tokens", type=int, help="default: 7, with a draft model 3")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the mixed text")
@@ -258,6 +315,7 @@ def main() -> None:
                 "of the fastest",
                 "drafted",
                 "accepted",
+                "repeated",
                 "same tokens",
             ],
             [
@@ -269,6 +327,7 @@ def main() -> None:
                     f"{each['ratio_of_fastest']:.2f}",
                     f"{each['drafted_per_token']:.2f}",
                     f"{each['accepted_per_token']:.2f}",
+                    f"{each['repeated_per_token']:.2f}",
                     f"{each['same_tokens']:.2%}",
                 ]
                 for each in figures

@@ -52,6 +52,7 @@ class Decode:
     bits: KVBits | None = None
     softcap: float | None = None
     dtype: str = "bfloat16"
+    holds_latents: bool = False  # in the place of K, and their rotated keys in that of V
 
     def slabs(self) -> KVHandle:
         form = KVFormat.dense(self.dtype)
@@ -64,30 +65,28 @@ class Decode:
         blocks = array("i", range(-(-self.keys // BLOCK_SIZE)))
         return AttentionMetadata([blocks], [self.keys], [1], BLOCK_SIZE)
 
-    def queries(self, width: int) -> mx.array:
+    def queries(self) -> mx.array:
+        width = self.key_dim + (self.value_dim if self.holds_latents else 0)
         rows = mx.random.normal((1, self.num_kv_heads * self.group, width))
         return rows.astype(getattr(mx, self.dtype))
 
     @property
     def params(self) -> AttentionParams:
-        return AttentionParams(self.key_dim**-0.5, softcap=self.softcap)
+        scale, latents = self.key_dim**-0.5, self.holds_latents
+        return AttentionParams(scale, softcap=self.softcap, holds_latents=latents)
 
     def attention(self) -> Callable[[], mx.array]:
         """A call that waits for the one before it, by the fence of the slabs."""
-        kv, step, q = self.slabs(), self.step(), self.queries(self.key_dim)
+        kv, step, q = self.slabs(), self.step(), self.queries()
         return lambda: METAL.attend(q, kv, step, self.params)
 
-    def attention_to_latents(self, gathers: bool) -> Callable[[], mx.array]:
-        """The same where K holds latents and V their rotated keys, gathered or where they lie."""
-        kv, step = self.slabs(), self.step()
-        q = self.queries(self.key_dim + self.value_dim)
-        params = AttentionParams(1.0, holds_latents=True)
-        if not gathers:
-            return lambda: METAL.attend(q, kv, step, params)
+    def attention_to_gathered_latents(self) -> Callable[[], mx.array]:
+        """The same on latents that are gathered first."""
+        kv, step, q = self.slabs(), self.step(), self.queries()
 
         def attend() -> mx.array:
             rows = [(k[None], v[None]) for k, v in METAL.gather_step(kv, step)]
-            return attend_to_latents(q, rows, step, params)
+            return attend_to_latents(q, rows, step, self.params)
 
         return attend
 
@@ -128,7 +127,15 @@ COMPARISONS = {
         2.2,
     ),
 }
-LATENTS = Decode(num_kv_heads=1, group=16, key_dim=512, value_dim=64)
+LATENTS = Decode(num_kv_heads=1, group=16, key_dim=512, value_dim=64, holds_latents=True)
+# Heads and bits, and between which shares of the time of gathering latents they should take.
+LATENT_SHARES = (
+    (8, None, 0.12, 0.4),
+    (16, None, 0.25, 0.7),
+    (20, None, 0.3, 0.8),
+    (32, None, 0.5, 1.2),
+    (16, KVBits(8, 8), 0.3, 0.8),
+)
 
 
 def measure_comparisons(num_calls: int, turns: int, keys: int) -> Iterator[Row]:
@@ -139,13 +146,14 @@ def measure_comparisons(num_calls: int, turns: int, keys: int) -> Iterator[Row]:
             for each in (one, other)
         ]
         yield answer(f"time of {question}", seconds[0] / seconds[1], low, high)
-    for heads, low, high in ((8, 0.15, 0.6), (16, 0.3, 0.8), (32, 0.6, 1.2)):
-        latents = replace(LATENTS, keys=keys, group=heads)
+    for heads, bits, low, high in LATENT_SHARES:
+        latents = replace(LATENTS, keys=keys, group=heads, bits=bits)
         seconds = [
-            microseconds(latents.attention_to_latents(gathers), num_calls, turns)
-            for gathers in (False, True)
+            microseconds(attend, num_calls, turns)
+            for attend in (latents.attention(), latents.attention_to_gathered_latents())
         ]
-        question = f"time of latents where they lie over gathered ones, {heads} heads"
+        form = latents.slabs().format
+        question = f"time of latents where they lie over gathered ones, {heads} heads, {form}"
         yield answer(question, seconds[0] / seconds[1], low, high)
 
 
@@ -183,6 +191,8 @@ THREADS = {
     Decode(group=2, key_dim=512, value_dim=512): 448,
     Decode(group=4, bits=KVBits(8, 8)): 384,
     Decode(group=4, bits=KVBits(4, 4)): 384,
+    LATENTS: 384,
+    replace(LATENTS, bits=KVBits(8, 8)): 384,
 }
 TOO_MANY_THREADS = 2048
 _ALLOWED = re.compile(r"maximum allowed .*\((\d+)\)")
@@ -196,7 +206,7 @@ def measure_registers() -> Iterator[Row]:
         decode = replace(decode, keys=300)
         kv, step = decode.slabs(), decode.step()
         plan = AttentionPlan.of(step, PlanKey.of(None, kv))
-        q = decode.queries(decode.key_dim)
+        q = decode.queries()
         sinks = kernels.sink_logits(None, q.shape[1])
         launch = kernels.attention(q, None, kv, plan, 1, decode.params, sinks)
         assert isinstance(launch, partial)

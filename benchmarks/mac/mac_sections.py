@@ -9,7 +9,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
+from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 from mlx_paged.sampling_params import SamplingParams
@@ -38,9 +39,10 @@ QWEN3_0_6B = QWEN3_0_6B_LAYERS | {"num_hidden_layers": 28, "vocab_size": 151_936
 NEEDS_METAL: Row = {"skipped": "needs Metal"}
 
 
-# head_dim, group, block_size and dtype of the shapes whose kernels are tried, the usual ones first.
-F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
-KERNEL_SHAPES = [
+# The shapes whose kernels are tried, the usual ones first; of dense rows head_dim, group,
+# block_size and dtype.
+F16, BF16, F32 = "float16", "bfloat16", "float32"
+_DENSE_SHAPES = [
     (128, 2, 16, BF16),
     *((128, group, 16, BF16) for group in (1, 4, 5, 8)),
     *((128, group, 16, F16) for group in (2, 4, 8)),
@@ -52,6 +54,20 @@ KERNEL_SHAPES = [
     *((128, 16, 16, dtype) for dtype in (F16, BF16)),
     *((512, 4, 16, dtype) for dtype in (F16, BF16)),
     (128, 32, 16, BF16),
+]
+_LATENTS = AttentionShape(1, 16, 512, 64, 16, KVFormat.dense(BF16), holds_latents=True)
+KERNEL_SHAPES = [
+    *(
+        AttentionShape(2, group, dim, dim, size, KVFormat.dense(dtype))
+        for dim, group, size, dtype in _DENSE_SHAPES
+    ),
+    *(
+        AttentionShape(2, 4, 128, 128, 16, KVFormat.quantised(KVBits(*bits), 128, 128, BF16))
+        for bits in ((8, 8), (8, 4), (4, 4))
+    ),
+    AttentionShape(4, 1, 96, 64, 16, KVFormat.quantised(KVBits(8, 8), 96, 64, BF16)),
+    _LATENTS,
+    replace(_LATENTS, format=KVFormat.quantised(KVBits(8, 8), 512, 64, BF16)),
 ]
 
 
@@ -151,8 +167,8 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
     if not choose.is_metal_available():
         yield NEEDS_METAL
         return
-    for head_dim, group, block_size, dtype in KERNEL_SHAPES[: sizes.num_kernel_shapes]:
-        shape = AttentionShape(2, group, head_dim, head_dim, block_size, KVFormat.dense(dtype))
+    for shape in KERNEL_SHAPES[: sizes.num_kernel_shapes]:
+        most = MAX_LATENT_ROWS if shape.holds_latents else MAX_QUERY_ROWS
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -160,7 +176,7 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
         yield {
             "shape": str(shape),
             "seconds": round(time.perf_counter() - start, 3),
-            "right": found == WorkingKernels(True, True, decode_runs_of(group)),
+            "right": found == WorkingKernels(True, True, decode_runs_of(shape.group, most)),
             "said": [str(warning.message) for warning in said],
         }
 

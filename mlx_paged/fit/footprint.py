@@ -133,13 +133,8 @@ class Footprint:
         """
         nbytes = self._weights_read(num_seqs)
         nbytes += self.kv_nbytes(num_tokens, num_seqs) + 2 * num_seqs * self.model.state_nbytes
-        seconds = nbytes / bandwidth + self._num_layers * LAUNCHES_PER_LAYER * LAUNCH_SECONDS
+        seconds = nbytes / bandwidth + self.model.num_layers * LAUNCHES_PER_LAYER * LAUNCH_SECONDS
         return num_seqs / seconds
-
-    @property
-    def _num_layers(self) -> int:
-        inner = self.model.get("inner", self.model)
-        return len(getattr(inner, "layers", self.model.layer_specs))
 
     def _weights_read(self, num_seqs: int) -> int:
         """Bytes of weights that a step reads: of experts those that its tokens choose, taken to be

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mlx_paged.fit.verdict import Fit
     from mlx_paged.loading.outline import Outline
 
-DEMO = "demo"
 _FLAGS = {"path_or_hf_repo": "MODEL", "kv_format": "--kv-bits", "max_model_len": "--context"}
 
 
@@ -84,12 +83,10 @@ def _list(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> int:
     from mlx_paged.fit.report import report
     from mlx_paged.fit.verdict import Fit
-    from mlx_paged.loading import demo_model_path
     from mlx_paged.loading.outline import read_outline
 
     machine = _machine(args.memory, args.chip)
-    named = demo_model_path() if args.model == DEMO else args.model
-    outline = read_outline(named, args.revision)
+    outline = read_outline(args.model, args.revision)
     fit = Fit.of(outline.model, machine, args.kv_bits, args.context, args.parallel)
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:

@@ -15,6 +15,7 @@ from mlx_paged.errors import ArgumentError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 GGUF_SUFFIX = ".gguf"
+DEMO = "demo"  # the name of the bundled model, where there is no such folder
 _MODEL_FILES = [
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl",
     "*.jinja",
@@ -119,15 +120,19 @@ def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
 
 
 def _local(path_or_hf_repo: str | Path) -> Path | None:
-    """The folder or the file of this name, if there is one."""
+    """The folder or the file of this name, if there is one; that of the bundled model for
+    ``demo``.
+    """
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
         path = path.expanduser()
-        return path if repo != "" and (path.is_dir() or path.is_file()) else None
+        if repo != "" and (path.is_dir() or path.is_file()):
+            return path
     except (OSError, RuntimeError):
         # The name is longer than the file system takes, or begins with ~ and no user's name.
         return None
+    return demo_model_path() if repo == DEMO else None
 
 
 def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:

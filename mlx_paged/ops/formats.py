@@ -268,10 +268,9 @@ class AffineFormat(RowFormat):
     def kernels(self, values: RowFormat) -> FormatKernels:
         if not isinstance(values, AffineFormat):
             raise ValueError("the kernels need K and V to be both dense or both quantised")
-        if self.group_size != values.group_size:
-            raise ValueError("the kernels need K and V to have groups of the same size")
         bits = ("KEY_BITS", self.bits), ("VALUE_BITS", values.bits)
-        template = (*bits, ("SCALE_GROUP", self.group_size))
+        groups = ("KEY_GROUP", self.group_size), ("VALUE_GROUP", values.group_size)
+        template = (*bits, *groups)
         return FormatKernels(
             "paged_attention_affine", "encode_and_cache", "dequantize_blocks", template
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
 from starlette.responses import JSONResponse, Response
 
 import mlx_paged
@@ -14,6 +15,16 @@ from mlx_paged.server.routes import ApiRoute, Endpoint
 from mlx_paged.server.schemas import Body
 
 _PLACE = "#/components/schemas/{model}"
+
+
+class _WithoutNulls(GenerateJsonSchema):
+    """A default of ``None`` is that the field is not there, which is no value of most fields."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        described = super().default_schema(schema)
+        if described.get("default") is None:
+            described.pop("default", None)
+        return described
 
 
 def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
@@ -35,7 +46,9 @@ def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
     variants = {body: body.variants() for body in bodies}
     models = dict.fromkeys(each for found in variants.values() for each in found)
     places, definitions = models_json_schema(
-        [(model, "validation") for model in models], ref_template=_PLACE
+        [(model, "validation") for model in models],
+        ref_template=_PLACE,
+        schema_generator=_WithoutNulls,
     )
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
@@ -264,15 +265,15 @@ class AtMost:
         schema["fail_fast"] = True
         return core_schema.no_info_before_validator_function(self._check, schema)
 
-
-def _check_filled(text: str) -> str:
-    if not text:
-        raise wrong("is empty")
-    return text
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        least = {"minItems": 1} if self._if_empty else {}
+        return {**handler(schema), **least, "maxItems": self._most}
 
 
 Children = Annotated[list[T], AtMost(MAX_CHILDREN)]
-Filled = Annotated[str, AfterValidator(_check_filled)]
+Filled = Annotated[str, Field(min_length=1)]
 
 
 def short(max_len: int) -> AfterValidator:
@@ -325,8 +326,8 @@ def _words(cls: type[Body], error: ErrorDetails) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == _OURS:
         return error["msg"]
-    if kind == "missing":
-        return "is missing"
+    if kind in ("missing", "string_too_short"):
+        return "is missing" if kind == "missing" else "is empty"
     if kind == "extra_forbidden":
         name, *inside = error["loc"]
         advice = None if inside else _advice(cls, str(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -41,7 +42,9 @@ def parse_json(body: bytes) -> Any:
     """
     check_json(body)
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        value = json.loads(
+            body, parse_constant=_refuse_constant, object_pairs_hook=_with_unique_names
+        )
         if b"\\ud" in body.lower():
             json.dumps(value, ensure_ascii=False).encode()  # Halves of characters have no UTF-8.
         return value
@@ -53,6 +56,15 @@ def parse_json(body: bytes) -> Any:
         # UnicodeDecodeError is one, too. Its text would quote the body.
         what = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
         raise ApiError(400, f"the body is not valid JSON{what}") from None
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Of two values of one name, others that look at a request may see another one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ApiError(400, f"the body has the name {shown(name)} twice in an object")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from pydantic import WithJsonSchema
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.prompts import encode_prompt
@@ -32,11 +33,16 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 Prompt = str | tuple[int, ...]
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKEN_IDS}
+_PROMPT = {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]}
+_PROMPTS = {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
 class CompletionRequest(OpenAIFields):
     """The body of ``POST /v1/completions``."""
 
     # A text, token ids, or a list of either.
-    prompt: Annotated[str | list[Any], OneOf()]
+    prompt: Annotated[str | list[Any], OneOf(), WithJsonSchema({"anyOf": [_PROMPT, _PROMPTS]})]
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
