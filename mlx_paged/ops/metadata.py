@@ -85,10 +85,12 @@ class SlotMapping:
 
     @cached_property
     def places(self) -> tuple[mx.array, mx.array]:
-        """Block id and offset of each row that is not padding, ``[num_live] int32`` each."""
+        """Block id and offset of each row that is not padding, ``[num_live] uint32`` each. MLX would
+        convert signed ones in every scatter.
+        """
         places = [divmod(slot, self.block_size) for slot in self.slots if slot >= 0]
         block_ids, offsets = zip(*places, strict=True) if places else ((), ())
-        return mx.array(block_ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32)
+        return mx.array(block_ids, dtype=mx.uint32), mx.array(offsets, dtype=mx.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
