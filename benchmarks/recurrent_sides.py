@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -162,38 +161,57 @@ def filled_cache(model: nn.Module, num_tokens: int) -> list[Any]:
     return caches
 
 
-def primitives(
-    packed: LanguageModel, stock: nn.Module, num_streams: int, context: int
-) -> tuple[int, int]:
-    """How many primitives of MLX a decode of the model alone has, here and in mlx-lm's batch, with
-    what both keep of it.
-    """
+# Builds a decode, lets a function look at what is evaluated of it, and evaluates it.
+Pass = Callable[[Callable[[Sequence[mx.array]], Any]], Any]
+
+
+def packed_pass(model: LanguageModel, num_streams: int, context: int) -> Pass:
+    """Decodes of the model alone, without an engine."""
     tokens = mx.array([5] * num_streams)
-    cache = make_kv_cache(packed, kv_cache_bytes=BUDGET)
-    seqs, filled = Sequences(cache), Filled(packed)
+    cache = make_kv_cache(model, kv_cache_bytes=BUDGET)
+    seqs, filled = Sequences(cache), Filled(model)
     names = [str(stream) for stream in range(num_streams)]
     with seqs.step(dict.fromkeys(names, context)) as step:
         mx.eval(filled(tokens, cache.layers, step.logit_rows), cache.arrays)
-    run_step(packed, seqs, {name: [5] for name in names})  # the states are one stack now
-    # What the CPU has begun is not in the graph any more.
-    with (
-        mock.patch("mlx_paged.cache.paged.compute_meanwhile", lambda out: out),
-        seqs.step(dict.fromkeys(names, 1)) as step,
-    ):
-        logits = packed(tokens, cache.layers, step.logit_rows)
-        ours = _num_primitives([logits, *cache.arrays])
-        mx.eval(logits, cache.arrays)
-    caches = [filled_cache(stock, context + 1) for _ in names]
+
+    def run(look: Callable[[Sequence[mx.array]], Any]) -> Any:
+        with seqs.step(dict.fromkeys(names, 1)) as step:
+            outputs = [model(tokens, cache.layers, step.logit_rows), *cache.arrays]
+            found = look(outputs)
+            mx.eval(outputs)
+        return found
+
+    return run
+
+
+def stock_pass(model: nn.Module, num_streams: int, context: int) -> Pass:
+    """The same in mlx-lm, with its caches of a batch."""
+    tokens = mx.array([[5]] * num_streams)
+    caches = [filled_cache(model, context) for _ in range(num_streams)]
     batch = caches[0]
     if num_streams > 1:
         batch = [type(of_layer[0]).merge(list(of_layer)) for of_layer in zip(*caches, strict=True)]
-    logits = stock(tokens[:, None], cache=batch)[:, -1]
-    kept = [each for cache in batch for each in cache.state if isinstance(each, mx.array)]
-    return ours, _num_primitives([logits, *kept])
+
+    def run(look: Callable[[Sequence[mx.array]], Any]) -> Any:
+        logits = model(tokens, cache=batch)[:, -1]
+        kept = [each for cache in batch for each in cache.state if isinstance(each, mx.array)]
+        found = look([logits, *kept])
+        mx.eval(logits, kept)
+        return found
+
+    return run
+
+
+def num_primitives(run: Pass) -> int:
+    """Of the graph of a decode."""
+    run(len)  # states are one stack from here on
+    # What the CPU has begun is not in the graph any more.
+    with mock.patch("mlx_paged.cache.paged.compute_meanwhile", lambda out: out):
+        count: int = run(_num_primitives)
+    return count
 
 
 def _num_primitives(outputs: Sequence[mx.array]) -> int:
     dot = io.StringIO()
     mx.export_to_dot(dot, *outputs)
-    counts = Counter(re.findall(r'label ?= ?"(\w+)"[^\n]*shape ?= ?rectangle', dot.getvalue()))
-    return counts.total()
+    return len(re.findall(r'label ?= ?"\w+"[^\n]*shape ?= ?rectangle', dot.getvalue()))

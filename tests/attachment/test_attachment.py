@@ -171,7 +171,7 @@ def test_what_is_no_model_of_mlx_lm_is_refused():
     ("architecture", "why"),
     [
         ("stablelm", "can't run on packed input: it computes attention in its own way"),
-        ("mamba2", "keeps recurrent states, which prompt caches"),
+        ("mamba2", "keeps recurrent states, which prompt caches .*; mlx_paged.load runs it"),
     ],
 )
 def test_models_that_do_not_run_packed_are_refused_and_left_alone(architecture, why):

@@ -25,6 +25,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.model_zoo import config_of as zoo_config_of
 from helpers.model_zoo import make
 from helpers.model_zoo.page import rows_on_page
+from helpers.ragged_engines import answers, budget_of, ragged
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import Sequences
@@ -40,27 +41,6 @@ from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import MAX_UNWANTED_ROWS, PerSequenceModel
 from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.models.run_step import run_step
-
-
-def ragged(name: str, **options: Any) -> Engine:
-    """An engine whose prompts come in chunks that end anywhere, beside running answers."""
-    sizes = {"block_size": 8, "max_num_seqs": 8}
-    budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
-    return make_engine(adapted_model(name), **(sizes | budgets | options))
-
-
-def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
-    """The blocks of so many sequences of ``num_tokens`` tokens."""
-    need = ragged(name).scheduler.manager.block_need
-    return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
-
-
-def answers(engine: Engine) -> dict[str, list[list[int]]]:
-    """The tokens of all completions of all requests that are there."""
-    return {
-        request_id: [completion.token_ids for completion in output.outputs]
-        for request_id, output in run(engine).items()
-    }
 
 
 @mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
@@ -315,12 +295,12 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
         (
             "falcon_h1",
             {"kv": "basic"},
-            r"kv='basic' can't hold .* keeps recurrent states",
+            r"kv='basic' can't hold .* keeps recurrent states, as falcon_h1 does; use kv='paged'",
         ),
         (
             "falcon_h1",
             {"window": 64},
-            r"window can't be had with a falcon_h1",
+            r"window can't be had with a falcon_h1: .*; leave it out",
         ),
         ("falcon_h1", {"num_draft_tokens": 2}, r"num_draft_tokens must be 0 with a falcon_h1"),
         (
