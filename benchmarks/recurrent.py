@@ -69,7 +69,7 @@ def measure_decodes(
         ALONE_HERE: packed_pass(packed, streams, context),
         ALONE_THERE: stock_pass(stock, streams, context),
     }
-    sides = {
+    sides: dict[str, Step] = {
         THEIRS: generator_step(stock, streams, context),
         PACKED: engine_step(packed, streams, context),
         **{side: partial(run, len) for side, run in passes.items()},

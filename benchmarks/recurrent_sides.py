@@ -62,10 +62,11 @@ def stock_model(name: str) -> nn.Module:
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config_of(name)))
     model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
     # Where no layer is of a kind, none's cache makes a mask for that.
+    text: Any = model.language_model.model
     if MODELS[name] > NUM_LAYERS:
-        model.language_model.model.fa_idx = None
+        text.fa_idx = None
     if MODELS[name] == 1:
-        model.language_model.model.ssm_idx = None
+        text.ssm_idx = None
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -92,7 +93,7 @@ class Filled:
         self._state: StateRow | None = None if states is None else states.get("a", 20)
 
     def __call__(
-        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array
+        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
         step = layers[0].step
         for layer in layers:
@@ -105,7 +106,7 @@ class Filled:
             assert self._state is not None
             state.after = self._state.alone()
             state.at_cuts += [state.after for _ in state.cuts]
-        return mx.zeros((len(logit_rows), VOCAB_SIZE))
+        return mx.zeros((len(tokens) if logit_rows is None else len(logit_rows), VOCAB_SIZE))
 
 
 def engine_step(model: LanguageModel, num_streams: int, context: int, first: int = 0) -> Step:
@@ -145,16 +146,17 @@ def generator_step(model: nn.Module, num_streams: int, context: int) -> Step:
     generator.insert([prompt[-1:] for prompt in prompts], caches=caches)
     while len(generator.next_generated()) < num_streams:
         pass
-    return generator.next_generated  # type: ignore[no-any-return]
+    return generator.next_generated
 
 
 def filled_cache(model: nn.Module, num_tokens: int) -> list[Any]:
-    """mlx-lm's caches with random K/V of so many tokens, and states of a short prompt."""
-    caches = make_prompt_cache(model)
+    """mlx-lm's caches with random K/V of this many tokens, and states of a short prompt."""
+    caches: list[Any] = make_prompt_cache(model)
     mx.eval(model(mx.array([prompt_of(20, 0)]), cache=caches))
     for cache in caches:
         if isinstance(cache, KVCache):
-            shape = 1, cache.keys.shape[1], num_tokens, cache.keys.shape[3]
+            keys: Any = cache.keys
+            shape = 1, keys.shape[1], num_tokens, keys.shape[3]
             cache.keys, cache.values = mx.random.normal(shape), mx.random.normal(shape)
             cache.offset = num_tokens
             mx.eval(cache.keys, cache.values)

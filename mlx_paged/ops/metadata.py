@@ -85,8 +85,8 @@ class SlotMapping:
 
     @cached_property
     def places(self) -> tuple[mx.array, mx.array]:
-        """Block id and offset of each row that is not padding, ``[num_live] uint32`` each. MLX would
-        convert signed ones in every scatter.
+        """Block id and offset of each row that is not padding, ``[num_live] uint32`` each: MLX
+        would convert signed ones in every scatter.
         """
         places = [divmod(slot, self.block_size) for slot in self.slots if slot >= 0]
         block_ids, offsets = zip(*places, strict=True) if places else ((), ())
