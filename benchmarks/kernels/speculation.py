@@ -31,7 +31,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from benchmarks.kernels import recurrent
+from benchmarks.kernels.recurrent_sides import config_of, random_model
 from benchmarks.lib.card import machine_card, print_card, print_json, print_table
 from benchmarks.lib.models import QWEN3_0_6B_LAYERS, random_weights
 from mlx_paged import Sequences, demo_model_path, load, run_step
@@ -56,8 +56,8 @@ SHAPE = QWEN3_0_6B_LAYERS | {
 }
 
 # Qwen3.5's layers, narrow: on a CPU each row costs as much as a step of a wide one.
-HYBRID = recurrent.CONFIG | {
-    "text_config": recurrent.CONFIG["text_config"]
+HYBRID = config_of("hybrid") | {
+    "text_config": config_of("hybrid")["text_config"]
     | {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -84,7 +84,7 @@ def hybrid_model() -> nn.Module:
     """Recurrent layers beside attention, after which the head mostly says the next one of twelve
     tokens: how often drafts are accepted is made up, the times are not.
     """
-    model = recurrent.make_model(HYBRID)
+    model = random_model(HYBRID)
     text = model.language_model
     embeddings = text.model.embed_tokens.weight * 10  # outweigh what layers add
     vocab_size = len(embeddings)

@@ -230,7 +230,7 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
     if model.state_nbytes:
         raise ArgumentError(
             f"[kv cache] window can't be had with a {model_type_of(model)}: its recurrent layers "
-            "remember what has left the window",
+            "remember what has left the window; leave it out",
             "window",
         )
     retention = groups[0].retention

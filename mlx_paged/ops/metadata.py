@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.states import StepState
@@ -56,6 +57,9 @@ class SlotMapping:
 
     slots: list[int]  # [num_tokens], none twice but those of padding
     block_size: int
+    _places: dict[int, tuple[mx.array, mx.array, mx.array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -83,12 +87,21 @@ class SlotMapping:
             return None
         return mx.array([row for row, slot in enumerate(self.slots) if slot >= 0], dtype=mx.int32)
 
-    @cached_property
-    def places(self) -> tuple[mx.array, mx.array]:
-        """Block id and offset of each row that is not padding, ``[num_live] int32`` each."""
-        places = [divmod(slot, self.block_size) for slot in self.slots if slot >= 0]
-        block_ids, offsets = zip(*places, strict=True) if places else ((), ())
-        return mx.array(block_ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32)
+    def places(self, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Block id, head and offset of each row that is not padding, ``[num_live, num_kv_heads]
+        uint32`` each: MLX would make these of anything less in every scatter.
+        """
+        found = self._places.get(num_kv_heads)
+        if found is None:
+            slots = np.array([slot for slot in self.slots if slot >= 0], dtype=np.uint32)[:, None]
+            heads = np.arange(num_kv_heads, dtype=np.uint32)
+            shape = len(slots), num_kv_heads
+            block_ids, of_heads, offsets = (
+                mx.array(np.ascontiguousarray(np.broadcast_to(each, shape)))
+                for each in (slots // self.block_size, heads, slots % self.block_size)
+            )
+            found = self._places[num_kv_heads] = block_ids, of_heads, offsets
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -167,10 +167,10 @@ def _write_rows(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> 
         for slab, rows in zip(kv.slabs, k + v, strict=True):
             slab[block_id : block_id + 1, :, offset : offset + 1] = rows[:, :, None]
         return
-    live_rows, (block_ids, offsets) = slot_mapping.live_rows, slot_mapping.places
-    if block_ids.size > 0:
+    live_rows, places = slot_mapping.live_rows, slot_mapping.places(kv.num_kv_heads)
+    if places[0].size > 0:
         for slab, rows in zip(kv.slabs, k + v, strict=True):
-            slab[block_ids, :, offsets] = rows if live_rows is None else rows[live_rows]
+            slab[places] = rows if live_rows is None else rows[live_rows]
 
 
 def _decode(

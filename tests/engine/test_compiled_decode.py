@@ -487,7 +487,7 @@ def test_a_traced_step_has_arrays_and_counts_and_no_numbers_of_the_host():
         lambda: step.context_lens[0],
         lambda: list(step.block_tables),
         lambda: step.slot_mapping.packed,
-        lambda: step.slot_mapping.places,
+        lambda: step.slot_mapping.places(1),
         lambda: step.with_history,
     ):
         with pytest.raises(RuntimeError, match="can't read numbers that differ from step to step"):

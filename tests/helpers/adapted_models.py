@@ -32,9 +32,17 @@ COMMON = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-# With a bias on its scores, and with attention in chunks.
+# With a vector for each position, and with attention in chunks.
 ATTENTION: dict[str, dict[str, Any]] = {
-    "gemma2": {**COMMON, "num_hidden_layers": 2, "query_pre_attn_scalar": 16.0},
+    "gpt_bigcode": {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_inner": 96,
+        "n_head": 4,
+        "n_positions": 512,
+        "layer_norm_epsilon": 1e-5,
+    },
     "llama4": {
         "text_config": {
             **COMMON,

@@ -1,5 +1,5 @@
-"""Random schedules of a model with recurrent layers, whose every row of logits is held against
-those of mlx-lm's own caches.
+"""Random schedules of a model, with recurrent layers or without, whose every row of logits is held
+against those of mlx-lm's own caches.
 
 Sequences join, wait, are left out of steps, fork, are preempted and begin again from what is
 cached; prompts run in odd chunks beside decodes, and are cut where they leave a checkpoint. Answers
@@ -66,7 +66,7 @@ class Schedule:
     def __init__(self, stock: Module, model: LanguageModel, seed: int = 0):
         self.stock, self.model = stock, model
         self.cache = make_kv_cache(model, block_size=BLOCK_SIZE, kv_cache_bytes="600blocks")
-        self.states = SequenceStates(NUM_CHECKPOINTS)
+        self.states = SequenceStates(NUM_CHECKPOINTS) if model.state_nbytes else None
         self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, self.states)
         self.events: Counter[str] = Counter()
         self.worst = 0.0
@@ -146,10 +146,10 @@ class Schedule:
             num_drafts.append(len(drafts))
             num_right.append(count + right)
         states = states_before(self.manager, batch, counts, num_drafts)
-        assert states is not None
-        self.events["cut"] += sum(
-            len({*state.cuts, count}) - 1 for state, count in zip(states, counts, strict=True)
-        )
+        if states is not None:
+            self.events["cut"] += sum(
+                len({*state.cuts, count}) - 1 for state, count in zip(states, counts, strict=True)
+            )
         with self.cache.open_step(
             [self.manager.groups[each] for each in batch], counts, counts, states=states
         ) as step:
@@ -157,8 +157,9 @@ class Schedule:
                 mx.array(list(itertools.chain(*tokens))), self.cache.layers, step.logit_rows
             )
             mx.eval(logits, self.cache.arrays)
-        put_states(self.manager, batch, counts, states)
-        self._stacks = WeakSet(forget_before(states, self._stacks))
+        if states is not None:
+            put_states(self.manager, batch, counts, states)
+            self._stacks = WeakSet(forget_before(states, self._stacks))
         begin = 0
         for each, count, right, drafts in zip(batch, counts, num_right, num_drafts, strict=True):
             self._check(each, logits[begin : begin + right])

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import mlx.core as mx
 import uvicorn
+from mlx.nn import Module
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
@@ -69,6 +70,7 @@ def dictation(
 def make_service(
     folder: Path | None = None,
     *,
+    model: Module | None = None,
     model_names: Sequence[str] = ("demo",),
     takes_any_name: bool = False,
     **options: Any,
@@ -76,11 +78,14 @@ def make_service(
     """A service with a :class:`ScriptedEngine` on a model folder, by default the demo model.
 
     Args:
+        model: in the place of the folder's, whose tokenizer it gets.
         options: of the engine.
     """
     folder = folder or demo_model_path()
-    model, tokenizer = load(folder)
-    engine = ScriptedEngine(model, tokenizer, **{"kv_cache_bytes": "1000blocks", **options})
+    loaded, tokenizer = load(folder)
+    engine = ScriptedEngine(
+        model or loaded, tokenizer, **{"kv_cache_bytes": "1000blocks", **options}
+    )
     return Service(
         engine,
         tokenizer,

@@ -16,7 +16,7 @@ from mlx_paged.cache import Sequences
 from mlx_paged.models.kv_cache import make_kv_cache
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_h1"])
 def test_tokens_are_those_of_mlx_lm_on_metal_kernels(metal: list[Call], name: str):
     engine = make_engine(
         adapted_model(name),
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_mlx_lm_on_metal_kernels(metal: list[Call], name: st
     assert outputs["c"].num_cached_tokens == 16
     assert_nothing_held(engine)
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in metal)
-    # Rows are written and gathered by kernels, and gemma2 attends by itself.
+    # Rows are written and gathered by kernels, and gpt_bigcode attends by itself.
     is_packed = name == "falcon_h1"
     assert {"reshape_and_cache", "gather_blocks"} <= set(kernels)
     assert any("attention" in kernel for kernel in kernels) == is_packed
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_mlx_lm_on_metal_kernels(metal: list[Call], name: st
 
 def test_quantised_rows_are_read_as_they_are_stored_on_metal_kernels(metal: list[Call]):
     """The logits are those of plain MLX on the same format."""
-    model, tokens = adapted_model("gemma2"), mx.array(prompt(30))
+    model, tokens = adapted_model("gpt_bigcode"), mx.array(prompt(30))
     logits = []
     for backend in ("reference", "metal"):
         cache = make_kv_cache(

@@ -19,8 +19,7 @@ def slot_state(mapping):
         "num_tokens": mapping.num_tokens,
         "max_slot": mapping.max_slot,
         "live_rows": None if mapping.live_rows is None else mapping.live_rows.tolist(),
-        "block_ids": mapping.places[0].tolist(),
-        "offsets": mapping.places[1].tolist(),
+        "places": [each.tolist() for each in mapping.places(2)],
     }
 
 
@@ -49,8 +48,11 @@ def test_a_slot_is_its_block_times_the_block_size_plus_its_offset():
         "num_tokens": 4,
         "max_slot": 35,
         "live_rows": None,
-        "block_ids": [2, 1, 0, 0],
-        "offsets": [3, 0, 0, 15],
+        "places": [
+            [[2, 2], [1, 1], [0, 0], [0, 0]],
+            [[0, 1], [0, 1], [0, 1], [0, 1]],
+            [[3, 3], [0, 0], [0, 0], [15, 15]],
+        ],
     }
 
 
@@ -61,8 +63,7 @@ def test_padding_keeps_its_place_among_the_slots_and_has_no_block():
         "num_tokens": 4,
         "max_slot": 23,
         "live_rows": [1, 3],
-        "block_ids": [1, 2],
-        "offsets": [1, 7],
+        "places": [[[1, 1], [2, 2]], [[0, 1], [0, 1]], [[1, 1], [7, 7]]],
     }
 
 
@@ -76,8 +77,7 @@ def test_a_mapping_may_hold_no_row(slots, rows):
         "num_tokens": len(slots),
         "max_slot": -1,
         "live_rows": rows,
-        "block_ids": [],
-        "offsets": [],
+        "places": [[], [], []],
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from helpers.adapted_models import adapted_model
+from helpers.engine_runs import prompt
 from helpers.servers import client_of as client_with
 from helpers.servers import make_service
 from starlette.testclient import TestClient
@@ -63,3 +65,25 @@ def test_allowed_texts_are_shown_to_the_user_whose_they_are_alone(
     shown = own.json()["reports"][0]["text"]["prompt"]
     assert len(shown) > 5 and shown in SECRET * 4
     assert others.json()["reports"] == []
+
+
+def test_a_state_that_was_missing_is_told_apart_from_missing_kv():
+    """A prompt leaves another one in its middle, where no state of a hybrid model was kept."""
+    model, shared = adapted_model("qwen3_next"), prompt(50, 1)
+    service = make_service(
+        model=model, block_size=8, num_history_tokens=1000, kv_cache_bytes="100blocks"
+    )
+    with service.engine:
+        client = client_of(service)
+        for tokens in (shared, [*shared[:30], *prompt(9, 5)]):
+            body = {"prompt": tokens, "max_tokens": 1, "temperature": 0}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        body = client.get("/v1/cache").json()
+    report = body["reports"][0]
+    assert (report["reason"], report["position"], report["cached_tokens"]) == ("no_state", 0, 0)
+    assert "its K/V are there, and the recurrent state was not kept" in report["explanation"]
+    assert body["num_missed_tokens"]["no_state"] == 39
+    assert body["num_stateless_tokens"] == 24
+    # At the end of the last block of each prompt, and where they part.
+    assert body["num_checkpoints"] == 3
+    assert body["bytes_checkpoints"] == 3 * model.state_nbytes

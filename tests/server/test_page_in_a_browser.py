@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.engine_runs import between_steps
+from helpers.adapted_models import adapted_model
+from helpers.engine_runs import between_steps, greedy, prompt
 from helpers.servers import ScriptedEngine, make_service, serving, wait_until
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -299,3 +300,18 @@ def test_stop_aborts_the_answer(page: Page, service: Service):
     wait_until(lambda: service.engine.stats().num_finished["abort"] == num_aborted + 1)
     wait_until(lambda: service.engine.stats().num_used_blocks == 0)
     assert page.text("#send") == "Send"
+
+
+def test_it_says_that_states_were_missing(browser: WebDriver):
+    model, shared = adapted_model("qwen3_next"), prompt(50, 1)
+    service = make_service(model=model, block_size=8, num_history_tokens=1000)
+    with service.engine as engine, serving(build_app(service)) as url:
+        for number, tokens in enumerate((shared, [*shared[:30], *prompt(9, 5)])):
+            engine.engine.add_request(str(number), tokens, greedy(1))
+            wait_until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+        page = Page(browser)
+        page.open(url)
+        page.waits_for("#pool-size", lambda text: "3 recurrent states kept" in text)
+        page.waits_for(".tile:nth-child(4)", lambda text: "24 lost for want of a state" in text)
+        page.waits_for("#prompts", lambda text: "the recurrent state was not kept" in text)
+        browser.get("about:blank")

@@ -3,7 +3,8 @@
 A model of mlx-lm gives its new K and V to a cache, gets back those of the whole sequence, and hands
 them to ``scaled_dot_product_attention``, a function that its module has imported. The caches here
 give a model its own rows back, as arrays that know whose they are. :class:`OurAttention` puts a
-function in the place of mlx-lm's that asks such arrays to attend, and passes all others on.
+function in the place of mlx-lm's that asks such arrays to attend, and passes all others on. A few
+modules attend elsewhere, and get one there.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 _NAME = "scaled_dot_product_attention"
 _MODULES = "mlx_lm.models."
-# Modules that call MLX's function, as ``mx.fast.scaled_dot_product_attention``: they get another
-# ``mx``, which has all of MLX but for that.
-_CALLING_MLX = {"mlx_lm.models.plamo2"}
 _OWN = "_mlx_paged_replaces"  # names, on what we put in a place, what it stands for
 
 
+@runtime_checkable
 class Owner(Protocol):
-    """What hands out :class:`FetchedKeys`."""
+    """A cache that hands out :class:`FetchedKeys`."""
+
+    offset: mx.array
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[FetchedKeys, FetchedValues]: ...
 
     def attend(
         self,
@@ -40,8 +45,13 @@ class Owner(Protocol):
         scale: float,
         mask: Any,
         sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
-        """As mlx-lm's ``scaled_dot_product_attention``."""
+        """As mlx-lm's ``scaled_dot_product_attention``.
+
+        Args:
+            softcap: the scores are ``softcap * tanh(score / softcap)``.
+        """
         ...
 
 
@@ -117,17 +127,18 @@ def _put_functions() -> None:
     for name, module in list(sys.modules.items()):
         if not name.startswith(_MODULES):
             continue
-        attribute, replace = (
-            ("mx", _mlx_asking_the_keys) if name in _CALLING_MLX else (_NAME, _asking_the_keys)
-        )
-        found: Any = getattr(module, attribute, None)
-        own = getattr(found, _OWN, None)
-        if found is None:
-            continue
-        if _num_users[name] > 0 and own is None:
-            setattr(module, attribute, replace(found))
-        elif _num_users[name] == 0 and own is not None:
-            setattr(module, attribute, own)
+        places = [(_NAME, _asking_the_keys), *_OTHER_PLACES.get(name, ())]
+        for place, replace in places:
+            holder, _, attribute = place.rpartition(".")
+            owner: Any = getattr(module, holder) if holder else module
+            found: Any = getattr(owner, attribute, None)
+            own = getattr(found, _OWN, None)
+            if found is None:
+                continue
+            if _num_users[name] > 0 and own is None:
+                setattr(owner, attribute, replace(found))
+            elif _num_users[name] == 0 and own is not None:
+                setattr(owner, attribute, own)
 
 
 def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -160,3 +171,48 @@ def _with_attributes(module: ModuleType, attributes: dict[str, Any]) -> ModuleTy
     changed = ModuleType(module.__name__)
     vars(changed).update(attributes, __getattr__=functools.partial(getattr, module))
     return changed
+
+
+def _gemma2_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @functools.wraps(original)
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, Owner):
+            return original(self, x, mask, cache)
+
+        def heads(rows: mx.array, num_heads: int) -> mx.array:
+            return rows.reshape(*x.shape[:2], num_heads, self.head_dim).swapaxes(1, 2)
+
+        queries = self.rope(heads(self.q_proj(x), self.n_heads), offset=cache.offset)
+        keys = self.rope(heads(self.k_proj(x), self.n_kv_heads), offset=cache.offset)
+        fetched, values = cache.update_and_fetch(keys, heads(self.v_proj(x), self.n_kv_heads))
+        cap = self.attn_logit_softcapping
+        out = cache.attend(queries, fetched, values, cache, self.scale, mask, softcap=cap)
+        projected: mx.array = self.o_proj(out.swapaxes(1, 2).flatten(2))
+        return projected
+
+    setattr(call, _OWN, original)
+    return call
+
+
+def _gear_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @functools.wraps(original)
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, softcap: float, mask: Any
+    ) -> mx.array:
+        if isinstance(keys, FetchedKeys):
+            return keys.owner.attend(queries, keys, values, None, scale, mask, softcap=softcap)
+        return original(queries, keys, values, scale, softcap, mask)
+
+    setattr(attend, _OWN, original)
+    return attend
+
+
+# Where modules attend beside or instead of mlx-lm's function, and what makes ours of it.
+_OTHER_PLACES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
+    # It calls MLX's ``mx.fast.scaled_dot_product_attention``, and gets another ``mx``, which has
+    # all of MLX but for that.
+    "mlx_lm.models.plamo2": [("mx", _mlx_asking_the_keys)],
+    # These cap their scores, which MLX's function can't.
+    "mlx_lm.models.gemma2": [("Attention.__call__", _gemma2_asking_the_keys)],
+    "mlx_lm.models.gear": [("_softcap_attention", _gear_asking_the_keys)],
+}

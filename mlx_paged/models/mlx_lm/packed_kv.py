@@ -85,9 +85,10 @@ class PackedKV:
         scale: float,
         mask: Any,
         sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         """As mlx-lm's ``scaled_dot_product_attention``: ``[num_tokens, num_heads, 1, value_dim]``.
-        The window is the layer's own.
+        The window and the cap of scores are the layer's own.
         """
         layer = self.layer
         assert layer is not None, "nothing is fetched from an entry without K/V"

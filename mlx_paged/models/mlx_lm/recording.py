@@ -199,6 +199,7 @@ class _Entry(PackedKV):
     def __init__(self, window: int | None, offset: mx.array):
         super().__init__(_ShapesOnly(self), offset)
         self.window = window
+        self.softcap: float | None = None
         self.spec: LayerSpec | None = None
         self.new_keys: mx.array | None = None
 
@@ -217,7 +218,11 @@ class _Entry(PackedKV):
         scale: float,
         mask: Any,
         sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
+        if self.spec is not None and self.softcap != softcap:
+            raise UnsuitableModelError("layers that share K/V cap their scores differently")
+        self.softcap = softcap
         if isinstance(mask, WindowMask):
             if self.spec is not None and self.window != mask.window:
                 raise UnsuitableModelError("layers that share K/V have different windows")
@@ -228,7 +233,7 @@ class _Entry(PackedKV):
             self.window = mask.window
         elif isinstance(mask, mx.array):
             raise UnsuitableModelError("it adds its own mask to the scores")
-        return super().attend(queries, keys, values, cache, scale, mask, sinks)
+        return super().attend(queries, keys, values, cache, scale, mask, sinks, softcap)
 
 
 class _ShapesOnly:
@@ -267,5 +272,6 @@ class _ShapesOnly:
             self._entry.window,
             KVFormat.dense(k.dtype),
             num_heads=q.shape[1],
+            softcap=self._entry.softcap,
             holds_latents=holds_latents,
         )

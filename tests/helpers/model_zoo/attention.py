@@ -36,7 +36,8 @@ ATTENTION: dict[str, Config] = {
         "rope_scaling": None,
     },
     "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 16.0},
+    # A cap that bends its scores, which are a few.
+    "gemma2": {"query_pre_attn_scalar": 16.0, "attn_logit_softcapping": 4.0},
     "gemma3_text": {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
     "gemma3n": {
         "text_config": {

@@ -29,6 +29,8 @@ def _traits(model: Module, config: Config) -> Iterator[str]:
         yield "windows"
     if "ChunkedKVCache" in kinds:
         yield "chunks"
+    if config.get("attn_logit_softcapping"):
+        yield "capped scores"
     if any("sink" in name for name in names):
         yield "sinks"
     if "kv_lora_rank" in config:

@@ -28,7 +28,7 @@ ROWS = rows_on_page()
 # Of all kinds.
 IN_THE_FAST_LANE = {
     "deepseek_v3",
-    "gemma2",
+    "gpt_bigcode",
     "mamba2",
     "phi3",
     "plamo3",

@@ -4,7 +4,9 @@ their tokens are those of mlx-lm's own ``generate_step``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +22,10 @@ from helpers.adapted_models import (
 )
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
 from helpers.fast_lane import mostly_slow
+from helpers.model_zoo import config_of as zoo_config_of
+from helpers.model_zoo import make
+from helpers.model_zoo.page import rows_on_page
+from helpers.ragged_engines import answers, budget_of, ragged
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import Sequences
@@ -33,28 +39,8 @@ from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import MAX_UNWANTED_ROWS, PerSequenceModel
+from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.models.run_step import run_step
-
-
-def ragged(name: str, **options: Any) -> Engine:
-    """An engine whose prompts come in chunks that end anywhere, beside running answers."""
-    sizes = {"block_size": 8, "max_num_seqs": 8}
-    budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
-    return make_engine(adapted_model(name), **(sizes | budgets | options))
-
-
-def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
-    """The blocks of so many sequences of ``num_tokens`` tokens."""
-    need = ragged(name).scheduler.manager.block_need
-    return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
-
-
-def answers(engine: Engine) -> dict[str, list[list[int]]]:
-    """The tokens of all completions of all requests that are there."""
-    return {
-        request_id: [completion.token_ids for completion in output.outputs]
-        for request_id, output in run(engine).items()
-    }
 
 
 @mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
@@ -78,11 +64,11 @@ def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
     mlx-lm.
     """
     passes = []
-    model, tokens = adapted_model("gemma2"), prompt(MAX_UNWANTED_ROWS + 10)
+    model, tokens = adapted_model("gpt_bigcode"), prompt(MAX_UNWANTED_ROWS + 10)
     assert isinstance(model, PerSequenceModel)
     assert model._traced.keeps_wanted_rows
     model._traced = replace(model._traced, keeps_wanted_rows=keeps_wanted_rows)
-    expected = greedy_answer("gemma2", tokens, 3)
+    expected = greedy_answer("gpt_bigcode", tokens, 3)
     kind = type(model.inner)
     call = kind.__call__
 
@@ -170,7 +156,7 @@ def test_requests_of_one_step_share_a_prompt_that_one_of_them_computes(name: str
         assert output.outputs[0].token_ids == greedy_answer(name, tokens, 6)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "qwen3_next"])
 def test_an_aborted_request_leaves_the_others_alone(name: str):
     engine = ragged(name)
     prompts = {str(n): prompt(25, n) for n in range(3)}
@@ -229,24 +215,24 @@ def test_a_step_that_fails_is_run_again_from_the_right_state(
 def test_drafts_change_no_token_of_a_model_without_state(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ):
-    draft_model = adapted_model("gemma2") if drafter == "model" else None
+    draft_model = adapted_model("gpt_bigcode") if drafter == "model" else None
 
     def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
 
     monkeypatch.setattr(build, "speculation_of", eager)
-    engine = ragged("gemma2", num_draft_tokens=3, draft_model=draft_model)
+    engine = ragged("gpt_bigcode", num_draft_tokens=3, draft_model=draft_model)
     prompts = {str(n): prompt(8 + n, n) * 3 for n in range(3)}
     for request_id, tokens in prompts.items():
         engine.add_request(request_id, tokens, greedy(16))
-    expected = {n: [greedy_answer("gemma2", ids, 16)] for n, ids in prompts.items()}
+    expected = {n: [greedy_answer("gpt_bigcode", ids, 16)] for n, ids in prompts.items()}
     assert answers(engine) == expected
     assert engine.stats().num_drafted_tokens > 0
     if drafter == "model":
         assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_h1"])
 def test_log_probabilities_of_a_prompt_are_those_of_mlx_lm(name: str):
     engine, tokens = ragged(name), prompt(30)
     engine.add_request("a", tokens, greedy(2, prompt_logprobs=0))
@@ -273,7 +259,7 @@ def test_blocks_behind_a_window_go_back_to_the_pool(name: str):
     assert 0 < max(held) <= 8
 
 
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_h1"])
 def test_kv_in_few_bits_run_and_a_run_reads_what_was_stored(name: str):
     """So a prompt in chunks has the logits of the whole, and those in 8 bits stay near the exact
     ones.
@@ -300,17 +286,21 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("gemma2", {"kv": "basic"}, r"kv='basic' can't hold a model that runs one sequence"),
-        ("gemma2", {"window": 64}, r"window needs keys .* gemma2 runs one sequence at a time"),
+        ("gpt_bigcode", {"kv": "basic"}, r"kv='basic' can't hold a model that runs one sequence"),
+        (
+            "gpt_bigcode",
+            {"window": 64},
+            r"window needs keys .* gpt_bigcode runs one sequence at a",
+        ),
         (
             "falcon_h1",
             {"kv": "basic"},
-            r"kv='basic' can't hold .* keeps recurrent states",
+            r"kv='basic' can't hold .* keeps recurrent states, as falcon_h1 does; use kv='paged'",
         ),
         (
             "falcon_h1",
             {"window": 64},
-            r"window can't be had with a falcon_h1",
+            r"window can't be had with a falcon_h1: .*; leave it out",
         ),
         (
             "falcon_h1",
@@ -352,6 +342,24 @@ def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: 
     assert adapted.description == f"{name} of mlx-lm, {way}"
 
 
+TABLE = re.compile(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
+REASONS = dict(
+    TABLE.findall((Path(__file__).parents[3] / "docs/models-per-sequence.md").read_text())
+)
+
+
+def test_the_table_names_the_models_that_run_one_sequence_at_a_time():
+    assert set(REASONS) == {
+        name for name, row in rows_on_page().items() if row.way == "per sequence"
+    }
+
+
+@pytest.mark.parametrize("architecture", REASONS)
+def test_the_table_says_why_a_model_does_not_run_packed(architecture: str):
+    with pytest.raises(UnsuitableModelError, match=re.escape(REASONS[architecture])):
+        Trial(make(architecture), zoo_config_of(architecture)).run(PackedModel)
+
+
 def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -363,7 +371,7 @@ def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
 
     monkeypatch.setattr(PagedLayerKV, "update_and_fetch", shifted)
     with pytest.raises(UnsuitableModelError) as refused:
-        adapt(mlx_lm_model("gemma2"), config_of("gemma2"))
+        adapt(mlx_lm_model("gpt_bigcode"), config_of("gpt_bigcode"))
     packed, per_sequence = str(refused.value).split("; ")
     assert packed.startswith("packed, it ")
     assert per_sequence.startswith("per sequence, its logits of its first tokens differ")

@@ -17,13 +17,13 @@ from helpers.adapted_models import WIDE, adapted_model, greedy_answer, mlx_lm_mo
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.model_zoo import config_of as zoo_config_of
 from helpers.model_zoo import make, make_from_config
+from helpers.ragged_engines import answers, budget_of, ragged
 from mlx.nn import Module
 
 import mlx_paged
 from mlx_paged.cache import Sequences
 from mlx_paged.core import BlockTableError, Cut, KVCacheManager, SequenceStates
 from mlx_paged.engine import recurrent_state
-from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.kv_cache import make_kv_cache
@@ -32,27 +32,6 @@ from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateStack
 from mlx_paged.server.watching.prefix_reports import explanation
-
-
-def ragged(name: str, **options: Any) -> Engine:
-    """An engine whose prompts come in chunks that end anywhere, beside running answers."""
-    sizes = {"block_size": 8, "max_num_seqs": 8}
-    budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
-    return make_engine(adapted_model(name), **(sizes | budgets | options))
-
-
-def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
-    """The blocks of so many sequences of ``num_tokens`` tokens."""
-    need = ragged(name).scheduler.manager.block_need
-    return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
-
-
-def answers(engine: Engine) -> dict[str, list[list[int]]]:
-    """The tokens of all completions of all requests that are there."""
-    return {
-        request_id: [completion.token_ids for completion in output.outputs]
-        for request_id, output in run(engine).items()
-    }
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])

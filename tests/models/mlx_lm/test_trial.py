@@ -99,7 +99,7 @@ def test_a_model_that_raises_on_our_caches_is_refused_with_its_error(
     with pytest.raises(
         UnsuitableModelError, match=r"per sequence, it can't run .*TypeError: no such mask"
     ):
-        adapt(*made("gemma2"))
+        adapt(*made("gpt_bigcode"))
 
 
 # Which ones are not
