@@ -181,9 +181,8 @@ class KVCacheManager:
         num_tokens: int,
         is_elsewhere: Callable[[BlockHash], bool],
     ) -> list[AbsentBlock]:
-        """What a longer prefix of a request would need than :meth:`get_computed_blocks` finds: the
-        state at its end, if that is elsewhere, and the blocks that are elsewhere and not in the
-        pool, first token first in each group of layers.
+        """What a longer prefix of a request than :meth:`get_computed_blocks` finds has elsewhere:
+        the state at its end and the blocks, first token first in each group of layers.
 
         Args:
             is_elsewhere: whether a block can be brought from another place, by the hash of its
@@ -193,10 +192,8 @@ class KVCacheManager:
             self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
         )
         absent = absent_states(self.states, block_hashes[:num_blocks], self.pool.block_size)
-        return [
-            *absent,
-            *itertools.chain.from_iterable(each.absent(num_blocks) for each in lookups),
-        ]
+        of_groups = (lookup.absent(num_blocks) for lookup in lookups)
+        return [*absent, *itertools.chain.from_iterable(of_groups)]
 
     def num_needed_blocks(
         self,

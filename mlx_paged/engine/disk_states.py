@@ -147,8 +147,9 @@ class DiskStates:
         seen = self._seen.get(block_hash) if block_hash else None
         while seen is not None and not seen.is_passed:
             seen.is_passed = True
-            if seen.answer in self._seen:
-                self._seen[seen.answer].is_passed = True
+            answer = self._seen.get(seen.answer) if seen.answer else None
+            if answer is not None:
+                answer.is_passed = True
             seen = self._seen.get(seen.before) if seen.before else None
 
     def _worth(self, seen: _Seen) -> int:

@@ -172,7 +172,7 @@ WRONG_RESULTS = {
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "Values::store(value_slot, ValueRow::place(column, n), n, value[n]);",
+        "Values::store(value_slot, ValueRow::place(column, n), value[n]);",
         "",
     ),
 }

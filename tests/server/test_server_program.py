@@ -81,7 +81,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
 
 @pytest.mark.slow
 def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budget_holds():
-    with running("--kv-cache-bytes", "20blocks", patch=SMALL) as program:
+    with running("--kv-cache-bytes", "20blocks", "--force", patch=SMALL) as program:
         _, warning, start, *_ = program.said
     assert warning.startswith("[engine] the model does not fit into this machine: its weights")
     assert "holds 320 of its 4,096 tokens of context" in warning

@@ -19,7 +19,7 @@ from helpers.servers import ask, is_idle, running_service, serving, wait_until
 
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput, RequestOutput
 from mlx_paged.server import idle_prefill
-from mlx_paged.server.app import make_app
+from mlx_paged.server.app import build_app
 from mlx_paged.server.idle_prefill import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
 
 MOST_BEYOND = 200  # tokens that a turn computes beyond what the client has added
@@ -251,7 +251,7 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
 
 def test_a_server_may_be_told_not_to_compute_ahead(shared_agent_service):
     service = replace(shared_agent_service, prefills_when_idle=False)
-    with serving(make_app(service)) as url:
+    with serving(build_app(service)) as url:
         tokens = service.tokenizer.encode("<think>\nWell.\n</think>\n\nYes.")
         service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
         ask(url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Yes?"}]})

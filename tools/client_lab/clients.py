@@ -52,7 +52,7 @@ CLIENTS = {
     "opencode": Client("opencode_agent.py", ("opencode-ai@1.18.33",), is_node=True),
     "lm-eval": Client(
         "lm_eval_client.py",
-        ("lm-eval[api]==0.4.13", "transformers"),
+        ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
         server=(*_SCRIPTED, "--demo"),
     ),
 }

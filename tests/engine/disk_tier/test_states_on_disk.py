@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
 from helpers.disk_tiers import answer, flush, tier_stats, tiered
+from helpers.drafting import eager_speculation, looks_up
 from helpers.engine_runs import VOCAB_SIZE, greedy, make_engine, prompt, run
 from helpers.recurrent_agents import (
     BLOCK_SIZE,
@@ -28,6 +29,7 @@ from helpers.workloads import Workload, assert_same
 from mlx_paged.core.tier import STATES, BlockHeader, HostMemory, Payload
 from mlx_paged.engine import disk_states, disk_tier
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
+from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import model_identity
 
@@ -302,6 +304,8 @@ def test_a_tier_of_the_callers_keeps_states_and_nonsense_in_it_is_not_used():
                     ("recurrent_gemma", {}),
                     ("qwen3_next", {"swap_bytes": 0, "kv_cache_bytes": "40blocks"}),
                     ("mamba2", {"swap_bytes": 0, "kv_cache_bytes": "40blocks"}),
+                    ("mamba2", {"speculation": eager_speculation(VOCAB_SIZE, looks_up)}),
+                    ("qwen3_next", {"speculation": eager_speculation(VOCAB_SIZE, looks_up)}),
                 ],
                 1,
             )
@@ -315,12 +319,13 @@ def test_random_workloads_have_the_same_tokens_with_states_on_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Evictions, preemptions, aborts, n > 1: cold, from memory, from disk, and from a folder that
-    holds few blocks.
+    """Evictions, preemptions, aborts, n > 1, drafts: cold, from memory, from disk, and from a
+    folder that holds few blocks.
     """
     monkeypatch.setattr(disk_tier, "is_reading_cheaper", lambda *_: True)
     workload = Workload(900 + seed, 12 if seed else 5, VOCAB_SIZE)
-    workload.options |= options
+    speculation = options.get("speculation", NO_SPECULATION)
+    workload.options |= {name: each for name, each in options.items() if name != "speculation"}
     model, runs = adapted_model(name), {}
     for way, more in {
         "cold": {},
@@ -330,7 +335,7 @@ def test_random_workloads_have_the_same_tokens_with_states_on_disk(
         "small": {"cache_dir": tmp_path, "cache_dir_size": 400_000},
     }.items():
         workload.options["enable_prefix_caching"] = way != "cold"
-        runs[way] = workload.run(model, **more)
+        runs[way] = workload.run(model, speculation=speculation, **more)
         assert runs[way].engine.close(60)
     for request_id, expected in runs["cold"].outputs.items():
         for found in (runs[way].outputs[request_id] for way in runs):

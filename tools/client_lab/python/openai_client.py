@@ -13,6 +13,7 @@ from lab import (
     MODEL,
     PARAMETERS,
     SECOND,
+    URL,
     V1,
     expect,
     get_weather,
@@ -111,3 +112,20 @@ assert answer.choices[0].message.content.startswith('{"place"')
 if answer.choices[0].finish_reason == "stop":
     Place.model_validate_json(answer.choices[0].message.content)
 expect([each.id for each in client.models.list()], [MODEL, "demo"])
+
+# What clients of other servers send: no /v1, and llama.cpp's fields.
+with OpenAI(base_url=URL, api_key=KEY) as bare:
+    expect([each.id for each in bare.models.list()], [MODEL, "demo"])
+    for fields, wanted in (
+        ({"grammar": 'root ::= "yes" | "no"'}, ("yes", "no")),
+        ({"json_schema": {"enum": ["yes"]}}, ('"yes"',)),
+        ({"response_format": {"type": "json_object", "schema": {"enum": [7]}}}, ("7",)),
+        ({"cache_prompt": False, "guided_choice": ["yes"]}, ("yes",)),
+    ):
+        answer = bare.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Say anything."}],
+            reasoning_effort="none",
+            extra_body=fields,
+        )
+        assert answer.choices[0].message.content in wanted, (fields, answer)

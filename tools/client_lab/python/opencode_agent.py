@@ -31,7 +31,8 @@ homes = {
 def run(*arguments: str) -> None:
     done = subprocess.run(
         [f"{os.environ['LAB_BIN']}/opencode", "run", "--format", "json", *arguments],
-        env={**os.environ, **homes, "OPENCODE_DISABLE_AUTOUPDATE": "1"},
+        # It looks for its configuration where PWD says, and not where it is.
+        env={**os.environ, **homes, "PWD": str(work), "OPENCODE_DISABLE_AUTOUPDATE": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
