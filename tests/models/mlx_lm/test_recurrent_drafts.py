@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -305,6 +306,30 @@ def test_an_answer_is_found_again_up_to_a_checkpoint_behind_its_drafts():
     assert output.outputs[0].token_ids == ask_alone(model, turn, greedy(20))
     # A block end of the answer, which drafts may have put some blocks before its own end.
     assert 64 <= output.num_cached_tokens <= 96 and output.num_cached_tokens % 8 == 0
+
+
+@pytest.mark.slow
+def test_states_of_answers_with_drafts_are_found_on_disk_after_a_restart(tmp_path: Path):
+    model = adapted_model("qwen3_next")
+    asks: dict[str, Any] = {str(each): (prompt(40 + each, each), greedy(50)) for each in range(3)}
+    answers = {name: ask_alone(model, *each) for name, each in asks.items()}
+    turns: dict[str, Any] = {
+        name: ([*tokens, *answers[name], *prompt(6, 9)], greedy(20))
+        for name, (tokens, _) in asks.items()
+    }
+    expected = {name: ask_alone(model, *each) for name, each in turns.items()}
+    for requests, right in ((asks, answers), (turns, expected)):
+        engine = make_engine(model, cache_dir=tmp_path, block_size=8, kv_cache_bytes="4M")
+        known = knows({(name, 0): answer for name, answer in right.items()})
+        engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, known)
+        for name, (tokens, params) in requests.items():
+            engine.add_request(name, tokens, params)
+        outputs = run(engine)
+        assert {name: out.outputs[0].token_ids for name, out in outputs.items()} == right
+        engine.close()
+    # The end of each prompt at least, and most often an end of a block of its answer.
+    assert all(out.num_read_tokens >= 40 for out in outputs.values())
+    assert any(out.num_read_tokens >= 56 for out in outputs.values())
 
 
 class OneOfTwoIsWrong:
