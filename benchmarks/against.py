@@ -1,11 +1,11 @@
 """A benchmark of this tree beside the same benchmark of a commit, in turns on one machine.
 
-    python benchmarks/against.py COMMIT overhead.py --steps 100 --rounds 5
+    python -m benchmarks against COMMIT overhead --steps 100 --rounds 5
 
-The commit is exported into a temporary folder. In each round ``benchmarks/overhead.py`` of both
-trees runs once, in a process of its own and with the packages of this environment; arguments that
-this command does not know go to the benchmark. This tree is the working tree, with what is not
-committed.
+The commit is exported into a temporary folder. In each round ``overhead.py`` of both trees
+runs once, wherever below ``benchmarks`` it is, in a process of its own and with the packages of
+this environment; arguments that this command does not know go to the benchmark. This tree is the
+working tree, with what is not committed.
 
 A ratio is this tree over the commit: the median of the ratios within a round, and the ratio of the
 smallest figures of all rounds, which other work on the machine disturbs less. Figures that only one
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from card import machine_card, print_card, print_json, print_table
+from benchmarks.lib.card import machine_card, print_card, print_json, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
@@ -63,13 +63,16 @@ def export(commit: str, folder: Path) -> Path:
 
 
 def run_in(tree: Path, script: Path, arguments: list[str]) -> str:
-    """What a script prints whose ``import mlx_paged`` finds the package of ``tree``."""
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """What a script prints whose imports find the packages and the tools of ``tree``."""
+    # The script's own folder: before benchmarks were a package, they imported one another from it.
+    paths = [str(tree), str(tree / "tools"), str(script.parent)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        # Processes that the script starts do not import what is in the current folder, either.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
     )
     if done.returncode:
         raise AgainstError(
@@ -87,9 +90,13 @@ def check_import(tree: Path, folder: Path) -> None:
         raise AgainstError(f"benchmarks of {tree} would import {imported}")
 
 
-def run_benchmark(tree: Path, name: str, arguments: list[str]) -> dict[str, float]:
+def find_script(tree: Path, name: str) -> Path | None:
+    """The benchmark of this name, in whatever folder of benchmarks the tree has it."""
+    return next((tree / "benchmarks").rglob(f"{name}.py"), None)
+
+
+def run_benchmark(tree: Path, script: Path, arguments: list[str]) -> dict[str, float]:
     """The figures of a benchmark of ``tree``, by name."""
-    script = tree / "benchmarks" / name
     lines = run_in(tree, script, arguments).splitlines()
     try:
         return dict(figures_of(json.loads(lines[-1])["results"]))
@@ -137,17 +144,20 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="mlx-paged-against-") as name:
         folder = Path(name)
         sides = {"commit": export(commit, folder), "this": ROOT}
+        scripts = {}
         for side, tree in sides.items():
-            if not (tree / "benchmarks" / args.benchmark).is_file():
+            script = find_script(tree, args.benchmark)
+            if script is None:
                 where = "this tree" if side == "this" else f"commit {args.commit}"
-                raise AgainstError(f"{where} has no benchmarks/{args.benchmark}")
+                raise AgainstError(f"{where} has no benchmark {args.benchmark}")
+            scripts[side] = script
             check_import(tree, folder)
         print_card("This tree beside a commit", setting)
         rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for number in range(args.rounds):
             # Each side is the first one in every other round.
             for side in sorted(sides, reverse=bool(number % 2)):
-                rounds[side].append(run_benchmark(sides[side], args.benchmark, arguments))
+                rounds[side].append(run_benchmark(sides[side], scripts[side], arguments))
     everywhere = [*rounds["commit"], *rounds["this"]]
     names = [name for name in rounds["this"][0] if all(name in figures for figures in everywhere)]
     results = {
@@ -182,7 +192,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("commit", help="the commit, branch or tag to compare with")
-    parser.add_argument("benchmark", help="a script of benchmarks/; its arguments follow")
+    parser.add_argument("benchmark", help="its name; its arguments follow")
     parser.add_argument(
         "--rounds", type=whole_rounds, default=5, help="runs of each side (default: 5)"
     )

@@ -1,18 +1,18 @@
 """Charts of the figures under `benchmarks/results/`, as PNG and SVG in `docs/images/`.
 
-    python benchmarks/charts.py                 # draw what was measured
-    python benchmarks/charts.py --measure       # measure first: some 30 minutes on a quiet machine
-    python benchmarks/charts.py restart         # one of them
-    python benchmarks/charts.py --results RUN --images RUN/images    # others' figures
+    python -m benchmarks charts                 # draw what was measured
+    python -m benchmarks charts --measure       # measure first: some 30 minutes on a quiet machine
+    python -m benchmarks charts restart         # one of them
+    python -m benchmarks charts --results RUN --images RUN/images    # others' figures
 
 Needs matplotlib: ``pip install 'mlx-paged[charts]'``. ``--measure`` runs each benchmark as its page
 says, one after another, with OpenBLAS for those of random weights where Linux has it. A chart says
 its setting below; the JSON has all of it.
 
-    approaches    approaches.py: longest context, tokens per second, times to first token, K/V
-    serving       throughput_curves.py: speed and K/V over requests at once, first tokens over
+    approaches    approaches: longest context, tokens per second, times to first token, K/V
+    serving       throughput_curves: speed and K/V over requests at once, first tokens over
                   shared prefix
-    restart       restart.py: times to first token over length, computed and from disk, and ratios
+    restart       restart: times to first token over length, computed and from disk, and ratios
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chart_panels import draw_approaches, draw_restart, draw_serving
-from chart_style import save
 from matplotlib.figure import Figure
+
+from benchmarks.lib.card import COMMAND
+from benchmarks.lib.chart_panels import draw_approaches, draw_restart, draw_serving
+from benchmarks.lib.chart_style import save
 
 ROOT = Path(__file__).parents[1]
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
@@ -51,17 +53,17 @@ class Chart:
 
 
 CHARTS = {
-    "approaches": Chart(draw_approaches, (Source("approaches-demo-cpu.json", ("approaches.py",)),)),
+    "approaches": Chart(draw_approaches, (Source("approaches-demo-cpu.json", ("approaches",)),)),
     "serving": Chart(
-        draw_serving, (Source("throughput-curves-cpu.json", ("throughput_curves.py",), True),)
+        draw_serving, (Source("throughput-curves-cpu.json", ("throughput_curves",), True),)
     ),
     "restart": Chart(
         draw_restart,
         (
-            Source("restart-demo-cpu.json", ("restart.py",)),
+            Source("restart-demo-cpu.json", ("restart",)),
             Source(
                 "restart-qwen3-0.6b-float32-cpu.json",
-                ("restart.py", "--model", "qwen3-0.6b", "--dtype", "float32", "--turns", "1"),
+                ("restart", "--model", "qwen3-0.6b", "--dtype", "float32", "--turns", "1"),
                 True,
             ),
         ),
@@ -73,9 +75,8 @@ def measure(source: Source, results: Path) -> None:
     environment = dict(os.environ)
     if source.uses_openblas and OPENBLAS.exists():
         environment["LD_PRELOAD"] = str(OPENBLAS)
-    script, *options = source.arguments
     out = results / source.file
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "--out", str(out)]
+    command = [*COMMAND, *source.arguments, "--out", str(out)]
     print(" ".join(command), file=sys.stderr, flush=True)
     subprocess.run(command, check=True, env=environment)
 

@@ -5,10 +5,8 @@
 //                                  written
 //            key_rows, value_rows  T [num_tokens, num_kv_heads, KEY_DIM or VALUE_DIM]
 
-using Keys = Dense<T, KEY_DIM>;
-using Values = Dense<T, VALUE_DIM>;
-const typename Keys::Rows stored_keys = {key_slab};
-const typename Values::Rows stored_values = {value_slab};
-constexpr bool TAKES_ROWS = true, STORES_VALUES = true;
-const typename Keys::Rows new_keys = {key_rows};
-const typename Values::Rows new_values = {value_rows};
+using KeyFormat = Dense<T, KEY_DIM>;
+using ValueFormat = Dense<T, VALUE_DIM>;
+const typename KeyFormat::Rows key_slabs = {key_slab}, new_keys = {key_rows};
+const typename ValueFormat::Rows value_slabs = {value_slab}, new_values = {value_rows};
+constexpr bool TAKES_ROWS = true;

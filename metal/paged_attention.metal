@@ -8,49 +8,52 @@
 // it writes. Online softmax in float and base 2 (Milakov and Gimelshein, 2018), cut into partitions
 // as in Flash-Decoding (Dao et al., 2023).
 //
-// What K and V look like is said in front of this body: T, KEY_DIM, VALUE_DIM, the formats Keys and
-// Values of row_formats.h, stored_keys and stored_values (slabs, written if rows come from inputs),
-// TAKES_ROWS (whether they may), STORES_VALUES (whether values have slots of their own), and new_keys and new_values (rows of num_tokens, or anything).
+// What K and V look like is said in front of this body: T, their formats KeyFormat and ValueFormat
+// (row_formats.h), key_slabs and value_slabs (written if rows come from inputs), TAKES_ROWS (whether
+// they may), and new_keys and new_values (rows of num_tokens, or anything).
 //
 // template   Out (T, or float for partials), BLOCK_SIZE,
+//            HOLDS_LATENTS (in the place of K, and their rotated keys in that of V),
 //            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
 //            STREAMS (simdgroups that walk different chunks),
 //            ROW_SPLITS (simdgroups that walk the same chunks for different rows),
 //            ROW_PARTS (threadgroups that do),
 //            PARTIAL (whether merge_partitions follows),
 //            SOFTCAP (bits of the float that scores are capped at, 0 for none)
-// inputs     queries               T [num_tokens, num_heads, KEY_DIM]
+// inputs     queries               T [num_tokens, num_heads, Keys::QUERY_WIDTH]
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
 //            fence_in              int [8]
-// outputs    out                   T [num_tokens, num_heads, VALUE_DIM], or the partials: float
-//                                  [num_partial_rows, num_heads, VALUE_DIM + 4]: values, highest
-//                                  score in base 2, sum, 0, 0
+// outputs    out                   T [num_tokens, num_heads, Values::WIDTH], or the partials: float
+//                                  [num_partial_rows, num_heads, Values::WIDTH + 4]: values,
+//                                  highest score in base 2, sum, 0, 0
 //            fence_out             int [8]
 // grid       (SIMDGROUP_LANES * STREAMS * ROW_SPLITS, num_kv_heads * ROW_PARTS, num_partitions),
 //            threadgroup (all of the first, 1, 1)
 
-using KeyLoad = typename Keys::Load;
-using ValueLoad = typename Values::Load;
+using Formats = Attended<KeyFormat, ValueFormat, HOLDS_LATENTS>;
+using Keys = typename Formats::Keys;
+using Values = typename Formats::Values;
 // A row of K and one of V lie over LANES lanes, as many as the wider one needs.
 constexpr int PARTS = Keys::LOAD_SIZE / 4;  // float4s of a load
-constexpr int ROW_LOADS = (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM) / Keys::LOAD_SIZE;
+constexpr int KEY_WIDTH = Keys::WIDTH, VALUE_WIDTH = Values::WIDTH;
+constexpr int ROW_LOADS = (KEY_WIDTH > VALUE_WIDTH ? KEY_WIDTH : VALUE_WIDTH) / Keys::LOAD_SIZE;
 constexpr int LANES = ROW_LOADS > 16 ? 32 : ROW_LOADS > 8 ? 16 : ROW_LOADS > 4 ? 8 : 4;
-using KeyRow = RowOverLanes<Keys, KEY_DIM, LANES>;
-using ValueRow = RowOverLanes<Values, VALUE_DIM, LANES>;
+using KeyRow = RowOverLanes<Keys, KEY_WIDTH, LANES>;
+using ValueRow = RowOverLanes<Values, VALUE_WIDTH, LANES>;
 constexpr int KEY_UNITS = KeyRow::LOADS * PARTS;  // float4s of a row in each lane
 constexpr int VALUE_UNITS = ValueRow::LOADS * PARTS;
 // A load of queries is sixteen bytes, one of keys or values may stand for more.
-constexpr int QUERY_PARTS = 4 / sizeof(T);
-constexpr int QUERY_LOADS = PARTS / QUERY_PARTS;
-// Neighbours that hold what shares a scaling.
-constexpr int SHARERS = KeyRow::SHARERS;
+constexpr int QUERY_LOADS = Keys::QUERY_LOADS;
+constexpr int QUERY_PARTS = PARTS / QUERY_LOADS;
+// Neighbours that share the rests of keys and of values.
+constexpr int SHARERS = LeastOf<KeyRow::SHARERS, ValueRow::SHARERS>::value;
 // A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
 constexpr int SUBGROUPS = SIMDGROUP_LANES / LANES;
 constexpr int HELD_STEPS = Keys::CHUNK_LOADS / ((ROW_LOADS + LANES - 1) / LANES);
 constexpr int MAX_STEPS = HELD_STEPS > 3 ? 4 : HELD_STEPS > 1 ? 2 : 1;
-constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > MAX_STEPS ? MAX_STEPS : BLOCK_SIZE / SUBGROUPS;
+constexpr int STEPS = LeastOf<LeastOf<BLOCK_SIZE / SUBGROUPS, SHARERS>::value, MAX_STEPS>::value;
 constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
     (RUN * GROUP + ROW_SPLITS * ROW_PARTS - 1) / (ROW_SPLITS * ROW_PARTS);
@@ -64,8 +67,8 @@ const int subgroup = lane / LANES;
 // Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes,
 // and reductions and their way back shuffle fixed registers by fixed distances.
 const int turn = column % SHARERS / (SHARERS / STEPS);
-const int key_group = KeyRow::readable(column, 0) / Keys::SCALE_LOADS;
-const int value_group = ValueRow::readable(column, 0) / Values::SCALE_LOADS;
+const int key_place = KeyRow::readable(column, 0);
+const int value_place = ValueRow::readable(column, 0);
 const int kv_head = threadgroup_position_in_grid.y / ROW_PARTS;
 const int row_part = threadgroup_position_in_grid.y % ROW_PARTS;
 const int num_kv_heads = threadgroups_per_grid.y / ROW_PARTS;
@@ -90,26 +93,29 @@ const int end = min(work[WORK_END], context_len);
 // Row r is head r % GROUP of the group for query token r / GROUP of the run.
 const int num_rows = query_len * GROUP;
 const int first_row = (row_part * ROW_SPLITS + split) * SIMDGROUP_ROWS;
+const typename Keys::Rows stored_keys = Formats::keys(key_slabs, value_slabs);
+const typename Values::Rows stored_values = Formats::values(key_slabs, value_slabs);
 
 // Load the queries. Rows that are not there repeat the last one, and are not stored.
 uint4 query[SIMDGROUP_ROWS][KeyRow::LOADS * QUERY_LOADS];
 float4 acc[SIMDGROUP_ROWS][VALUE_UNITS];
 float scale[SIMDGROUP_ROWS], highest[SIMDGROUP_ROWS], sum[SIMDGROUP_ROWS];
-float query_sum[SIMDGROUP_ROWS], bias_sum[SIMDGROUP_ROWS];  // where there is a bias
+typename Keys::QueryRest query_rest[SIMDGROUP_ROWS];
+float bias_sum[SIMDGROUP_ROWS];  // where there is a bias
 UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const int row = min(first_row + i, num_rows - 1);
   const size_t from =
-      packed_row<KEY_DIM>(first_token + row / GROUP, kv_head * GROUP + row % GROUP, num_heads);
+      packed_row<Keys::QUERY_WIDTH>(first_token + row / GROUP, kv_head * GROUP + row % GROUP, num_heads);
   UNROLL
   for (int n = 0; n < KeyRow::LOADS * QUERY_LOADS; n++) {
     const int at = KeyRow::readable(column, n / QUERY_LOADS) * QUERY_LOADS + n % QUERY_LOADS;
     const uint4 loaded = ((const device uint4*)(queries + from))[at];
     query[i][n] = KeyRow::is_there(column, n / QUERY_LOADS) ? loaded : uint4(0);
   }
-  query_sum[i] = 0;
+  Keys::load_query_rest(queries + from, column, query_rest[i]);
   scale[i] =
-      Keys::template prepare_query<LANES, SHARERS>(query[i], query_sum[i]) *
+      Keys::template prepare_query<LANES, SHARERS>(query[i], query_rest[i]) *
       (softmax_scale * LOG2_E);
   UNROLL
   for (int u = 0; u < VALUE_UNITS; u++) {
@@ -135,32 +141,33 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   const typename Values::Rows value_slot = Values::template block_rows<BLOCK_SIZE>(
       stored_values, block_id, offset, kv_head, num_kv_heads);
   const typename Keys::Rows key_from =
-      Keys::newest(has_rows, new_keys, token, kv_head, num_kv_heads, key_slot);
+      Keys::newest(has_rows, Formats::keys(new_keys, new_values), token, kv_head, num_kv_heads, key_slot);
   const typename Values::Rows value_from =
-      Values::newest(has_rows, new_values, token, kv_head, num_kv_heads, value_slot);
-  KeyLoad key[KeyRow::LOADS];
-  ValueLoad value[ValueRow::LOADS];
+      Values::newest(has_rows, Formats::values(new_keys, new_values), token, kv_head, num_kv_heads, value_slot);
+  typename Keys::Load key[KeyRow::LOADS];
+  typename Values::Load value[ValueRow::LOADS];
   UNROLL
   for (int n = 0; n < KeyRow::LOADS; n++) {
-    key[n] = Keys::load(key_from, 0, KeyRow::readable(column, n), n);
+    key[n] = Keys::load(key_from, 0, KeyRow::readable(column, n));
   }
   UNROLL
   for (int n = 0; n < ValueRow::LOADS; n++) {
-    value[n] = Values::load(value_from, 0, ValueRow::readable(column, n), n);
+    value[n] = Values::load(value_from, 0, ValueRow::readable(column, n));
   }
-  const typename Keys::Scaling key_scaling = Keys::scaling(key_from, 0, key_group);
-  const typename Values::Scaling value_scaling = Values::scaling(value_from, 0, value_group);
+  const typename Keys::Rest key_rest = Keys::rest(key_from, 0, key_place, column);
+  const typename Values::Rest value_rest = Values::rest(value_from, 0, value_place, column);
   if (has_rows && row_part == 0 && split == 0 && position < end) {
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
       if (KeyRow::is_there(column, n)) {
-        Keys::store(key_slot, KeyRow::place(column, n), n, key[n]);
+        Keys::store(key_slot, KeyRow::place(column, n), key[n]);
       }
     }
+    Keys::store_rest(key_slot, column, key_rest);
     UNROLL
-    for (int n = 0; n < ValueRow::LOADS && STORES_VALUES; n++) {
+    for (int n = 0; n < ValueRow::LOADS && !HOLDS_LATENTS; n++) {
       if (ValueRow::is_there(column, n)) {
-        Values::store(value_slot, ValueRow::place(column, n), n, value[n]);
+        Values::store(value_slot, ValueRow::place(column, n), value[n]);
       }
     }
   }
@@ -172,7 +179,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
       score = multiply_add(Packed<T>::query_floats(query[i][u / QUERY_PARTS], u % QUERY_PARTS),
                            Keys::floats(key[u / PARTS], u % PARTS), score);
     }
-    score = Keys::scaled(sum_over_lanes<1, SHARERS>(score), key_scaling, query_sum[i]);
+    score = Keys::scaled(sum_over_lanes<1, SHARERS>(score), key_rest, query_rest[i]);
     score = capped<SOFTCAP>(sum_over_lanes<SHARERS, LANES>(score) * scale[i]);
     bool visible = position < end;
     if (RUN > 1) {
@@ -186,9 +193,9 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     // The lanes of a turn hold one sum; here all of them have the same key.
     const float counted = turn == 0 ? weight : 0;
     sum[i] = fma(sum[i], factor, counted);
-    bias_sum[i] = Values::add_bias(bias_sum[i], factor, counted, value_scaling);
+    bias_sum[i] = Values::add_bias(bias_sum[i], factor, counted, value_rest);
     highest[i] = top;
-    const float weighed = Values::weighed(weight, value_scaling);
+    const float weighed = Values::weighed(weight, value_rest);
     UNROLL
     for (int u = 0; u < VALUE_UNITS; u++) {
       acc[i][u] = fma(float4(weighed), Values::floats(value[u / PARTS], u % PARTS),
@@ -213,29 +220,29 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, 0, kv_head, num_kv_heads);
   const typename Values::Rows values_from =
       Values::template block_rows<BLOCK_SIZE>(stored_values, block_id, 0, kv_head, num_kv_heads);
-  KeyLoad keys[STEPS][KeyRow::LOADS];
-  ValueLoad values[STEPS][ValueRow::LOADS];
+  typename Keys::Load keys[STEPS][KeyRow::LOADS];
+  typename Values::Load values[STEPS][ValueRow::LOADS];
   uint key_of_step[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     key_of_step[s] = uint(min(max(first_key ^ s * SUBGROUPS, lowest_key), highest_key));
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
-      keys[s][n] = Keys::load(keys_from, key_of_step[s], KeyRow::readable(column, n), n);
+      keys[s][n] = Keys::load(keys_from, key_of_step[s], KeyRow::readable(column, n));
     }
   }
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
     for (int n = 0; n < ValueRow::LOADS; n++) {
-      values[s][n] = Values::load(values_from, key_of_step[s], ValueRow::readable(column, n), n);
+      values[s][n] = Values::load(values_from, key_of_step[s], ValueRow::readable(column, n));
     }
   }
   // Of the key that this lane will have the score of.
   const uint scored_key = min(max(first_key, lowest_key), highest_key);
-  const typename Keys::Scaling key_scaling = Keys::scaling(keys_from, scored_key, key_group);
-  const typename Values::Scaling value_scaling =
-      Values::scaling(values_from, scored_key, value_group);
+  const typename Keys::Rest key_rest = Keys::rest(keys_from, scored_key, key_place, column);
+  const typename Values::Rest value_rest =
+      Values::rest(values_from, scored_key, value_place, column);
   const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
   block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 
@@ -258,7 +265,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     const float product = sum_turned<SHARERS, STEPS>(weight[i]);
     const float sum_of_all =
-        sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_scaling, query_sum[i]));
+        sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_rest, query_rest[i]));
     const float score = capped<SOFTCAP>(sum_of_all * scale[i]);
     bool visible = readable;
     if (RUN > 1) {
@@ -272,13 +279,13 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     const float factor = fast::exp2(highest[i] - top);
     const float mine = fast::exp2(seen - top);
     sum[i] = fma(sum[i], factor, mine);
-    bias_sum[i] = Values::add_bias(bias_sum[i], factor, mine, value_scaling);
+    bias_sum[i] = Values::add_bias(bias_sum[i], factor, mine, value_rest);
     highest[i] = top;
     UNROLL
     for (int u = 0; u < VALUE_UNITS; u++) {
       acc[i][u] *= factor;
     }
-    weight[i][0] = Values::weighed(mine, value_scaling);
+    weight[i][0] = Values::weighed(mine, value_rest);
     UNROLL
     for (int s = 1; s < STEPS; s++) {
       weight[i][s] = simd_shuffle_xor(weight[i][0], s * (SHARERS / STEPS));
@@ -300,7 +307,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
 }
 
 // Combine the subgroups of each simdgroup, and leave its rows to the threadgroup.
-constexpr int ROW_UNITS = VALUE_DIM / 4;
+constexpr int ROW_UNITS = VALUE_WIDTH / 4;
 threadgroup float4 stream_acc[STREAMS * THREADGROUP_ROWS * ROW_UNITS];
 threadgroup float stream_highest[STREAMS * THREADGROUP_ROWS];
 threadgroup float stream_sum[STREAMS * THREADGROUP_ROWS];
@@ -334,7 +341,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 // Combine the streams and store the rows, or their partials: each thread takes four elements.
-constexpr int OUT_WIDTH = PARTIAL ? VALUE_DIM + 4 : VALUE_DIM;
+constexpr int OUT_WIDTH = PARTIAL ? VALUE_WIDTH + 4 : VALUE_WIDTH;
 constexpr int NUM_THREADS = SIMDGROUP_LANES * STREAMS * ROW_SPLITS;
 const int num_stored = min(THREADGROUP_ROWS, num_rows - row_part * THREADGROUP_ROWS);
 for (int n = thread_index_in_threadgroup; n < num_stored * ROW_UNITS; n += NUM_THREADS) {

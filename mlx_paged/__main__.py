@@ -23,7 +23,9 @@ Run language models with a paged K/V cache.
 commands:
   chat        chat with a model in the terminal; {prog} chat --help lists its flags
   serve       serve a model to clients of the APIs of OpenAI and Anthropic
-  cache       look into a folder of K/V blocks (--cache-dir)and maintain it
+  fit         say whether a model fits into this machine, before it is downloaded or read
+  list        list the models on this machine, and whether they fit
+  cache       look into a folder of K/V blocks (--cache-dir) and maintain it
 
   --help, -h  this text
   --version   the version of mlx_paged"""
@@ -57,6 +59,18 @@ def _cache(argv: list[str], prog: str) -> int:
     return cache(argv, prog)
 
 
+def _fit(argv: list[str], prog: str) -> int:
+    from mlx_paged.fit import main as fit
+
+    return fit(argv, prog)
+
+
+def _list(argv: list[str], prog: str) -> int:
+    from mlx_paged.fit import main_of_list
+
+    return main_of_list(argv, prog)
+
+
 def _serve(argv: list[str], prog: str) -> int:
     from mlx_paged.server import main as serve
 
@@ -66,6 +80,8 @@ def _serve(argv: list[str], prog: str) -> int:
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "chat": _chat,
     "serve": _serve,
+    "fit": _fit,
+    "list": _list,
     "cache": _cache,
 }
 

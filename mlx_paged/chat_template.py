@@ -72,24 +72,6 @@ def encode_chat(
     return text, encode_text(tokenizer, text)
 
 
-def encode_continuation(tokenizer: TokenizerWrapper, text: str, held: Sequence[int]) -> list[int]:
-    """The token ids of a text that a chat template wrote.
-
-    Args:
-        held: token ids of an earlier turn. Where their text begins the conversation's, they are
-            kept: encoding a generated text again may split it in another way.
-
-    Raises:
-        ChatTemplateError: the tokenizer can't encode it.
-    """
-    kept: list[int] = []
-    if held:
-        held_text = _decode(tokenizer, held)
-        if text.startswith(held_text):
-            kept, text = list(held), text[len(held_text) :]
-    return kept + encode_text(tokenizer, text)
-
-
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """The token ids of a text that a chat template wrote, or of a piece of one.
 
@@ -101,16 +83,6 @@ def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:
         raise _encoding_error(error) from error
-
-
-def _decode(tokenizer: TokenizerWrapper, token_ids: Sequence[int]) -> str:
-    try:
-        text = tokenizer.decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-    except Exception as error:
-        raise _encoding_error(error) from error
-    return str(text)
 
 
 def _encoding_error(error: Exception) -> ChatTemplateError:

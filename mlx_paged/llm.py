@@ -70,7 +70,8 @@ class LLM:
     arguments count, and all get its outputs.
 
     Args:
-        model: a local folder, a Hugging Face repo, a GGUF file, or a model that is loaded already.
+        model: a local folder, a Hugging Face repo, a GGUF file, or a model that
+            :func:`mlx_paged.load` or ``mlx_lm.load`` has returned; ``demo`` is the bundled one.
         tokenizer: that of a loaded model.
         adapter_path: LoRA adapters for a model that is loaded here.
         tokenizer_path: a folder or a repo with the tokenizer for a model that is loaded here,
@@ -87,7 +88,7 @@ class LLM:
     @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
-        model: str | Path | Module,
+        model: str | Path | Module = "demo",
         tokenizer: TokenizerWrapper | None = None,
         *,
         adapter_path: str | Path | None = None,

@@ -59,8 +59,14 @@ def usable_memory() -> int:
     """Bytes that weights and K/V may take together by default: ``DEVICE_SHARE`` of what Metal
     recommends as working set, else ``HOST_SHARE`` of physical memory.
     """
-    recommended = recommended_memory()
-    return int(DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory_size())
+    return usable_share(recommended_memory(), memory_size())
+
+
+def usable_share(recommended: int, memory: int) -> int:
+    """:func:`usable_memory` of a machine with ``memory`` bytes, of which Metal recommends
+    ``recommended``; 0 of these is no Metal.
+    """
+    return int(DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory)
 
 
 def recommended_memory() -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_paged.core import BlockHash
     from mlx_paged.engine.compiled_grammar import CompiledGrammar
     from mlx_paged.engine.prefix_report import PrefixReport
+    from mlx_paged.reasoning import ReasoningLimit
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -50,6 +51,7 @@ class TokenRules(NamedTuple):
     eos_token_ids: frozenset[int] = frozenset()  # of those that the model has
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
     grammar: CompiledGrammar | None = None  # what the answer has to be
+    reasoning: ReasoningLimit | None = None  # how long it may reason
 
 
 NO_RULES = TokenRules()

@@ -321,6 +321,14 @@ class DeclaredSamplingParams:
         notation=", a StructuredOutputsParams",
         wire=False,
     )
+    thinking_token_budget: int | None = param(
+        None,
+        "the model's reasoning ends after this many tokens: then the mark that ends it is the only "
+        "token that can come. ``None`` is no limit. It has no effect on a model whose tokenizer "
+        "has no marks of reasoning.",
+        or_none(whole(0)),
+        elsewhere="thinking_budget reasoning_budget budget_tokens",
+    )
     output_kind: RequestOutputKind = param(
         RequestOutputKind.CUMULATIVE,
         "whether each output has the answer so far, only what is new, or whether there is but "

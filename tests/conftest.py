@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from helpers.engine_helpers import tiny_models
+from helpers.lanes import mark_lanes
 from helpers.mlx_compiler import precompile_header
 from metal_emulator.fixtures import compiler
 
@@ -30,6 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         precompile_header()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_lanes(items)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""``benchmarks/against.py`` runs a benchmark of two trees, each with its own package.
+"""``python -m benchmarks against`` runs a benchmark of two trees, each with its own package.
 
 The repository is made for the test: a package with a number in it and a benchmark that prints it.
 """
@@ -38,12 +38,12 @@ def repository(tmp_path: Path) -> Path:
     """With a commit in which a step costs 1, and a working tree in which it costs 3."""
     root = tmp_path / "repository"
     (root / "mlx_paged").mkdir(parents=True)
-    (root / "benchmarks").mkdir()
-    for name in ("against.py", "card.py"):
-        shutil.copy(BENCHMARKS / name, root / "benchmarks")
+    (root / "benchmarks" / "lib").mkdir(parents=True)
+    for name in ("__init__.py", "against.py", "lib/__init__.py", "lib/card.py"):
+        shutil.copy(BENCHMARKS / name, root / "benchmarks" / name)
     package = root / "mlx_paged" / "__init__.py"
     package.write_text("__version__ = '0'\nCOST = 1\n")
-    (root / "benchmarks" / "figures.py").write_text(FIGURES)
+    (root / "benchmarks" / "lib" / "figures.py").write_text(FIGURES)
     (root / "benchmarks" / "fails.py").write_text("raise ValueError('out of order')")
     (root / "benchmarks" / "silent.py").write_text("print('no figures today')")
     (root / "benchmarks" / "interrupts.py").write_text(INTERRUPTS)
@@ -60,7 +60,8 @@ def against(repository: Path, *arguments: str) -> subprocess.CompletedProcess[st
     temporary = repository.parent / "temporary"
     temporary.mkdir()
     done = subprocess.run(
-        [sys.executable, str(repository / "benchmarks" / "against.py"), *arguments],
+        [sys.executable, "-m", "benchmarks.against", *arguments],
+        cwd=repository,
         capture_output=True,
         text=True,
         env=os.environ | {"TMPDIR": str(temporary)},
@@ -74,7 +75,7 @@ def against(repository: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def test_each_tree_runs_its_own_package(repository: Path, tmp_path: Path):
     out = tmp_path / "out.json"
-    arguments = ["HEAD", "figures.py", "--size", "7", "--rounds", "2", "--out", str(out)]
+    arguments = ["HEAD", "figures", "--size", "7", "--rounds", "2", "--out", str(out)]
     done = against(repository, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == out.read_text().strip()
@@ -85,7 +86,7 @@ def test_each_tree_runs_its_own_package(repository: Path, tmp_path: Path):
         "steps.0.count": {"commit": 2, "this": 2, "ratio": 1.0, "ratio_of_smallest": 1.0},
     }
     assert "left out: new" in done.stdout
-    assert report["setting"]["benchmark"] == "figures.py --size 7"
+    assert report["setting"]["benchmark"] == "figures --size 7"
     assert report["setting"]["this"] == report["setting"]["commit"][:12] + "-dirty"
 
 
@@ -93,11 +94,11 @@ def test_each_tree_runs_its_own_package(repository: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("nowhere", "figures.py"), "'nowhere' is no commit"),
-        (("HEAD", "missing.py"), "has no benchmarks/missing.py"),
-        (("HEAD", "unknown.py"), "commit HEAD has no benchmarks/unknown.py"),
-        (("HEAD", "fails.py"), "ValueError: out of order"),
-        (("HEAD", "silent.py"), "is not its JSON line"),
+        (("nowhere", "figures"), "'nowhere' is no commit"),
+        (("HEAD", "missing"), "has no benchmark missing"),
+        (("HEAD", "unknown"), "commit HEAD has no benchmark unknown"),
+        (("HEAD", "fails"), "ValueError: out of order"),
+        (("HEAD", "silent"), "is not its JSON line"),
     ],
 )
 def test_what_cannot_be_compared_is_said(repository: Path, arguments: tuple[str], message: str):
@@ -109,4 +110,4 @@ def test_what_cannot_be_compared_is_said(repository: Path, arguments: tuple[str]
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(repository: Path):
-    assert against(repository, "HEAD", "interrupts.py").returncode == 130
+    assert against(repository, "HEAD", "interrupts").returncode == 130

@@ -1,31 +1,28 @@
-"""`benchmarks/approaches.py`, `throughput_curves.py`, `identity.py` and `restart.py`: that they
-run, and that an approach which keeps something wrong is found out.
-"""
+"""The benchmarks `approaches`, `throughput_curves`, `identity` and `restart`: that they run,
+and that an approach which keeps something wrong is found out."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import approach_report
-import approach_sides
-import approaches
 import mlx.core as mx
 import numpy as np
 import pytest
-from approach_measures import Prediction, TeacherForcing
-from throughput_scenarios import SampleRequest
 
-BENCHMARKS = Path(approaches.__file__).parent
+from benchmarks.cache import approach_report, approach_sides, approaches
+from benchmarks.cache.approach_measures import Prediction, TeacherForcing
+from benchmarks.lib.card import COMMAND
+from benchmarks.serving.throughput_scenarios import SampleRequest
+
 NAMES = ["no cache", "contiguous", "paged", "+ prefix sharing", "+ 8 bits", "+ K8V4", "+ 4 bits"]
 NAMES += ["+ window and sinks", "+ speculation", "+ disk tier", "mlx-lm"]
 
 
 def line_of(name: str, out: Path, *arguments: str) -> Any:
-    command = [sys.executable, str(BENCHMARKS / name), "--quick", *arguments, "--out", str(out)]
+    command = [*COMMAND, Path(name).stem, "--quick", *arguments, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == out.read_text().strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from helpers.fast_lane import mostly_slow
 
 pytest.importorskip("matplotlib", reason="charts need matplotlib, which the extra charts brings")
 
-import chart_panels
-import chart_style
-import charts
+from benchmarks import charts
+from benchmarks.__main__ import read_programs
+from benchmarks.lib import chart_panels, chart_style
+from benchmarks.lib.card import COMMAND
 
-SCRIPT = Path(charts.__file__)
 RESULTS = charts.ROOT / "benchmarks" / "results"
 
 
@@ -84,7 +83,7 @@ def test_only_what_outlives_a_process_has_a_time_after_a_restart():
 @pytest.mark.slow
 def test_the_script_draws_one_chart_and_refuses_what_is_not_there(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(SCRIPT), *arguments, "--images", str(tmp_path / "images")]
+        command = [*COMMAND, "charts", *arguments, "--images", str(tmp_path / "images")]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     done = run("restart")
@@ -106,7 +105,7 @@ def test_measuring_writes_where_the_chart_reads(monkeypatch, tmp_path):
     for chart in charts.CHARTS.values():
         for source in chart.sources:
             charts.measure(source, tmp_path)
-            script, out = Path(commands[-1][1]), Path(commands[-1][-1])
-            assert script.is_file() and out == tmp_path / source.file
+            name, out = commands[-1][len(COMMAND)], Path(commands[-1][-1])
+            assert name in read_programs() and out == tmp_path / source.file
             out.write_text(json.dumps({"read": source.file}))
             assert charts.read(source, tmp_path) == {"read": source.file}

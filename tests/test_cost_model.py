@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-import attention
-import cost_model
 import pytest
+
+from benchmarks.kernels import attention, cost_model
+from mlx_paged.ops.kernels import MAX_LATENT_ROWS
 
 # What is new in each: partitions; rows from inputs; rows over two threadgroups and an odd group; a
 # window, and a ragged batch of which one sequence needs no merge.
@@ -94,6 +95,21 @@ def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():
     nanoseconds = slots["slots_per_kib_whole"] / 2 / (4 * 32 * 1.296)
     assert many_rows["nanoseconds_per_key"] == pytest.approx(nanoseconds)
     assert many_rows["faster_than_dense"] < 1
+
+
+def test_latents_of_as_many_heads_as_have_a_kernel_are_no_slower_than_gathered_ones():
+    measured = json.loads(cost_model.REGISTERS.read_text())["latents"]
+    assert {row["spills"] for row in measured} == {0}
+    estimates = {
+        (row["dtype"], row["format"], row["heads"]): row
+        for row in cost_model.estimate_latents(measured)
+    }
+    # 32 heads of 87.4 slots in bfloat16, four in a cycle of each core, over 6,784 bytes.
+    most = estimates["bfloat", "dense", MAX_LATENT_ROWS]
+    expected = 32 * 87.4 / (4 * 32 * 1.296) / (6784 / 400)
+    assert most["M1 Max"] == pytest.approx(expected, rel=1e-3)
+    assert max(most[chip] for chip in cost_model.CORES) <= 1
+    assert max(estimates["half", "K8V8", 32][chip] for chip in ("M1", "M2 Max")) <= 1
 
 
 def test_comments_do_not_make_other_kernels(monkeypatch):

@@ -13,16 +13,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import decode
 import pytest
-from decode_shapes import random_model
 from helpers.model_zoo import config_of
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks.kernels import decode
+from benchmarks.lib.card import COMMAND
+from benchmarks.lib.models import random_model
 
 
 def results_of(name: str, out: Path, *arguments: str) -> Any:
-    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--out", str(out)]
+    command = [*COMMAND, Path(name).stem, *arguments, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == out.read_text().strip()
@@ -74,6 +74,17 @@ def test_structured_outputs_are_measured_by_themselves_and_in_a_step(tmp_path: P
 def test_one_stream_runs_each_side(tmp_path: Path):
     results = results_of("one_stream.py", tmp_path / "one.json", "--turns", "1", "--steps", "1")
     assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}
+
+
+@pytest.mark.slow
+def test_states_on_disk_are_worth_what_they_weigh(tmp_path: Path):
+    short = ["--requests", "12", "--seeds", "1", "--states", "3"]
+    results = results_of("states_on_disk.py", tmp_path / "disk.json", *short)
+    for result in results.values():
+        assert result["LFM2-8B-A1B, 3 states"]["states_written_per_turn"] > 0.5
+        for found in result.values():
+            assert found["computed_again"] <= found["computed_again_without_disk"]
+            assert found["state_nbytes_per_turn"] <= 2 * found["kv_nbytes_per_turn"]
 
 
 @pytest.mark.slow

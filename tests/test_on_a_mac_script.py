@@ -1,5 +1,5 @@
-"""`benchmarks/on_a_mac.py`: that it runs, what its card says, and that a section that fails takes
-nothing along.
+"""`python -m benchmarks on_a_mac`: that it runs, what its card says, and that a section that fails
+takes nothing along.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import mac_kernels
-import mac_sections
-import on_a_mac
 import pytest
-from mac_card import make_card, verdicts_of
-from mac_kernels import Decode
-from mac_sections import SECTIONS, SIZES, Section
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
 
+from benchmarks.lib.card import COMMAND
+from benchmarks.mac import mac_kernels, mac_sections, on_a_mac
+from benchmarks.mac.mac_card import make_card, verdicts_of
+from benchmarks.mac.mac_kernels import Decode
+from benchmarks.mac.mac_sections import SECTIONS, SIZES, Section
 from mlx_paged.ops import kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
 
 KERNEL = kernels.kernel
-SCRIPT = Path(on_a_mac.__file__)
 QUICK = argparse.Namespace(model="random", quick=True)
 
 
@@ -42,7 +40,7 @@ def result(*rows: dict, ended: str = "complete") -> dict:
 @pytest.mark.slow
 def test_the_quick_run_writes_every_section_and_a_card_without_links(tmp_path):
     out = tmp_path / "mac"
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out)]
+    command = [*COMMAND, "on_a_mac", "--quick", "--out", str(out)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = json.loads(out.with_suffix(".json").read_text())
     card = out.with_suffix(".md").read_text()
@@ -68,7 +66,7 @@ def test_the_quick_run_writes_every_section_and_a_card_without_links(tmp_path):
 def test_an_interrupt_leaves_what_there_is(tmp_path):
     out = tmp_path / "mac"
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--quick", "--out", str(out)],
+        [*COMMAND, "on_a_mac", "--quick", "--out", str(out)],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -196,12 +194,13 @@ def test_each_question_is_asked_where_there_is_metal(compiler, monkeypatch):
     with emulated_metal(Checks.quick()), monkeypatch.context() as patch:
         patch.setattr(kernels, "kernel", refusing)
         rows = list(mac_sections.measure_questions(SIZES["quick"], "random"))
-    threads, merging = rows[:8], rows[8:14]
+    num_threads, num_shares = len(mac_kernels.THREADS), len(mac_kernels.LATENT_SHARES)
+    threads, merging = rows[:num_threads], rows[num_threads : num_threads + 6]
     assert {row["found"] for row in threads} == {384}
     assert threads[3]["question"] == "most threads of a threadgroup, bfloat16, 128 x 4"
     assert threads[3]["expected"] == [384, 1024]
     assert merging[4]["question"] == "255 keys of 8 KV heads, merged over whole"
-    assert len(rows) == 8 + 6 + len(mac_kernels.COMPARISONS) + 3
+    assert len(rows) == num_threads + 6 + len(mac_kernels.COMPARISONS) + num_shares
     assert all(row["found"] > 0 for row in rows)
 
 

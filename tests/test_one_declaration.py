@@ -49,8 +49,7 @@ from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.command_line.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
 from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.sampling_fields import read_sampling
+from mlx_paged.server.sampling_fields import SamplingFields
 
 for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):
     args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])
@@ -58,7 +57,7 @@ for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"
     print(engine_options(parser.parse_args([]), program)["dummy_limit"])
 settings = read_settings(parser.parse_args(["--dummy-name", "a", "--dummy-name", "b"]))
 print(settings.dummy_names, read_settings(parser.parse_args([])).dummy_names)
-print(read_sampling(Fields({"dummy_share": 0.75}), SamplingParams()).dummy_share)
+print(SamplingFields.read({"dummy_share": 0.75}).sampling(SamplingParams()).dummy_share)
 print(("dummy_share", 0.25) in _CROSS_ROW_DEFAULTS)
 engine = Engine(*load(demo_model_path()), kv_cache_bytes="64blocks", dummy_limit=3)
 engine.add_request("a", "Once", SamplingParams(dummy_share=1, max_tokens=1))

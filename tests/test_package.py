@@ -45,12 +45,15 @@ def test_imports_go_one_way():
         "chat",
         "server",
         "cache_tool",
+        "fit",
         "command_line",
         "batch_generation",
         "generation",
         "llm",
         "llm_arguments",
+        "conversation_encoder",
         "chat_template",
+        "model_dialect",
         "loading",
     ]
     order += [
@@ -66,7 +69,7 @@ def test_imports_go_one_way():
         "standard_streams",
         "replaced_file",
     ]
-    order += ["sampling"]
+    order += ["sampling", "reasoning"]
     order += ["request", "sampling_params", "foreign_arguments"]
     order += ["engine_options", "sampling_declarations", "structured_outputs", "declarations"]
     order += ["block_store", "core"]

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.attachment.prompt_cache import FollowingCache, PromptCache
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import ATTACHMENT
 
 PromptCaches = Sequence[PromptCache | FollowingCache]
 
@@ -28,16 +28,8 @@ class Runner(Protocol):
     def run(self, tokens: mx.array, caches: PromptCaches) -> mx.array: ...
 
 
-def is_attachable(model: object) -> bool:
-    """Whether a model is called as those of mlx-lm are."""
-    if not isinstance(model, Module) or isinstance(model, LanguageModel):
-        return False
-    has_caches = hasattr(model, "make_cache") or hasattr(model, "layers")
-    return has_caches and "cache" in inspect.signature(type(model).__call__).parameters
-
-
 def is_attached(model: Module) -> bool:
-    return hasattr(type(model), "_mlx_paged_attachment")
+    return hasattr(type(model), ATTACHMENT)
 
 
 def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
@@ -71,7 +63,7 @@ def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
         "__call__": call,
         "make_cache": make_cache,
         "__module__": stock_class.__module__,
-        "_mlx_paged_attachment": attachment,
+        ATTACHMENT: attachment,
     }
     return type(stock_class.__name__, (stock_class,), members)
 

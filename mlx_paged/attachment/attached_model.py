@@ -11,8 +11,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.argument_values import kind_of
-from mlx_paged.attachment.attached_class import attached_class, is_attachable, is_attached
+from mlx_paged.attachment.attached_class import attached_class, is_attached
 from mlx_paged.attachment.logits import unpack
 from mlx_paged.attachment.prompt_cache import FollowingCache, PromptCache
 from mlx_paged.attachment.sequences import CachedSequence, CachedSequences
@@ -24,6 +23,7 @@ from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line, show
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.loaded import config_of, is_called_as_mlx_lm
 from mlx_paged.models.mlx_lm.module_calls import put_back
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import Trial
@@ -288,7 +288,7 @@ def attach(
     """
     if isinstance(model, Module) and is_attached(model):
         raise ArgumentError("[attach] model is attached already; close that first", "model")
-    if not is_attachable(model):
+    if not is_called_as_mlx_lm(model):
         raise ArgumentError(
             f"[attach] model must be one that mlx_lm.load returns, got {shown(type(model))}; those "
             "of mlx_paged.load run on an engine",
@@ -314,8 +314,7 @@ def attach(
 
 def _packed(model: Module) -> LanguageModel:
     """The model on packed input, held against itself on mlx-lm's caches."""
-    config = {"model_type": getattr(model, "model_type", kind_of(model))}
-    config.update(vars(getattr(model, "args", None) or object))
+    config = config_of(model)
     try:
         packed = Trial(model, config).run(PackedModel)
     except UnsuitableModelError as error:

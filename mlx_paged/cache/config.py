@@ -31,6 +31,10 @@ class KVCacheConfig:
     # What the recurrent layers of the model keep of a sequence, however long it is. It does not
     # count in the budget.
     state_nbytes: int = 0
+    # Of each recurrent cache the dtypes and shapes of its arrays, in words.
+    state_layout: tuple[str, ...] = ()
+    # Whether the model has any K/V: blocks count tokens alone where it has none.
+    keeps_kv: bool = True
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -76,7 +76,7 @@ class PagedLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         params = AttentionParams(1.0, self.spec.window, holds_latents=True)
-        if self.spec.format.is_as_computed:
+        if not self.spec.format.rotates_keys:
             return compute_meanwhile(
                 self._backend.update_and_attend(q, latents, rope_keys, self.kv, self.step, params)
             )

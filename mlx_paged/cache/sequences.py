@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -15,7 +16,7 @@ from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata
+from mlx_paged.ops import AttentionMetadata, StateStack
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -62,6 +63,8 @@ class Sequences:
         self.manager = KVCacheManager(cache.pool, cache.config.retentions, states)
         self._prefix = f"[{cache.kind} cache]"  # of messages
         self._has_open_step = False
+        # Of recurrent layers: those before the newest step, while each of their states is held.
+        self._stacks_before = WeakSet[StateStack]()
 
     def __contains__(self, seq: SeqId) -> bool:
         return seq in self.manager.groups
@@ -126,7 +129,7 @@ class Sequences:
             self._has_open_step = False
         if made is not None:
             snapshot = None
-            forget_before(made)
+            self._stacks_before = WeakSet(forget_before(made, self._stacks_before))
 
     def _check_counts(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         if not num_new_tokens:

@@ -50,7 +50,7 @@ def pinned_by(
     return [
         each
         for each in (block, *(tree.below(block) if block.is_pinned else ()))
-        if any(entry.name in pins for entry in each.entries)
+        if each.entries[0].name in pins
     ]
 
 
@@ -62,7 +62,12 @@ def _facts(tree: PrefixTree, path: Sequence[PrefixBlock], now: float) -> dict[st
     if known is not None:
         facts["content"] = known.model
         facts["code"] = known.code
-        facts["K/V"] = f"{known.kv_format}, {counted(len(known.layers), 'layer')}"
+        is_state = [layer.startswith("state ") for layer in known.layers]
+        facts["K/V"] = f"{known.kv_format}, {counted(is_state.count(False), 'layer')}"
+        if any(is_state):
+            places = [f"{each.end_token:,}" for each in path if each.state is not None]
+            after = f"after {', '.join(places)} tokens" if places else "none, so no hit ends in it"
+            facts["states"] = f"{counted(is_state.count(True), 'layer')}, {after}"
     return facts | {
         "tokens": f"{block.end_token:,} in {counted(len(path), 'block')}{before}",
         "bytes": f"{in_bytes(sum(each.nbytes for each in path))} in {counted(num_files, 'file')}",

@@ -88,16 +88,20 @@ def model_heading(tree: PrefixTree) -> str:
     known = tree.fingerprint
     kv_format = "" if known is None else f", K/V {in_a_line(known.kv_format, _MAX_TEXT)}"
     block_size = "" if known is None else f" of {known.block_size}"
+    states = f", {counted(tree.num_states, 'state')}" if tree.num_states else ""
     return (
         f"{in_a_line(tree.name, _MAX_TEXT)} ({tree.digest[:SHOWN_DIGITS]}{kv_format}): "
         f"{counted(tree.num_leaves, 'prefix', 'prefixes')}, "
         f"{counted(len(tree.blocks), 'block')}{block_size}, "
-        f"{counted(tree.num_tokens, 'token')}, {in_bytes(tree.nbytes)}"
+        f"{counted(tree.num_tokens, 'token')}{states}, {in_bytes(tree.nbytes)}"
     )
 
 
 def _cells(run: Run, num_digits: int, look: Look) -> tuple[str, ...]:
     mark = f"{_CUT_OFF} " if run.is_cut_off else ""
+    marks = ["pinned"] if run.is_pinned else []
+    if run.num_states:
+        marks.append(counted(run.num_states, "state"))
     return (
         look.rails(run) + mark + run.last.block_hash.hex()[:num_digits],
         f"{run.first_token:,}-{run.end_token:,}",
@@ -105,5 +109,5 @@ def _cells(run: Run, num_digits: int, look: Look) -> tuple[str, ...]:
         in_short(max(0.0, look.now - run.last_used)),
         f"{run.num_hits:,}",
         f"{run.num_prefixes:,}",
-        "pinned" if run.is_pinned else "",
+        ", ".join(marks),
     )

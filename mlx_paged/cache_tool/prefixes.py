@@ -11,18 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
+from mlx_paged.core.block_hash import HASH_NBYTES
+from mlx_paged.core.tier import STATES
 
 MAX_LEVELS = 8
 """Of the tree are drawn, the last ones of a deeper one: a conversation may have a fork per turn."""
 
-_HASH_NBYTES = 32  # Groups of layers append their number.
-
 
 class PrefixBlock:
-    """What the folder has of one block of tokens: a file for each group of layers.
+    """What the folder has of one block of tokens: a file for each group of layers, and one for the
+    recurrent state after it, where that is kept.
 
     Args:
-        entries: those files, at least one.
+        entries: those files, at least one. A model without K/V has states alone.
 
     Attributes:
         entries: by group.
@@ -33,6 +34,7 @@ class PrefixBlock:
         nbytes: of its files.
         created, last_used: of the oldest file and of the last used one, in seconds since 1970.
         num_hits: of the file that was used most.
+        state: the file of the state.
         is_pinned: whether it stays.
         expires: the first of its files to do so, in seconds since 1970; ``None`` for never.
     """
@@ -40,14 +42,16 @@ class PrefixBlock:
     def __init__(self, entries: Iterable[Entry]):
         self.entries = tuple(sorted(entries, key=lambda entry: entry.group))
         first = self.entries[0]
-        self.block_hash = first.block_hash[:_HASH_NBYTES]
-        self.parent_hash = first.parent_hash and first.parent_hash[:_HASH_NBYTES]
+        self.block_hash = first.block_hash[:HASH_NBYTES]
+        self.parent_hash = first.parent_hash and first.parent_hash[:HASH_NBYTES]
         self.first_token = first.first_token
         self.end_token = first.first_token + first.num_tokens
         self.nbytes = sum(entry.nbytes for entry in self.entries)
         self.created = min(entry.created for entry in self.entries)
         self.last_used = max(entry.last_used for entry in self.entries)
         self.num_hits = max(entry.num_hits for entry in self.entries)
+        last = self.entries[-1]
+        self.state = last if last.group == STATES else None
         self.is_pinned = any(entry.is_pinned for entry in self.entries)
         self.expires = min((entry.expires for entry in self.entries if entry.expires), default=None)
 
@@ -90,6 +94,10 @@ class Run:
         return sum(block.nbytes for block in self.blocks)
 
     @property
+    def num_states(self) -> int:
+        return num_states(self.blocks)
+
+    @property
     def last_used(self) -> float:
         return max(block.last_used for block in self.blocks)
 
@@ -127,7 +135,7 @@ class PrefixTree:
             if entry.num_tokens == 0:
                 self.other_versions.append(entry)
             else:
-                files.setdefault(entry.block_hash[:_HASH_NBYTES], []).append(entry)
+                files.setdefault(entry.block_hash[:HASH_NBYTES], []).append(entry)
         self.blocks = {block_hash: PrefixBlock(parts) for block_hash, parts in files.items()}
         self.children: dict[bytes | None, list[PrefixBlock]] = {}
         self.num_prefixes: dict[bytes, int] = {}
@@ -155,6 +163,10 @@ class PrefixTree:
         return sum(block.end_token - block.first_token for block in self.blocks.values())
 
     @property
+    def num_states(self) -> int:
+        return num_states(self.blocks.values())
+
+    @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks.values())
 
@@ -178,6 +190,11 @@ class PrefixTree:
         while (parent := self.parent(path[-1])) is not None:
             path.append(parent)
         return path[::-1]
+
+    def last_state(self, block: PrefixBlock) -> PrefixBlock | None:
+        """The block up to this one after which a recurrent model can go on, if there is any."""
+        path = reversed(self.path_to(block))
+        return next((each for each in path if each.state is not None), None)
 
     def below(self, block: PrefixBlock) -> list[PrefixBlock]:
         """The blocks that continue this one, and those that continue them."""
@@ -245,7 +262,8 @@ class PrefixTree:
         siblings_follow: tuple[bool, ...] = (),
     ) -> Run:
         first = blocks[0]
-        is_cut_off = first.first_token > 0 and self.parent(first) is None
+        needs_more = first.first_token > 0 and first.entries[0].group != STATES
+        is_cut_off = needs_more and self.parent(first) is None
         num_prefixes = self.num_prefixes[first.block_hash]
         return Run(tuple(blocks), num_prefixes, is_cut_off, level, siblings_follow)
 
@@ -255,6 +273,11 @@ class PrefixTree:
     def _last_ones_first(self) -> list[PrefixBlock]:
         """All blocks, children before their parents."""
         return sorted(self.blocks.values(), key=lambda block: -block.first_token)
+
+
+def num_states(blocks: Iterable[PrefixBlock]) -> int:
+    """The recurrent states among the files of blocks."""
+    return sum(block.state is not None for block in blocks)
 
 
 def read_trees(folder: CacheFolder) -> list[PrefixTree]:

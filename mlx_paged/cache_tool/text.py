@@ -15,7 +15,6 @@ from mlx_paged.cache_tool.prefixes import PrefixBlock
 TextOf: TypeAlias = Callable[[Sequence[PrefixBlock]], str]
 """Blocks that follow one another to the text of their tokens."""
 
-DEMO = "demo"
 # What somebody's prompt holds is not to move the cursor or to set the terminal's title.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _IN_A_LINE = _CONTROLS | {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
@@ -43,11 +42,10 @@ def load_text_of(folder: CacheFolder, tokenizer: str) -> TextOf:
     Raises:
         LoadError: there is none, or it is broken.
     """
-    from mlx_paged.loading.folder import demo_model_path, find_tokenizer
+    from mlx_paged.loading.folder import find_tokenizer
     from mlx_paged.loading.tokenizer import read_tokenizer
 
-    path = demo_model_path() if tokenizer == DEMO else find_tokenizer(tokenizer)
-    loaded = read_tokenizer(path, None, None)
+    loaded = read_tokenizer(find_tokenizer(tokenizer), None, None)
 
     def text_of(blocks: Sequence[PrefixBlock]) -> str:
         try:

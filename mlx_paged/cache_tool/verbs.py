@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from mlx_paged.block_store import CacheFolder, FolderSize, Removed
+from mlx_paged.block_store import BlockName, CacheFolder, Entry, FolderSize, Removed
 from mlx_paged.cache_tool import as_json
 from mlx_paged.cache_tool.abbreviations import SHOWN_DIGITS, find
 from mlx_paged.cache_tool.amounts import counted, in_bytes
@@ -14,7 +14,7 @@ from mlx_paged.cache_tool.detail import pinned_by, show_prefix
 from mlx_paged.cache_tool.listing import list_trees, model_heading
 from mlx_paged.cache_tool.models import of_model
 from mlx_paged.cache_tool.output import make_look, print_json, print_lines
-from mlx_paged.cache_tool.prefixes import PrefixBlock, read_trees
+from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree, read_trees
 from mlx_paged.cache_tool.removals import check_choice, choose
 from mlx_paged.cache_tool.text import load_text_of
 from mlx_paged.errors import ArgumentError
@@ -52,7 +52,8 @@ def pin(args: argparse.Namespace) -> int:
     trees = of_model(read_trees(folder), args.model)
     # All are found before the first is pinned.
     for tree, block in [find(text, trees) for text in args.hash]:
-        if not all(folder.pin(entry.digest, entry.block_hash) for entry in block.entries):
+        entries = [*block.entries, *_state_before(tree, block)]
+        if not all(folder.pin(entry.digest, entry.block_hash) for entry in entries):
             raise ArgumentError(f"{_short(block)} has just gone from the folder", "hash")
         nbytes = in_bytes(sum(each.nbytes for each in tree.path_to(block)))
         print_lines([f"pinned {_short(block)}: {counted(block.end_token, 'token')}, {nbytes}"])
@@ -80,13 +81,30 @@ def unpin(args: argparse.Namespace) -> int:
             raise ArgumentError(
                 f"{_short(block)} is kept by the pin of {names}; unpin that", "hash"
             )
-        for entry in block.entries:
+        entries = [*block.entries, *_state_before(tree, block, without_pins=pins)]
+        for entry in entries:
             folder.unpin(entry.digest, entry.block_hash)
         still = f"; the pin of {_short(holders[1])} keeps it" if len(holders) > 1 else ""
         print_lines(
             [f"unpinned {_short(block)}{still}" if holders else f"{_short(block)} has no pin"]
         )
     return 0
+
+
+def _state_before(
+    tree: PrefixTree, block: PrefixBlock, without_pins: Collection[BlockName] = ()
+) -> list[Entry]:
+    """The last state before a block that has none: a recurrent model can go on from there alone.
+
+    Args:
+        without_pins: nothing, if another block than this one with such a pin needs the state.
+    """
+    last = tree.last_state(block)
+    if last is None or last is block or last.state is None:
+        return []
+    others = (each for each in (last, *tree.below(last)) if each.entries[0].name in without_pins)
+    is_needed = any(each is not block and tree.last_state(each) is last for each in others)
+    return [] if is_needed else [last.state]
 
 
 def rm(args: argparse.Namespace) -> int:

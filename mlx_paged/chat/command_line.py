@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1
+from mlx_paged.declarations import Option
+from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, such
 
+_TEXT = such("a text", lambda value: isinstance(value, str))
+OPTIONS = {
+    "seed": Option("seed of the sampling", AT_LEAST_0, default=0),
+    "system_prompt": Option("system prompt of the conversation", _TEXT),
+    "prompt_cache_file": Option(
+        "K/V that stand before the conversation: a file of mlx_lm.cache_prompt, or a snapshot",
+        replace(_TEXT, metavar="FILE"),
+    ),
+    "hide_thinking": Option("do not show the model's reasoning (<think>)", BOOL, default=False),
+    "prefill_step_size": Option(
+        "prompt tokens computed at a time",
+        AT_LEAST_1,
+        says=f"as many as take --prefill-step-seconds, up to {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
+    ),
+    "verbose": Option(
+        "say all figures of the model, the cache and each answer", BOOL, default=False
+    ),
+}
 # Arguments of the library that flags are handed on as. Errors say kv='basic', as in the library.
 _FLAGS = {
     **flags.FLAGS,
@@ -30,34 +50,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="?",
         help="answer this once and leave; - reads one message, of any number of lines, from stdin",
     )
-    flags.add_model_flags(chat)
-    flags.add_sampling_flags(chat, "chat")
-    flags.add_generation_config_flag(chat)
-    chat.add_argument(
-        "--seed", type=AT_LEAST_0.read_flag, default=0, help="seed of the sampling (default: 0)"
-    )
-    chat.add_argument("--system-prompt", help="system prompt of the conversation")
-    chat.add_argument(
-        "--prompt-cache-file",
-        metavar="FILE",
-        help="K/V that stand before the conversation: a file of mlx_lm.cache_prompt, or a snapshot",
-    )
-    flags.add_no_thinking_flag(chat)
-    chat.add_argument(
-        "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"
-    )
-    chat.add_argument(
-        "--prefill-step-size",
-        type=AT_LEAST_1.read_flag,
-        help="prompt tokens computed at a time (default: as many as take --prefill-step-seconds, "
-        f"up to {DEFAULT_MAX_NUM_BATCHED_TOKENS})",
-    )
-    flags.add_engine_flags(chat, "chat")
-    chat.add_argument(
-        "--verbose",
-        action="store_true",
-        help="say all figures of the model, the cache and each answer",
-    )
+    flags.add_flags(chat, "chat", OPTIONS)
     chat.add_version()
     return chat
 

@@ -14,12 +14,13 @@ from mlx_paged.chat.prompt_cache import PromptPrefix, behind_prefix
 from mlx_paged.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
-    encode_continuation,
     normalise_messages,
     render_chat,
 )
+from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
+from mlx_paged.model_dialect import ModelDialect
 from mlx_paged.sampling_params import SamplingParams
 
 NO_PREFIX = PromptPrefix()
@@ -68,6 +69,8 @@ class Conversation:
         self.tokenizer = tokenizer
         self.opens_thinking = False
         self._prefix = prefix
+        self._encoder = ConversationEncoder()
+        self._prompt: Prompt | None = None  # of the last turn
         self._template_options = (
             {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         )
@@ -130,6 +133,9 @@ class Conversation:
         """
         self._check_tokens_are_known()
         self.tokens = self.engine.load_snapshot(path)
+        if self.messages:
+            behind = self.tokens[len(self._prefix.token_ids) :]
+            self._encoder.keep_tokens(self.tokenizer, self.messages, behind)
         return len(self.tokens)
 
     def reset(self) -> None:
@@ -202,6 +208,7 @@ class Conversation:
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
+                self._keep_answer()
             else:
                 self.messages.pop()
 
@@ -260,13 +267,23 @@ class Conversation:
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        prefix = list(self._prefix.token_ids)
+        prefix = self._prefix.token_ids
         write = behind_prefix if prefix else render_chat
-        text = write(self.tokenizer, self.messages, self._template_options)
-        token_ids = encode_continuation(self.tokenizer, text, self.tokens[len(prefix) :])
-        mark = self.tokenizer.think_start
-        self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
-        return prefix + token_ids
+        prompt = self._encoder.encode(
+            self.tokenizer, self.messages, self._template_options, write=write
+        )
+        marks = ModelDialect.of(self.tokenizer).reasoning
+        self.opens_thinking = marks is not None and marks.are_opened_by(prompt.text)
+        self._prompt = prompt
+        return [*prefix, *prompt.token_ids]
+
+    def _keep_answer(self) -> None:
+        """Keep the tokens of the last answer, as far as they are computed."""
+        prompt = self._prompt
+        assert prompt is not None
+        token_ids = self.tokens[len(self._prefix.token_ids) + len(prompt.token_ids) :]
+        said = Verbatim(decoded(self.tokenizer, prompt.token_ids, token_ids))
+        self._encoder.keep(self.tokenizer, prompt, token_ids, self.messages[-1], said)
 
 
 def _text(message: dict[str, Any]) -> str:

@@ -10,12 +10,17 @@ import os
 import stat
 import sys
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.chat.command_line import error_line, setup_arg_parser
-from mlx_paged.chat.readers import clean, make_reader, without_line_end
-from mlx_paged.chat.screen import Screen, is_terminal
+from mlx_paged.chat.terminal import (
+    PipeReader,
+    Reader,
+    Screen,
+    clean,
+    is_terminal,
+    without_line_end,
+)
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.standard_streams import (
     NO_STDOUT,
@@ -29,7 +34,6 @@ from mlx_paged.standard_streams import (
 )
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.commands import Dialogue
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
 
@@ -102,42 +106,35 @@ def _answer_or_converse(
     settings: Settings,
     screen: Screen,
 ) -> int:
-    """Answer the message, or take messages where there is none; returns the exit status."""
-    from mlx_paged.chat.commands import Dialogue, complete
-    from mlx_paged.chat.reports import Reports
-    from mlx_paged.chat.turns import Turns
+    """Answer the message, or take messages where there is none; returns the exit status.
 
-    reports = Reports(screen, args.verbose)
-    turns = Turns(screen, settings, reports)
+    Raises:
+        ValueError: a pipe had no message.
+    """
+    from mlx_paged.chat.dialogue import Dialogue
+    from mlx_paged.chat.loop import converse
+    from mlx_paged.chat.reports import describe_start
+
+    is_dialogue = message is None
+    reader = _make_reader(screen) if is_dialogue else PipeReader()
+    screen.say(describe_start(args, conversation.engine, settings, is_dialogue))
+    dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
     if message is not None:
-        reports.start(args, conversation, settings, is_dialogue=False)
-        was_stopped = turns.show(conversation, partial(conversation.ask, message))
-        return 130 if was_stopped else 0
-    reader = make_reader(complete, screen)
-    reports.start(args, conversation, settings, is_dialogue=True)
-    _converse(Dialogue([conversation], settings, screen, reports, turns, reader))
+        return 130 if dialogue.ask(message) else 0
+    if not converse(dialogue) and not reader.is_interactive:
+        raise ValueError(f"standard input is empty; {NO_INPUT}")
     return 0
 
 
-def _converse(dialogue: Dialogue) -> None:
-    """Take messages until the user leaves; raises ``ValueError`` where a pipe had none."""
-    from mlx_paged.chat.commands import LeaveChat
+def _make_reader(screen: Screen) -> Reader:
+    """The reader for this program's stdin."""
+    if not is_terminal(sys.stdin) or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
+        return PipeReader()
+    from mlx_paged.chat.files import history_path
+    from mlx_paged.chat.line_editor import LineEditor
+    from mlx_paged.chat.loop import complete
 
-    reader = dialogue.reader
-    while True:
-        try:
-            text = reader.read()
-            if text is None:
-                break
-            dialogue.take(text)
-        except LeaveChat:
-            break
-        except KeyboardInterrupt:
-            if not reader.is_interactive:
-                raise
-            dialogue.say("[Ctrl-D or /exit to leave]")
-    if not reader.is_interactive and not dialogue.num_messages:
-        raise ValueError(f"standard input is empty; {NO_INPUT}")
+    return LineEditor(complete, screen, history_path(os.environ))
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
@@ -183,7 +180,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.loading import (
         demo_model_path,
         dtype_config,
-        find_model,
+        find_model_for,
         load_draft_model,
         load_for,
         read_sampling_defaults,
@@ -198,7 +195,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
             )
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model)
-    folder = demo_model_path() if args.model is None else find_model(args.model)
+    folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
     defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     options = engine_options(args, "chat")
@@ -210,6 +207,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         engine_options=options,
+        refuses_too_large=not args.force,
     )
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)

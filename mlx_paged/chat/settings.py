@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_paged.command_line.flags import chosen_sampling
-from mlx_paged.domains import AT_LEAST_0
+from mlx_paged.domains import AT_LEAST_0, Domain, one_of
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ class Settings:
         if sampling.is_greedy:
             return "greedy"
         shown = [f"temp {sampling.temperature:g}"]
-        for name, variable in _SAMPLING_VARIABLES.items():
+        for name, variable in _FIELDS.items():
             value = getattr(sampling, variable)
             if variable not in _SHOWN_APART and value != getattr(_DEFAULTS, variable):
                 shown.append(f"{name} {_in_words(value)}")
@@ -64,7 +64,11 @@ class Settings:
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
-        return _variable(name).get(self)
+        """A setting as text; raises ``ValueError`` where none has this name."""
+        _check_name(name)
+        if name == "thinking":
+            return "show" if self.show_thinking else "hide"
+        return _in_words(self.seed if name == "seed" else getattr(self.sampling, _FIELDS[name]))
 
     def set(self, name: str, text: str) -> None:
         """Change one setting.
@@ -72,26 +76,19 @@ class Settings:
         Raises:
             ValueError: the name is unknown, or the setting can't have the value.
         """
+        _check_name(name)
         try:
-            _variable(name).set(self, text)
+            value = VARIABLES[name].read_flag(text)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{name} {error}") from error
+        if name == "thinking":
+            self.show_thinking = value == "show"
+        elif name == "seed":
+            self.set_seed(value)
+        else:
+            self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
         if name in self.from_model:
             self.from_model.remove(name)
-
-
-class Variable(NamedTuple):
-    """A setting as ``/set`` knows it: its value as text, how to change it, what it accepts."""
-
-    get: Callable[[Settings], str]
-    set: Callable[[Settings, str], None]
-    values: tuple[str, ...] = ()
-
-
-def _variable(name: str) -> Variable:
-    if name not in VARIABLES:
-        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
-    return VARIABLES[name]
 
 
 def canonical_name(name: str) -> str:
@@ -100,44 +97,26 @@ def canonical_name(name: str) -> str:
     return "temp" if name == "temperature" else name
 
 
-def _sampling_variable(field: str, parse: Callable[[str], Any]) -> Variable:
-    def change(settings: Settings, text: str) -> None:
-        value = parse(text)
-        settings.sampling = replace(settings.sampling, **{field: value})
-
-    return Variable(lambda settings: _in_words(getattr(settings.sampling, field)), change)
+def _check_name(name: str) -> None:
+    if name not in VARIABLES:
+        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
 
 
 def _in_words(value: object) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
-
-
-def _set_thinking(settings: Settings, text: str) -> None:
-    if text.lower() not in ("show", "hide"):
-        raise argparse.ArgumentTypeError(f"must be show or hide, got {text!r}")
-    settings.show_thinking = text.lower() == "show"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # Sampling parameters that have a flag, by the name that /set has for them.
-_SAMPLING_VARIABLES = {
+_FIELDS = {
     each.flag_name(name).removeprefix("--"): name
     for name, each in SAMPLING_PARAMS.items()
     if each.flag is not None
 }
 _SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
 _DEFAULTS = SamplingParams()
-VARIABLES = {
-    **{
-        name: _sampling_variable(field, SAMPLING_PARAMS[field].flag_domain.read_flag)
-        for name, field in _SAMPLING_VARIABLES.items()
-    },
-    "seed": Variable(
-        lambda settings: str(settings.seed),
-        lambda settings, text: settings.set_seed(AT_LEAST_0.read_flag(text)),
-    ),
-    "thinking": Variable(
-        lambda settings: "show" if settings.show_thinking else "hide",
-        _set_thinking,
-        ("show", "hide"),
-    ),
+# What can be changed while the chat runs, and to which values.
+VARIABLES: dict[str, Domain[Any]] = {
+    **{name: SAMPLING_PARAMS[field].flag_domain for name, field in _FIELDS.items()},
+    "seed": AT_LEAST_0,
+    "thinking": replace(one_of("show", "hide"), what="show or hide", parse=str.lower),
 }

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from mlx_paged.block_store import BlockStore
 from mlx_paged.engine.fit import num_tokens_held
-from mlx_paged.memory import format_nbytes
+from mlx_paged.memory import format_nbytes, memory_size, recommended_memory
+from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import check_model
 
 if TYPE_CHECKING:
@@ -53,9 +54,15 @@ def describe_budget(cache: KVCache) -> str:
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
 
 
-def describe_activations(engine: Engine) -> str:
-    """What a step takes beside weights and K/V."""
-    return f"activations: some {format_nbytes(engine.nbytes_activations)} at most (estimated)"
+def describe_memory(engine: Engine) -> str:
+    """What the engine takes beside K/V, of what there is."""
+    recommended = recommended_memory()
+    limit = format_nbytes(recommended or memory_size())
+    return (
+        f"memory: weights {format_nbytes(weight_nbytes(engine.model))}, activations some "
+        f"{format_nbytes(engine.nbytes_activations)} at most (estimated), of {limit}"
+        f"{' that Metal recommends' * bool(recommended)}"
+    )
 
 
 def describe_disk_tier(engine: Engine) -> list[str]:

@@ -6,18 +6,60 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_paged.declarations import Argument, Program
+from mlx_paged.declarations import Argument, Option, Program
+from mlx_paged.domains import BOOL, Domain, one_of, such
 from mlx_paged.engine_options import ENGINE_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
-DTYPES = ("float32", "float16", "bfloat16")
-# Arguments of the library that the flags below are handed on as.
+
+
+def _text(metavar: str = "") -> Domain[str]:
+    return such("a text", lambda value: isinstance(value, str), metavar=metavar)
+
+
+# What every program takes to load a model and to ask it, beside the options of an engine.
+LAUNCH_OPTIONS = {
+    "model": Option(
+        f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
+        _text(),
+        says="the bundled demo model",
+    ),
+    "tokenizer": Option(
+        "folder or Hugging Face repo with the tokenizer", _text("FOLDER"), says="the model's own"
+    ),
+    "dtype": Option(
+        "dtype of a GGUF file's scales, activations and K/V",
+        one_of("float32", "float16", "bfloat16"),
+        says="that of its matrices, and float32 where they are quantised, so that nothing is lost",
+    ),
+    "adapter_path": Option(
+        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", _text()
+    ),
+    "draft_model": Option(
+        "a small model of the same tokenizer, folder or repo, that drafts the next tokens",
+        _text(),
+        says="none: they are looked up in the conversation",
+    ),
+    "no_generation_config": Option(
+        "leave the model's generation_config.json out: greedy, unless flags say otherwise",
+        BOOL,
+        default=False,
+    ),
+    "force": Option(
+        "load a model that is larger than this machine's memory all the same", BOOL, default=False
+    ),
+    "no_thinking": Option(
+        "ask the model's chat template for an answer without reasoning", BOOL, default=False
+    ),
+}
+# The flags by the arguments of the library that they are handed on as.
 FLAGS = {
-    "adapter_path": "--adapter-path",
-    "draft_model": "--draft-model",
-    "dtype": "--dtype",
+    **{
+        name: LAUNCH_OPTIONS[name].flag_name(name)
+        for name in ("adapter_path", "draft_model", "dtype", "force")
+    },
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
 }
@@ -28,7 +70,25 @@ SAMPLING = {
 }
 
 
-def add_flag(
+def add_flags(parser: argparse.ArgumentParser, program: Program, own: Mapping[str, Option]) -> None:
+    """Add the flags of a program.
+
+    Args:
+        own: its options that other programs don't have.
+    """
+    engine = {name: ENGINE_OPTIONS[name] for name in engine_flags(program)}
+    for name, option in {**LAUNCH_OPTIONS, **own, **engine}.items():
+        given = option.flag and option.flag.default
+        default = option.default if given is None else given
+        _add_flag(parser, name, option, default, option.says or default)
+    for name, param in SAMPLING_PARAMS.items():
+        if param.flag is not None and program in param.flag.programs:
+            # One that is not given is None, if the model may set it.
+            says = param.flag.says or getattr(SamplingParams(), name)
+            _add_flag(parser, name, param, param.flag.default, says)
+
+
+def _add_flag(
     parser: argparse.ArgumentParser, name: str, argument: Argument, default: object, says: object
 ) -> None:
     """Add the flag of a declared argument; its value has the argument's name.
@@ -68,48 +128,6 @@ def add_flag(
     )
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--model",
-        help=f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL} "
-        "(default: the bundled demo model)",
-    )
-    add(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="folder or Hugging Face repo with the tokenizer (default: the model's own)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of a GGUF file's scales, activations and K/V (default: that of its "
-        "matrices, and float32 where they are quantised, so that nothing is lost)",
-    )
-    add(
-        "--adapter-path",
-        help="folder with LoRA or DoRA adapters for the model, as mlx-lm trains them",
-    )
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    """Add the flags of sampling parameters; one that is not given is ``None``, if the model may set
-    it.
-    """
-    for name, each in SAMPLING_PARAMS.items():
-        if each.flag is not None and program in each.flag.programs:
-            says = each.flag.says or getattr(SamplingParams(), name)
-            add_flag(parser, name, each, each.flag.default, says)
-
-
-def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-generation-config",
-        action="store_true",
-        help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
-    )
-
-
 def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``SamplingParams``: what the flags of sampling say wins over the model's own.
 
@@ -125,14 +143,6 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
     return chosen
 
 
-def add_no_thinking_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-thinking",
-        action="store_true",
-        help="ask the model's chat template for an answer without reasoning",
-    )
-
-
 def engine_flags(program: Program) -> dict[str, str]:
     """The flags that a program has for the options of an engine, by option."""
     return {
@@ -145,16 +155,3 @@ def engine_flags(program: Program) -> dict[str, str]:
 def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]:
     """The keyword arguments of an engine that the flags of a program set."""
     return {name: getattr(args, name) for name in engine_flags(program)}
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    for name in engine_flags(program):
-        each = ENGINE_OPTIONS[name]
-        given = each.flag and each.flag.default
-        default = each.default if given is None else given
-        add_flag(parser, name, each, default, each.says or default)
-    parser.add_argument(
-        "--draft-model",
-        help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "
-        "without one they are looked up in the conversation",
-    )

@@ -38,7 +38,7 @@ from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.kv_cache_manager import KVCacheManager
 from mlx_paged.core.manager_stats import KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
-from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes
+from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, state_key
 from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
 from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
 
@@ -78,4 +78,5 @@ __all__ = [
     "group_hashes",
     "hash_block_tokens",
     "hash_token_blocks",
+    "state_key",
 ]

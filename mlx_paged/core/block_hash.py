@@ -21,8 +21,9 @@ import struct
 from collections.abc import Sequence
 from typing import NewType, TypeAlias, Union
 
+HASH_NBYTES = hashlib.sha256().digest_size
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes."""
+"""``HASH_NBYTES`` bytes, 32; more in a group of layers that is not the first one."""
 
 ExtraKey: TypeAlias = Union[int, str, bytes, "tuple[ExtraKey, ...]", None]
 

@@ -2,7 +2,7 @@
 
 K/V of a prefix can be cut anywhere, a state nowhere: a hit needs one that was kept there. Which
 ones are worth their memory depends on how many there is room for
-(``benchmarks/checkpoint_policies.py`` has the figures):
+(``python -m benchmarks checkpoint_policies`` has the figures):
 
 - *few*: the end of each prompt. The least recently used one goes first, and before all others one
   from which a later prompt has gone on, since its conversation has moved on.
@@ -14,7 +14,7 @@ ones are worth their memory depends on how many there is room for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,10 +48,14 @@ class Checkpoints:
 
     Args:
         num_checkpoints: how many are kept, at most.
+
+    Attributes:
+        on_eviction: gets each one that is about to go because others have taken its place.
     """
 
     def __init__(self, num_checkpoints: int):
         self.num_checkpoints = num_checkpoints
+        self.on_eviction: Callable[[Checkpoint], None] | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -74,11 +78,12 @@ class Checkpoints:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._kept
 
-    def longest(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> int:
-        """The most of the first ``num_blocks`` blocks that have a checkpoint after them."""
-        while num_blocks and block_hashes[num_blocks - 1] not in self._kept:
-            num_blocks -= 1
-        return num_blocks
+    def is_shared(self, block_hash: BlockHash) -> bool:
+        """Whether a second prompt has gone on from this one, beside that of the junction or the
+        first one.
+        """
+        kept = self._kept.get(block_hash)
+        return kept is not None and kept.num_hits + kept.is_junction >= 2
 
     def get(self, block_hash: BlockHash) -> Checkpoint:
         """The one after this block; ``KeyError`` if there is none."""
@@ -103,6 +108,8 @@ class Checkpoints:
         self._renew(kept)
         while len(self._kept) > self.num_checkpoints:
             first = min(self._kept, key=lambda block_hash: self._kept[block_hash].priority)
+            if self.on_eviction is not None:
+                self.on_eviction(self.get(first))
             self._clock = max(self._clock, self._kept.pop(first).priority[0])
 
     def use(self, checkpoint: Checkpoint) -> None:

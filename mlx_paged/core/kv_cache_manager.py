@@ -26,7 +26,7 @@ from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.integrity import check_integrity
 from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
-from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, look_up
+from mlx_paged.core.prefix_lookup import AbsentBlock, absent_states, group_hashes, look_up
 from mlx_paged.core.retention import KEEP_ALL, Retention
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 
@@ -181,8 +181,8 @@ class KVCacheManager:
         num_tokens: int,
         is_elsewhere: Callable[[BlockHash], bool],
     ) -> list[AbsentBlock]:
-        """What a longer prefix of a request would need than :meth:`get_computed_blocks` finds: the
-        blocks that are elsewhere and not in the pool, first token first in each group of layers.
+        """What a longer prefix of a request than :meth:`get_computed_blocks` finds has elsewhere:
+        the state at its end and the blocks, first token first in each group of layers.
 
         Args:
             is_elsewhere: whether a block can be brought from another place, by the hash of its
@@ -191,7 +191,9 @@ class KVCacheManager:
         lookups, num_blocks, _ = look_up(
             self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
         )
-        return list(itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups))
+        absent = absent_states(self.states, block_hashes[:num_blocks], self.pool.block_size)
+        of_groups = (lookup.absent(num_blocks) for lookup in lookups)
+        return [*absent, *itertools.chain.from_iterable(of_groups)]
 
     def num_needed_blocks(
         self,
@@ -424,9 +426,13 @@ class KVCacheManager:
         if self.states is not None:
             self.states.fork(request_id, new_request_id)
 
-    def trim(self, request_id: RequestId, num_tokens: int) -> None:
+    def trim(self, request_id: RequestId, num_tokens: int) -> int:
         """Forget a request's tokens from ``num_tokens`` on, after rejected speculation or a failed
         step.
+
+        Returns:
+            How many tokens it has now: fewer where drafts were rejected of a model with recurrent
+            layers, since the step with them is then forgotten as a whole.
 
         Raises:
             KeyError: no such request.
@@ -438,9 +444,10 @@ class KVCacheManager:
         for table in tables if not self.keeps_all else ():
             table.retention.check_evicted(num_tokens, table.num_evicted_tokens)
         if self.states is not None:
-            self.states.trim(request_id, num_tokens)
+            num_tokens = self.states.trim(request_id, num_tokens)
         for table in tables:
             table.trim_to(num_tokens)
+        return num_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache, whether free or held: a step that failed did not

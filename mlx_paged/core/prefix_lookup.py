@@ -12,13 +12,17 @@ from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.retention import Retention
 from mlx_paged.core.sequence_states import SequenceStates
+from mlx_paged.core.tier import STATES
 
 
 class AbsentBlock(NamedTuple):
-    """A block that is not in the pool, by its group of layers and the hash that names it there."""
+    """A block that is not in the pool, by its group of layers and the hash that names it there; or
+    the state after one, in the group :data:`STATES`.
+    """
 
     group: int
     block_hash: BlockHash
+    num_tokens: int = 0  # of a state: all tokens before it
 
 
 def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
@@ -28,6 +32,11 @@ def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[Bloc
     if group == 0:
         return block_hashes
     return [BlockHash(block_hash + group.to_bytes(2, "little")) for block_hash in block_hashes]
+
+
+def state_key(block_hash: BlockHash) -> BlockHash:
+    """The key of the recurrent state after a block."""
+    return group_hashes([block_hash], STATES)[0]
 
 
 def nowhere(block_hash: BlockHash) -> bool:
@@ -128,9 +137,33 @@ def look_up(
     of_kv = [lookup.longest for lookup in lookups]
     num_with_kv = num_blocks = _longest_of_all(of_kv, num_blocks)
     if states is not None and num_blocks:
-        of_states = partial(states.checkpoints.longest, block_hashes)
+        of_states = partial(_longest_with_state, states, block_hashes, is_elsewhere)
         num_blocks = _longest_of_all([of_states, *of_kv], num_blocks)
     return lookups, num_blocks, num_with_kv
+
+
+def absent_states(
+    states: SequenceStates | None, block_hashes: Sequence[BlockHash], block_size: int
+) -> list[AbsentBlock]:
+    """The state after all of these blocks, if the model has one and it is not here."""
+    if states is None or not block_hashes or block_hashes[-1] in states.checkpoints:
+        return []
+    num_tokens = len(block_hashes) * block_size
+    return [AbsentBlock(STATES, state_key(block_hashes[-1]), num_tokens)]
+
+
+def _longest_with_state(
+    states: SequenceStates,
+    block_hashes: Sequence[BlockHash],
+    is_elsewhere: Callable[[BlockHash], bool],
+    num_blocks: int,
+) -> int:
+    """The most of the first ``num_blocks`` blocks whose state was kept, here or elsewhere."""
+    for number in range(num_blocks, 0, -1):
+        block_hash = block_hashes[number - 1]
+        if block_hash in states.checkpoints or is_elsewhere(state_key(block_hash)):
+            return number
+    return 0
 
 
 def _longest_of_all(limits: Sequence[Callable[[int], int]], num_blocks: int) -> int:

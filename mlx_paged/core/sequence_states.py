@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ class SequenceState(NamedTuple):
 
     num_tokens: int
     content: Any
+
+
+NO_STATE = SequenceState(0, None)
 
 
 class Cut(NamedTuple):
@@ -46,9 +49,10 @@ class SequenceStates:
     """The newest state of each sequence, of a model with recurrent layers.
 
     A state stands for all tokens before it and can't be cut, so a sequence goes on from exactly the
-    number of tokens that its state is of. Forks share a state, since it is a value. Some states at
-    the ends of blocks are kept for others that begin with the same tokens (:class:`Checkpoints`;
-    vLLM: Mamba's prefix caching in ``align`` mode).
+    number of tokens that its state is of. The state before a step with drafts is kept until it is
+    known which of them are accepted (:meth:`trim`). Forks share a state, since it is a value. Some
+    states at the ends of blocks are kept for others that begin with the same tokens
+    (:class:`Checkpoints`; vLLM: Mamba's prefix caching in ``align`` mode).
 
     Args:
         num_checkpoints: how many are kept, at most.
@@ -62,6 +66,8 @@ class SequenceStates:
         """Forget all states and checkpoints."""
         self.checkpoints.clear()
         self._states: dict[Hashable, SequenceState] = {}
+        # Of each sequence whose newest tokens are drafts, the state before the step with them.
+        self._before_drafts: dict[Hashable, SequenceState] = {}
         self._beginnings: dict[Hashable, _Beginning] = {}
         # Of each sequence, states at the ends of blocks whose tokens are not all known yet.
         self._pending: dict[Hashable, list[tuple[Cut, Any]]] = {}
@@ -97,6 +103,7 @@ class SequenceStates:
         newest: Mapping[Hashable, SequenceState],
         at_block_ends: Mapping[Hashable, Sequence[tuple[Cut, Any]]],
         tables: Mapping[Hashable, BlockTable],
+        drafted: Iterable[Hashable] = (),
     ) -> None:
         """A step has made these states.
 
@@ -105,8 +112,11 @@ class SequenceStates:
             at_block_ends: of each sequence the states that are to be kept; others may hit them from
                 now on, or as soon as their tokens are known.
             tables: of all sequences.
+            drafted: the sequences whose last tokens were drafts.
         """
+        before = {seq: self._states.get(seq, NO_STATE) for seq in drafted}
         self.put(newest)
+        self._before_drafts.update(before)
         for seq, kept in at_block_ends.items():
             for cut, content in kept:
                 self.offer(seq, cut, content)
@@ -131,18 +141,27 @@ class SequenceStates:
             self._beginnings[new_seq] = replace(self._beginnings[seq], of_answer=None)
 
     def free(self, seq: Hashable) -> None:
-        for of_sequence in (self._states, self._pending, self._beginnings):
+        for of_sequence in (self._states, self._before_drafts, self._pending, self._beginnings):
             of_sequence.pop(seq, None)
 
-    def trim(self, seq: Hashable, num_tokens: int) -> None:
-        """Forget the tokens of a sequence from ``num_tokens`` on.
+    def trim(self, seq: Hashable, num_tokens: int) -> int:
+        """Forget the tokens of a sequence from ``num_tokens`` on. After a step with drafts, of
+        which some are forgotten, it falls back to the state before that step.
+
+        Returns:
+            How many tokens its state is of, at most ``num_tokens``.
 
         Raises:
-            BlockTableError: its state is of more tokens and of fewer than all; nothing has changed.
+            BlockTableError: its state is of more tokens and of fewer than all, and there is none
+                before it; nothing has changed.
         """
+        before = self._before_drafts.pop(seq, None)
         state = self._states.get(seq)
         if state is None or state.num_tokens <= num_tokens:
-            return
+            return num_tokens
+        if before is not None:
+            self._states[seq] = before
+            return before.num_tokens
         if num_tokens:
             raise BlockTableError(
                 f"SequenceStates.trim: sequence {seq!r} has a recurrent state of "
@@ -150,6 +169,7 @@ class SequenceStates:
                 "and compute it again"
             )
         self.free(seq)
+        return 0
 
     # Checkpoints
 

@@ -10,6 +10,9 @@ from typing import TypeAlias
 Payload: TypeAlias = bytes | bytearray | memoryview
 
 MOST_HASH_BYTES = 64
+STATES = 0xFFFF
+"""In the place of a group of layers: the recurrent ones, whose state after a block is kept under a
+key of its own, beside the block's K/V."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 
@@ -23,7 +26,7 @@ class BlockHeader:
         parent_hash: that of the block before it, ``None`` for the first one of a sequence.
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds, below 65,536.
+        group: the group of layers whose rows it holds, below 65,535, or :data:`STATES`.
 
     Raises:
         ValueError: a hash is too long or empty, or a block its own parent.

@@ -9,21 +9,24 @@ from functools import cache as once
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cache import ContiguousKVCache, KVCache
+from mlx_paged.block_store import Fingerprint
+from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.config import DEFAULT_KV, SchedulerConfig
 from mlx_paged.core import KVCacheManager, SequenceStates
+from mlx_paged.core.tier import Tier
 from mlx_paged.distributed import Ranks
-from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
+from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
 from mlx_paged.engine.joining import join_ranks, least_budget
+from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
 from mlx_paged.engine.prompts import as_tokenizer
-from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.recurrent_state import room_for_states
 from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
@@ -113,7 +116,6 @@ def build(
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
     cache_options, config = split_options(options, max_model_len, draft is not None)
-    check_speculation(checked, draft, config.num_draft_tokens)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
 
@@ -137,7 +139,7 @@ def build(
     num_parameters = num_parameters_of(model)
     disk_tier = None
     if make_tier is not None:
-        disk_tier = open_disk_tier(make_tier, cache, identities, num_parameters)
+        disk_tier = _open_tier(make_tier, cache, identities, num_parameters, states)
     swap_space = SwapSpace(
         num_swap_blocks(options.get("swap_bytes"), cache, num_parameters),
         -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
@@ -217,3 +219,23 @@ def _take_states(
     room = room_for_states(model, config, budget, runs_ahead)
     cache_options["kv_cache_bytes"] = room.kv_cache_bytes
     return SequenceStates(room.num_checkpoints), replace(config, max_num_seqs=room.max_num_seqs)
+
+
+def _open_tier(
+    make_tier: Callable[[Fingerprint], Tier],
+    cache: KVCache,
+    identities: Callable[[], Sequence[ModelIdentity]],
+    num_parameters: int,
+    states: SequenceStates | None,
+) -> DiskTier:
+    """The tier of blocks and states.
+
+    Raises:
+        ArgumentError: the folder can't be used, or its limit holds no block or no state.
+    """
+    assert isinstance(cache, PagedKVCache), "checked with the options"
+    if isinstance(make_tier, DiskTierOptions):
+        make_tier.check_holds("block", cache.config.nbytes_per_block)
+        make_tier.check_holds("recurrent state", cache.config.state_nbytes)
+    tier = make_tier(fingerprint_of(cache, identities()))
+    return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)

@@ -6,29 +6,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import version
 from typing import TypeAlias
 
-import mlx.core as mx
-
-from mlx_paged.block_store import BlockReader, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockReader, BlockWriter
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import put_cached_blocks
-from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
-from mlx_paged.core.tier import BlockHeader, Tier
+from mlx_paged.core import (
+    AbsentBlock,
+    BlockHash,
+    Checkpoint,
+    Checkpoints,
+    KVCacheBlock,
+    group_hashes,
+    state_key,
+)
+from mlx_paged.core.block_hash import HASH_NBYTES
+from mlx_paged.core.tier import STATES, BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
 from mlx_paged.engine.stats import DiskTierStats
 from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
-from mlx_paged.models.identity import KV_VERSION, ModelIdentity
 from mlx_paged.request import Request, SeqId
 
 # What a step may copy to or from the host beside its own work: some 30 ms.
@@ -74,6 +79,7 @@ class DiskTier:
         cache: whose blocks these are.
         tier: where the blocks lie, a folder or a place of the caller's.
         num_parameters: of the model.
+        checkpoints: the states of a model with recurrent layers; ``None`` for others.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class DiskTier:
         cache: PagedKVCache,
         tier: Tier,
         num_parameters: int,
+        checkpoints: Checkpoints | None = None,
     ):
         config = cache.config
         self.pays_for_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
@@ -90,13 +97,22 @@ class DiskTier:
         self._reader = BlockReader(self.store, min(share, MAX_READY_NBYTES))
         self._cache = cache
         self._block_size = config.block_size
-        self._groups = range(len(config.groups))
-        self._block_nbytes = [config.block_nbytes(group) for group in self._groups]
+        # Blocks without K/V are brought back with the state after them, and have no files.
+        self._groups = range(len(config.groups) if config.keeps_kv else 0)
+        self._block_nbytes = {group: config.block_nbytes(group) for group in self._groups}
+        self._block_nbytes[STATES] = config.state_nbytes
+        self._states: DiskStates | None = None
+        if checkpoints is not None:
+            kv_nbytes = config.nbytes_per_token if config.keeps_kv else 0
+            worth = num_tokens_per_state(config.state_nbytes, kv_nbytes)
+            self._states = DiskStates(checkpoints, config.block_size, worth, config.keeps_kv)
+            checkpoints.on_eviction = self._save_evicted
         # Computed and not copied out yet, in the order in which they were computed.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
-        self._group_of: dict[SeqId, dict[bytes, int]] = {}  # of the blocks being read
+        self._wanted: dict[SeqId, dict[bytes, AbsentBlock]] = {}  # the blocks being read
         self._num_brought: dict[SeqId, int] = {}
         self._num_read_tokens = self._num_unsaved_dropped = 0
+        self._num_read_states = self._num_saved_states = 0
         self._is_closed = self._has_said_why = False
         _open_tiers.add(self)
 
@@ -105,6 +121,8 @@ class DiskTier:
     def has(self, block_hash: BlockHash) -> bool:
         if self._is_closed or self.store.failure is not None:
             return False
+        if not self._groups and len(block_hash) == HASH_NBYTES:
+            return True  # There is nothing in it, and the state after it says whether it is of use.
         try:
             return self.store.has(block_hash)
         except Exception as error:  # of a tier that is the caller's
@@ -112,16 +130,19 @@ class DiskTier:
             return False
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
-        self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
-        self._reader.read(seq_id, [block.block_hash for block in blocks])
+        self._wanted[seq_id] = {block.block_hash: block for block in blocks}
+        with_bytes = [block.block_hash for block in blocks if block.group in self._block_nbytes]
+        self._reader.read(seq_id, with_bytes)
+        if not with_bytes:  # Without K/V, and the state is in memory.
+            self._put_empty(seq_id)
         # Once for all of them, and while they are read: each growth copies the slabs.
-        self._cache.make_room(sum(map(len, self._group_of.values())))
+        self._cache.make_room(sum(map(len, self._wanted.values())))
 
     def is_reading(self, seq_id: SeqId) -> bool:
-        return seq_id in self._group_of and self._reader.is_reading(seq_id)
+        return seq_id in self._wanted and self._reader.is_reading(seq_id)
 
     def forget(self, seq_id: SeqId) -> int:
-        if self._group_of.pop(seq_id, None) is None:
+        if self._wanted.pop(seq_id, None) is None:
             return 0
         self._reader.cancel(seq_id)
         return self._num_brought.pop(seq_id, 0) * self._block_size
@@ -136,7 +157,7 @@ class DiskTier:
         self._save([each for each in hashes if each in self._unsaved], frozenset())
 
     def clear(self) -> None:
-        for seq_id in list(self._group_of):
+        for seq_id in list(self._wanted):
             self.forget(seq_id)
         self._unsaved.clear()
 
@@ -148,22 +169,27 @@ class DiskTier:
         Args:
             is_busy: others wait for the step.
         """
-        if not self._group_of:
+        if not self._wanted:
             return
         self._report_failure()
         taken = self._reader.take(MAX_STEP_NBYTES if is_busy else MAX_READY_NBYTES)
         of_groups: dict[int, list[ReadBlock]] = {}
         for read in taken:
-            group = self._group_of.get(read.key, {}).get(read.block_hash)
-            # Otherwise no request waits for it any more, or it is not of this cache.
-            if group is not None and len(read.payload) == self._block_nbytes[group]:
-                of_groups.setdefault(group, []).append(read)
+            wanted = self._wanted.get(read.key, {}).get(read.block_hash)
+            if wanted is None:
+                continue  # No request waits for it any more.
+            if wanted.group == STATES:
+                self._put_state(wanted, read)
+            elif len(read.payload) == self._block_nbytes[wanted.group]:
+                of_groups.setdefault(wanted.group, []).append(read)
         for group, reads in of_groups.items():
-            self._put(group, reads)
+            read_blocks = self._put(group, reads)
+            if group == 0:
+                self._count(read_blocks)
 
     def wait(self, timeout: float) -> None:
         """Wait until something was read, for a step that has nothing else to do."""
-        if self._group_of:
+        if self._wanted:
             # Not for each block: a step has costs of its own.
             self._reader.wait(timeout, MAX_STEP_NBYTES // 2)
 
@@ -229,6 +255,28 @@ class DiskTier:
                 self._save_all()
             self._writer.finish()
 
+    def _save_evicted(self, checkpoint: Checkpoint) -> None:
+        """A state is about to leave memory."""
+        assert self._states is not None, "it gets what states evict"
+        key = state_key(checkpoint.block_hash)
+        due = self._unsaved.pop(key, None)
+        evicted = self._states.evicted(checkpoint.block_hash, self._is_kept)
+        if self._is_closed or self.store.failure is not None:
+            return
+        for header in [due] if due is not None else evicted:
+            has_room = self._writer.has_room(self._block_nbytes[STATES])
+            try:
+                if has_room:
+                    self._offer(header, checkpoint)
+            except RuntimeError:  # Of the step that computes it, which says so itself.
+                has_room = False
+            self._num_unsaved_dropped += not has_room
+
+    def _is_kept(self, block_hash: BlockHash) -> bool:
+        """Whether a block or a state is on disk, or on its way there."""
+        is_queued = block_hash in self._unsaved or self._writer.is_queued(block_hash)
+        return is_queued or self.has(block_hash)
+
     def _save_all(self) -> None:
         self._save(list(self._unsaved), frozenset())
 
@@ -244,12 +292,19 @@ class DiskTier:
             num_dropped_blocks=store.num_dropped + self._num_unsaved_dropped,
             num_corrupt_blocks=store.num_corrupt,
             num_evicted_blocks=store.num_evicted,
+            num_read_states=self._num_read_states,
+            num_saved_states=self._num_saved_states,
             failure=None if self._is_closed else self.store.failure,
         )
 
     # Inside
 
     def _stop_reading(self) -> None:
+        if self._states is not None and not self._is_off():
+            left = list(self._states.left(self._is_kept))
+            self._unsaved |= {BlockHash(header.block_hash): header for header in left}
+        if self._states is not None:
+            self._states.checkpoints.on_eviction = None
         self._is_closed = True
         self._reader.close()
 
@@ -258,9 +313,23 @@ class DiskTier:
             request.num_saved_blocks,
             max(request.num_saved_blocks, num_full_blocks),
         )
-        if num_full_blocks <= begin:
-            return
         used: list[BlockHash] = []
+        hashes, block_size = request.block_hashes, self._block_size
+        if num_full_blocks > begin:
+            self._note_blocks(request, begin, num_full_blocks, used)
+        if self._states is not None:
+            for header in self._states.note(request, begin, num_full_blocks, self._is_kept):
+                self._unsaved.setdefault(BlockHash(header.block_hash), header)
+            num_hit_blocks = request.num_cached_tokens // block_size
+            if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
+                used.append(state_key(hashes[num_hit_blocks - 1]))
+        if used:
+            self.store.note_used(used)
+
+    def _note_blocks(
+        self, request: Request, begin: int, num_full_blocks: int, used: list[BlockHash]
+    ) -> None:
+        """Take note of the blocks from ``begin`` on, and of those that are on disk already."""
         hashes, block_size = request.block_hashes, self._block_size
         for group in self._groups:
             parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
@@ -276,8 +345,6 @@ class DiskTier:
                 else:
                     self._num_unsaved_dropped += 1
                 parent = block_hash
-        if used:
-            self.store.note_used(used)
 
     def _save(
         self,
@@ -290,25 +357,72 @@ class DiskTier:
         Args:
             unready: blocks that a step in flight fills; they are left for later.
         """
-        pool = self._cache.pool
+        num_left = max_nbytes
         for block_hash in block_hashes:
             header = self._unsaved[block_hash]
-            block = pool.get_cached_block(block_hash)
-            if block is None:  # Evicted since.
+            found = self._find(header)
+            if found is None:  # Evicted since.
                 del self._unsaved[block_hash]
                 self._num_unsaved_dropped += 1
                 continue
-            if block.block_id in unready:
+            if isinstance(found, KVCacheBlock) and found.block_id in unready:
                 continue
             nbytes = self._block_nbytes[header.group]
-            max_nbytes -= nbytes
-            if max_nbytes < 0 or not self._writer.has_room(nbytes):
+            # One is always copied, however large it is.
+            is_beyond = nbytes > num_left < max_nbytes
+            if is_beyond or not self._writer.has_room(nbytes):
                 return
-            (content,) = self._cache.read_blocks(header.group, [block.block_id])
+            num_left -= nbytes
             del self._unsaved[block_hash]
-            self._writer.offer(header, content)
+            self._offer(header, found)
 
-    def _put(self, group: int, reads: Sequence[ReadBlock]) -> None:
+    def _find(self, header: BlockHeader) -> KVCacheBlock | Checkpoint | None:
+        """What is in memory of that which is to be saved."""
+        if header.group != STATES:
+            return self._cache.pool.get_cached_block(BlockHash(header.block_hash))
+        assert self._states is not None, "it said which ones"
+        return self._states.in_memory(header)
+
+    def _offer(self, header: BlockHeader, found: KVCacheBlock | Checkpoint) -> None:
+        """Copy out and queue what there is room for."""
+        if isinstance(found, KVCacheBlock):
+            (content,) = self._cache.read_blocks(header.group, [found.block_id])
+        else:
+            content = state_to_bytes(found.content)
+            self._num_saved_states += 1
+        self._writer.offer(header, content)
+
+    def _put_state(self, wanted: AbsentBlock, read: ReadBlock) -> None:
+        """Keep a state that was read. Without K/V, it brings the blocks before it, too."""
+        assert self._states is not None, "no others are asked for"
+        try:
+            state = state_from_bytes(read.payload)
+        except ValueError:  # From a tier of the caller's: the folder checks what it reads.
+            self.store.count("num_corrupt")
+            return
+        except RuntimeError as error:  # MLX's, when memory runs out
+            self.store.fail(f"what was read can't be used: {reason(error)}")
+            return
+        block_hash = BlockHash(read.block_hash[:HASH_NBYTES])
+        self._states.checkpoints.put(Checkpoint(block_hash, state), wanted.num_tokens)
+        self._num_read_states += 1
+        if not self._groups:
+            self._count(self._put_empty(read.key))
+
+    def _put_empty(self, seq_id: SeqId) -> Sequence[ReadBlock]:
+        """Put the wanted blocks of a model without K/V into the pool."""
+        wanted = [each for each in self._wanted[seq_id].values() if each.group != STATES]
+        return self._put(0, [ReadBlock(seq_id, each.block_hash, b"") for each in wanted])
+
+    def _count(self, reads: Sequence[ReadBlock]) -> None:
+        """Count the tokens of blocks that were put into the pool."""
+        self._num_read_tokens += len(reads) * self._block_size
+        for read in reads:
+            key: SeqId = read.key
+            self._num_brought[key] = self._num_brought.get(key, 0) + 1
+
+    def _put(self, group: int, reads: Sequence[ReadBlock]) -> Sequence[ReadBlock]:
+        """Put blocks into the pool; returns those that were not there and found room."""
         pool = self._cache.pool
         absent = {
             BlockHash(read.block_hash): read
@@ -319,21 +433,20 @@ class DiskTier:
         num_blocks = min(len(absent), pool.num_free_blocks)
         hashes, contents = list(absent)[:num_blocks], list(absent.values())[:num_blocks]
         if not hashes:
-            return
+            return []
         payloads = [content.payload for content in contents]
+
+        def fill(ids: list[int]) -> None:
+            if group in self._groups:
+                self._cache.write_blocks(group, ids, payloads)
+
         try:
-            put_cached_blocks(
-                pool, hashes, lambda ids: self._cache.write_blocks(group, ids, payloads)
-            )
+            put_cached_blocks(pool, hashes, fill)
         except RuntimeError as error:  # MLX's, when memory runs out
             self.store.fail(f"what was read can't be used: {reason(error)}")
             self._report_failure()
-            return
-        if group == 0:
-            self._num_read_tokens += num_blocks * self._block_size
-            for content in contents:
-                key: SeqId = content.key
-                self._num_brought[key] = self._num_brought.get(key, 0) + 1
+            return []
+        return contents
 
     def _is_off(self) -> bool:
         self._report_failure()
@@ -364,61 +477,3 @@ def _close_all() -> None:
 
 # Before the writers' own end, which takes nothing more; finalizers may run after that.
 atexit.register(_close_all)
-
-
-def open_disk_tier(
-    made: Callable[[Fingerprint], Tier],
-    cache: KVCache,
-    identities: Callable[[], Sequence[ModelIdentity]],
-    num_parameters: int,
-) -> DiskTier:
-    """The tier of an engine.
-
-    Args:
-        made: makes the place for the blocks of a fingerprint.
-        identities: of the model, and of the draft model if there is one.
-        num_parameters: of the model.
-
-    Raises:
-        ArgumentError: the folder can't be used, or its limit holds no block.
-    """
-    assert isinstance(cache, PagedKVCache), "checked with the options"
-    if isinstance(made, DiskTierOptions):
-        made.check_block(cache.config.nbytes_per_block)
-    return DiskTier(cache, made(fingerprint_of(cache, identities())), num_parameters)
-
-
-def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
-    """What the bytes of a block depend on beside its tokens. Versions of MLX, backends and devices
-    round in different places, and an answer is to be the one that would be computed here.
-    """
-    config = cache.config
-    layers = tuple(
-        f"group {index}: {_described(config.layers[layer])}, {_kept(group.retention)}"
-        for index, group in enumerate(config.groups)
-        for layer in group.layers
-    )
-    digests = "\n".join(each.digest for each in identity)
-    formats = dict.fromkeys(str(spec.format) for spec in config.layers)
-    return Fingerprint(
-        model=hashlib.sha256(digests.encode()).hexdigest(),
-        model_name=" + ".join(each.name for each in identity),
-        layers=layers,
-        kv_format=", ".join(formats),
-        block_size=config.block_size,
-        code=f"mlx_paged {KV_VERSION}, mlx {version('mlx')}, {_computer(cache)}",
-    )
-
-
-def _computer(cache: PagedKVCache) -> str:
-    return f"{cache.backend.name} backend on a {mx.default_device().type.name}"
-
-
-def _described(spec: LayerSpec) -> str:
-    window = "" if spec.window is None else f", window {spec.window}"
-    widths = f"K {spec.key_dim} and V {spec.value_dim} wide"
-    return f"{spec.num_kv_heads} heads, {widths}{window}, {spec.format.description}"
-
-
-def _kept(retention: Retention) -> str:
-    return "all tokens" if retention == KEEP_ALL else str(retention)

@@ -83,32 +83,28 @@ class DiskTierOptions:
         """What weights hash to, as the folder has it from earlier starts."""
         return WeightDigests(self.folder)
 
-    def check_block(self, block_nbytes: int) -> None:
-        """Refuse a limit that holds no block.
+    def check_holds(self, what: str, nbytes: int) -> None:
+        """Refuse a limit that does not hold one block, or one state.
 
         Raises:
-            ArgumentError: a block takes more than the limit.
+            ArgumentError: it takes more than the limit.
         """
-        if block_nbytes > self.max_nbytes:
+        if nbytes > self.max_nbytes:
             raise ArgumentError(
-                f"[engine] cache_dir_size of {self.max_nbytes} bytes is too small: a block takes "
-                f"{block_nbytes}",
+                f"[engine] cache_dir_size of {self.max_nbytes} bytes is too small: a {what} takes "
+                f"{nbytes}",
                 "cache_dir_size",
             )
 
 
-def check_engine(
-    name: str, kv: str, config: SchedulerConfig, num_ranks: int, recurrent: str | None
-) -> None:
-    """Refuse engines whose K/V can't be found again by the hashes of blocks, or not gone on from.
+def check_engine(name: str, kv: str, config: SchedulerConfig, num_ranks: int) -> None:
+    """Refuse engines whose K/V can't be found again by the hashes of blocks.
 
     Args:
         name: of the option that asks for a tier.
-        recurrent: the type of the model, where it has recurrent layers.
 
     Raises:
-        ArgumentError: a contiguous cache, no prefix cache, a model that is split over ranks, or one
-            with recurrent layers.
+        ArgumentError: a contiguous cache, no prefix cache, or a model that is split over ranks.
     """
     why = None
     if kv != "paged":
@@ -119,11 +115,6 @@ def check_engine(
         why = (
             f"can't be combined with {num_ranks} ranks, each of which has a part of the K/V; leave "
             "it out"
-        )
-    elif recurrent is not None:
-        why = (
-            f"can't be combined with a {recurrent}: blocks on disk hold K/V and no recurrent "
-            "state; leave it out"
         )
     if why is not None:
         raise ArgumentError(f"[engine] {name} {why}", name)

@@ -11,7 +11,7 @@ from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 
 # What building and running the operations of a layer costs on a CPU, once per step and once per
 # row, in weights that it multiplies meanwhile. Measured on 2 cores of x86 with the BLAS of MLX's
-# wheel, which multiplies a weight once for each row: `benchmarks/speculation.py` has the fit.
+# wheel, which multiplies a weight once for each row: the benchmark `speculation` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
@@ -66,19 +66,28 @@ class DraftGate:
         draft_pass: the cost of a pass of the draft model, of which k drafts take k.
         waiting_share: by how much a step with drafts takes longer because it has to be read before
             the next one is launched.
+        repeats_runs: whether the rows of a request are computed again in its next step, up to the
+            draft that was not accepted: those of a recurrent model.
     """
 
     step: StepCost
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
+    repeats_runs: bool = False
 
     def num_drafts(
-        self, acceptances: Sequence[float], num_rows: int, num_tokens: int, most: int
+        self,
+        acceptances: Sequence[float],
+        run_lengths: Sequence[int],
+        num_rows: int,
+        num_tokens: int,
+        most: int,
     ) -> list[int]:
         """The number of drafts of each candidate, 0 to ``most``.
 
         Args:
             acceptances: of the candidates.
+            run_lengths: their rows in the step without drafts.
             num_rows: of the step without drafts.
             num_tokens: that the step gives without drafts.
         """
@@ -91,6 +100,9 @@ class DraftGate:
             gained = sum(map(_expected_accepted, acceptances, counts))
             cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
             cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
+            if self.repeats_runs:
+                runs = zip(acceptances, run_lengths, counts, strict=True)
+                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
             rate = (num_tokens + gained) / cost
             if rate > best_rate:
                 best, best_rate = longest, rate
@@ -113,3 +125,10 @@ def _num_powers_above(base: float, least: float, most: int) -> int:
 def _expected_accepted(acceptance: float, num_drafts: int) -> float:
     """How many drafts are accepted on average, all before the first that is not."""
     return sum(acceptance**k for k in range(1, num_drafts + 1))
+
+
+def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
+    """How many rows are computed again on average: those before the first draft that is not
+    accepted, if there is one.
+    """
+    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))

@@ -12,7 +12,7 @@ from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 from mlx_paged.ops import device
 
 
@@ -39,6 +39,7 @@ def speculation_of(
         cost_of(model),
         NO_COST if drafter is None else cost_of(drafter.model),
         WAITING_SHARE if run_ahead else 0.0,
+        repeats_runs=model.state_nbytes > 0,
     )
     return Speculation(drafter or PromptLookup(), int(num_draft_tokens), gate)
 
@@ -47,20 +48,29 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     """``draft_model``, if there is one and it can make drafts for ``model``.
 
     Raises:
-        ArgumentError: it is not a model, it has another vocabulary, or the K/V are basic.
+        ArgumentError: it is not a model, it has another vocabulary, it has recurrent layers, or the
+            K/V are basic.
     """
     if draft_model is None:
         return None
-    if not isinstance(draft_model, LanguageModel):
+    if not isinstance(draft_model, Module):
         raise ArgumentError(
-            f"[engine] draft_model must be one that mlx_paged.load returns, got "
+            f"[engine] draft_model must be one that mlx_paged.load or mlx_lm.load returns, got "
             f"{kind_of(draft_model)}",
             "draft_model",
         )
+    draft_model = check_model(draft_model)
     if draft_model.args.vocab_size != model.args.vocab_size:
         raise ArgumentError(
             f"[engine] draft_model has a vocabulary of {draft_model.args.vocab_size} tokens, the "
             f"model one of {model.args.vocab_size}; they must be the same",
+            "draft_model",
+        )
+    if draft_model.state_nbytes:
+        raise ArgumentError(
+            f"[engine] draft_model can't be a {model_type_of(draft_model)}: its recurrent state "
+            "can't take back drafts that are not accepted; take one of attention alone, or leave "
+            "draft_model out: then drafts are looked up in a request's own tokens",
             "draft_model",
         )
     if kv == "basic":
@@ -76,7 +86,7 @@ def cost_of(model: LanguageModel) -> StepCost:
     """What a step of a model costs on the device that is used."""
     num_parameters = num_parameters_of(model)
     if device.is_cpu():
-        return StepCost.on_cpu(num_parameters, len(model.layer_specs))
+        return StepCost.on_cpu(num_parameters, model.num_layers)
     nbytes = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
     return StepCost.on_gpu(num_parameters, nbytes)
 

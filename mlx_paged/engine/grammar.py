@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from json import dumps
+from json import dumps, loads
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
+from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.request import Request
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -226,7 +227,9 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if params.kind in ("json", "json_object"):
-        schema = {"type": "object"} if params.json is None else str(params.json)
+        schema = '{"type": "object"}' if params.json is None else str(params.json)
+        if '"oneOf"' in schema:
+            schema = dumps(one_of_as_any_of(loads(schema)))
         options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
         try:
             text: str = LLMatcher.grammar_from_json_schema(

@@ -14,6 +14,7 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import ArgumentError
+from mlx_paged.reasoning import ReasoningLimit
 from mlx_paged.request import PRIORITY, REQUEST_ID, Request, TokenRules, check_cache_salt
 from mlx_paged.sampling_params import SamplingParams
 
@@ -61,6 +62,9 @@ class InputProcessor:
         if token_rules is None:
             token_rules = self.prepare(params)
         text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
+        if params.thinking_token_budget is not None:
+            limit = ReasoningLimit.of(self._tokenizer, token_ids, params.thinking_token_budget)
+            token_rules = token_rules._replace(reasoning=limit)
         for function in (params.sampler, *params.logits_processors):
             evaluate_captured(function)
         request = Request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -19,6 +20,7 @@ from mlx_paged.engine.logprobs import ScoredPrompt
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models.language_model import check_model
+from mlx_paged.ops import StateStack
 from mlx_paged.request import PENDING_TOKEN, Request
 
 
@@ -76,6 +78,8 @@ class ModelRunner:
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
         self._swap_space = swap_space or SwapSpace(0)
+        # Of recurrent layers: those before the newest step, while each of their states is held.
+        self._stacks_before = WeakSet[StateStack]()
 
     def launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """Begin to compute a step that a scheduler planned, and don't wait for it.
@@ -96,7 +100,8 @@ class ModelRunner:
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
         seq_ids = [part.request.seq_id for part in scheduled]
-        states = states_before(self._manager, seq_ids, counts)
+        num_drafts = [len(part.draft_token_ids) for part in scheduled]
+        states = states_before(self._manager, seq_ids, counts, num_drafts)
         with cache.open_step(
             [groups[seq] for seq in seq_ids],
             counts,
@@ -113,7 +118,7 @@ class ModelRunner:
             mx.async_eval(logits, cache.arrays)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)
-            forget_before(states)
+            self._stacks_before = WeakSet(forget_before(states, self._stacks_before))
         return logits
 
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:

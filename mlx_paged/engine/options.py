@@ -28,7 +28,7 @@ from mlx_paged.engine.step_budget import (
 )
 from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import TokenRules
 
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
@@ -178,6 +178,5 @@ def tier_of(
             options.get("kv", DEFAULT_KV),
             config,
             num_ranks,
-            model_type_of(model) if model.state_nbytes else None,
         )
     return made

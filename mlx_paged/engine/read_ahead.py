@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from mlx_paged.core import AbsentBlock, BlockHash
@@ -54,8 +55,16 @@ class BlockDemand(NamedTuple):
     absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]]
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    request: Request
+    block_hashes: set[BlockHash] = field(default_factory=set)  # what was asked for
+    is_over: bool = False  # nothing else is there
+
+
 class ReadAhead:
-    """Asks a tier once for each stay of a request in the queue, when the pool has room for it.
+    """Asks a tier once for what a request lacks in each stay in the queue, when the pool has room
+    for it, and again for something else where not all of that came.
 
     Args:
         tier: ``None`` where there is none.
@@ -65,7 +74,7 @@ class ReadAhead:
     def __init__(self, tier: BlockTier | None, demand: BlockDemand):
         self._tier = tier
         self._needs = demand
-        self._asked: dict[SeqId, Request] = {}
+        self._asked: dict[SeqId, _Asked] = {}
 
     def look(self, waiting: Sequence[Request]) -> None:
         """Begin to read for the first requests that wait, whose turn may be far."""
@@ -86,7 +95,7 @@ class ReadAhead:
                 # shares with requests that run takes none.
                 return None if self._reading(tier) else request
             self._ask(tier, request)
-            if not tier.is_reading(request.seq_id):
+            if not tier.is_reading(request.seq_id) and not self._ask_again(tier, request):
                 return request
         return None
 
@@ -108,7 +117,8 @@ class ReadAhead:
             self._tier.clear()
 
     def _reading(self, tier: BlockTier) -> list[Request]:
-        return [each for each in self._asked.values() if tier.is_reading(each.seq_id)]
+        requests = [asked.request for asked in self._asked.values()]
+        return [each for each in requests if tier.is_reading(each.seq_id)]
 
     def _may_ask(self, tier: BlockTier, request: Request) -> bool:
         is_asked = request.seq_id in self._asked
@@ -117,9 +127,24 @@ class ReadAhead:
     def _ask(self, tier: BlockTier, request: Request) -> None:
         if request.seq_id in self._asked:
             return
-        self._asked[request.seq_id] = request
+        asked = self._asked[request.seq_id] = _Asked(request)
         if request.status is RequestStatus.PREEMPTED and not tier.pays_for_preempted:
             return
-        blocks = self._needs.absent_blocks(request, tier)
-        if blocks:
-            tier.read(request.seq_id, blocks)
+        self._read(tier, asked)
+
+    def _ask_again(self, tier: BlockTier, request: Request) -> bool:
+        """When all that was asked for has been read: whether there is more to be read. A block or a
+        state may have been lost, and a shorter prefix may end with another state.
+        """
+        asked = self._asked[request.seq_id]
+        return bool(asked.block_hashes) and not asked.is_over and self._read(tier, asked)
+
+    def _read(self, tier: BlockTier, asked: _Asked) -> bool:
+        """Begin to read what a request lacks; whether it was not asked for before."""
+        blocks = self._needs.absent_blocks(asked.request, tier)
+        hashes = {block.block_hash for block in blocks}
+        asked.is_over = hashes <= asked.block_hashes
+        if not asked.is_over:
+            asked.block_hashes |= hashes
+            tier.read(asked.request.seq_id, blocks)
+        return not asked.is_over

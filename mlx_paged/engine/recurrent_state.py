@@ -1,4 +1,4 @@
-"""What an engine does differently for a model with recurrent layers, whose state can't be cut."""
+"""What the states of a model with recurrent layers take of an engine's budget."""
 
 from __future__ import annotations
 
@@ -11,29 +11,6 @@ from mlx_paged.core.checkpoints import MANY
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 
-
-def check_speculation(
-    model: LanguageModel, draft_model: LanguageModel | None, num_draft_tokens: int
-) -> None:
-    """Refuse drafts for a model that can't take back the tokens that were not accepted.
-
-    Raises:
-        ArgumentError: the model, or the draft model, has recurrent layers.
-    """
-    if draft_model is not None and draft_model.state_nbytes:
-        raise ArgumentError(
-            f"[engine] draft_model can't be a {model_type_of(draft_model)}: its recurrent state "
-            "can't take back drafts that are not accepted",
-            "draft_model",
-        )
-    if num_draft_tokens and model.state_nbytes:
-        raise ArgumentError(
-            f"[engine] num_draft_tokens must be 0 with a {model_type_of(model)}, got "
-            f"{num_draft_tokens}: its recurrent state can't take back drafts that are not accepted",
-            "draft_model" if draft_model is not None else "num_draft_tokens",
-        )
-
-
 # A checkpoint for as many tokens of K/V is all that a budget has use for.
 TOKENS_PER_CHECKPOINT = 128
 # Copies of a running sequence's state that are alive at once: before a step and after it, and what
@@ -41,6 +18,8 @@ TOKENS_PER_CHECKPOINT = 128
 NUM_COPIES = 3
 # One more where the next step is launched while one runs.
 NUM_COPIES_AHEAD = 4
+# And one more with drafts: some sequences fall back to the state before a step, others go on.
+NUM_COPIES_BEFORE_DRAFTS = 1
 
 
 class StateRoom(NamedTuple):
@@ -71,6 +50,8 @@ def room_for_states(
     """
     nbytes, num_seqs = model.state_nbytes, config.max_num_seqs
     copies = NUM_COPIES_AHEAD if runs_ahead else NUM_COPIES
+    if config.num_draft_tokens:
+        copies += NUM_COPIES_BEFORE_DRAFTS
     if config.enable_prefix_caching:
         copies += 1  # at the end of a block, until its tokens are known and name it
     most = sys.maxsize if budget.nbytes is None else budget.nbytes // 4 // nbytes

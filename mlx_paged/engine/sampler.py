@@ -4,7 +4,8 @@ What a request gets depends on its own logits, tokens and parameters, never on w
 batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
 order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
 processors; then mlx-lm's filters and its temperature. Masks and grammars come after the penalties,
-so that no bias, however large, brings back a token that is banned.
+so that no bias, however large, brings back a token that is banned. The end of a reasoning at its
+budget comes last.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
 from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
+from mlx_paged.engine.thinking_budget import force_tokens
 from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
 from mlx_paged.errors import request_error
 from mlx_paged.ops.metadata import rounded_up
@@ -165,6 +167,7 @@ def _draw_with_settings(
     processed = _keep_to_grammars(processed, requests, states, failed)
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
+    processed = force_tokens(processed, requests, [state.thinking_budget for state in states])
     tokens = _draw(processed, states, positions).astype(mx.int32)
     drawn = _run_samplers(processed, tokens, requests, failed)
     report = _report_logprobs(logits, tokens, states)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_paged.engine.grammar import GrammarState
+from mlx_paged.engine.thinking_budget import ThinkingBudget
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
 from mlx_paged.request import ModuleState, Request
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
@@ -47,6 +48,7 @@ class SamplingState(ModuleState):
         filters: 1 / temperature, top_p, log(min_p).
         mask: the tokens that can't be drawn, if there are such.
         grammar: where the answer is in its grammar, if it has one.
+        thinking_budget: where it is in its reasoning, if that has a limit.
         draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
 
@@ -75,6 +77,8 @@ class SamplingState(ModuleState):
         self.mask = TokenMask(request, vocab_size) if needs_mask(request) else None
         compiled = request.token_rules.grammar
         self.grammar = None if compiled is None else GrammarState(compiled)
+        limit = request.token_rules.reasoning
+        self.thinking_budget = None if limit is None else ThinkingBudget(limit)
         self.may_leave_nothing = bool(
             params.logit_bias or params.logits_processors or self.mask is not None
         )
@@ -90,6 +94,7 @@ class SamplingState(ModuleState):
             and self.penalties is None
             and self.num_logprobs is None
             and self.grammar is None
+            and self.thinking_budget is None
             and not self.may_leave_nothing
         )
         self.draws_rows_together = all(

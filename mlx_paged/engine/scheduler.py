@@ -99,7 +99,7 @@ class Scheduler:
         self.running: Sequence[Request] = self._queues.running
         self.waiting: Sequence[Request] = self._queues.waiting
         self.requests: Mapping[SeqId, Request] = MappingProxyType(self._queues.requests)
-        self.verification = Verification(manager)
+        self.verification = Verification(manager, self._prefix_cache)
         self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
@@ -217,8 +217,8 @@ class Scheduler:
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self, budgets: TokenBudgets | None) -> int:
-        num_drafts = self.speculation.num_draft_tokens
-        return token_budget(budgets or self.limits, self.limits, self.running, num_drafts)
+        max_more = self.speculation.max_more
+        return token_budget(budgets or self.limits, self.limits, self.running, max_more)
 
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1

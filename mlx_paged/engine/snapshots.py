@@ -10,8 +10,9 @@ from typing import NamedTuple
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.cache.transfer import load_prefix, store_blocks
-from mlx_paged.core import KVCacheManager, hash_token_blocks
+from mlx_paged.core import Checkpoint, KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_can_pin, pin
@@ -19,19 +20,19 @@ from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity
+from mlx_paged.ops import StateRow
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,
     PromptCacheFile,
     SnapshotFile,
     check_has_blocks,
-    check_holds_everything,
     check_token_ids,
     prefix_headers,
     written_prompt_cache,
     written_snapshot,
 )
-from mlx_paged.snapshots.errors import check_path
+from mlx_paged.snapshots.errors import SnapshotError, check_path
 
 
 class Prefix(NamedTuple):
@@ -39,11 +40,13 @@ class Prefix(NamedTuple):
 
     Attributes:
         headers: of the blocks that the tier has of these tokens.
+        checkpoint: the recurrent state after them, of a model that keeps one.
     """
 
     token_ids: list[int]
     headers: Sequence[BlockHeader]
     tier: Tier
+    checkpoint: Checkpoint | None
 
 
 class Snapshots:
@@ -82,8 +85,8 @@ class Snapshots:
         """The cache. Refuses by name an engine that has no K/V to save, or not all of them.
 
         Raises:
-            ArgumentError: the K/V are basic ones, no prefixes are kept, the model has a recurrent
-                state, or it is split over several ranks.
+            ArgumentError: the K/V are basic ones, no prefixes are kept, or the model is split over
+                several ranks.
         """
         cache = check_has_blocks(self._cache)
         if self._ranks is not None:
@@ -98,7 +101,6 @@ class Snapshots:
                 "lie in the prefix cache",
                 "enable_prefix_caching",
             )
-        check_holds_everything(cache)
         return cache
 
     def save(self, path: str | Path, token_ids: Sequence[int], cache_salt: str | None) -> int:
@@ -118,10 +120,10 @@ class Snapshots:
                 snapshot stays as it was.
         """
         file, cache = check_path(path), self.check()
-        token_ids, blocks = self._find(token_ids, cache_salt)
-        with written_snapshot(
-            file, self.facts, token_ids, [header for header, _ in blocks]
-        ) as tier:
+        token_ids, blocks, checkpoint = self._find(token_ids, cache_salt)
+        headers = [header for header, _ in blocks]
+        state = None if checkpoint is None else state_to_bytes(checkpoint.content)
+        with written_snapshot(file, self.facts, token_ids, headers, state) as tier:
             store_blocks(cache, tier, blocks)
         return len(token_ids)
 
@@ -135,7 +137,14 @@ class Snapshots:
         """
         self.check()
         file = SnapshotFile(path, self.facts)
-        return self._prefix(file, file.token_ids, cache_salt)
+        state, block_size = file.state(), self._cache.config.block_size
+        if state is not None and len(file.token_ids) % block_size:
+            raise SnapshotError(
+                file.file,
+                f"holds the recurrent state after {len(file.token_ids)} tokens, and an engine goes "
+                f"on from ends of blocks of {block_size} alone",
+            )
+        return self._prefix(file, file.token_ids, cache_salt, state)
 
     def export_prompt_cache(
         self,
@@ -158,7 +167,7 @@ class Snapshots:
             SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
         """
         cache = self.check()
-        token_ids, blocks = self._find(token_ids, cache_salt)
+        token_ids, blocks, _ = self._find(token_ids, cache_salt)
         num_tokens, headers = len(token_ids), [header for header, _ in blocks]
         with written_prompt_cache(
             path, self._model, cache, num_tokens, headers, model_name, token_ids
@@ -218,22 +227,31 @@ class Snapshots:
         process_output()
         try:
             load_prefix(self.check(), prefix.tier, prefix.headers)
+            if self._manager.states is not None and prefix.checkpoint is not None:
+                num_tokens = len(prefix.token_ids)
+                self._manager.states.checkpoints.put(prefix.checkpoint, num_tokens)
         except Exception as error:
             return error
         return None
 
     def _prefix(
-        self, file: SnapshotFile | PromptCacheFile, token_ids: list[int], cache_salt: str | None
+        self,
+        file: SnapshotFile | PromptCacheFile,
+        token_ids: list[int],
+        cache_salt: str | None,
+        state: StateRow | None = None,
     ) -> Prefix:
         config = self._cache.config
         hashes = hash_token_blocks(token_ids, config.block_size, _keys(cache_salt))
         headers = prefix_headers(config, token_ids, hashes)
-        return Prefix(token_ids, headers, file.tier(headers))
+        checkpoint = None if state is None else Checkpoint(hashes[-1], state)
+        return Prefix(token_ids, headers, file.tier(headers), checkpoint)
 
     def _find(
         self, token_ids: Sequence[int], cache_salt: str | None
-    ) -> tuple[list[int], list[tuple[BlockHeader, int]]]:
-        """The longest beginning of these tokens that is cached, in whole blocks, and its blocks.
+    ) -> tuple[list[int], list[tuple[BlockHeader, int]], Checkpoint | None]:
+        """The longest beginning of these tokens that is cached, in whole blocks, its blocks, and
+        the recurrent state after them.
 
         Raises:
             ArgumentError: the token ids are none, or not even a block of them is cached.
@@ -250,7 +268,8 @@ class Snapshots:
             )
         headers = prefix_headers(config, token_ids, hashes[: computed.num_tokens // block_size])
         ids = [block.block_id for block in computed.blocks]
-        return token_ids[: computed.num_tokens], list(zip(headers, ids, strict=True))
+        blocks = list(zip(headers, ids, strict=True))
+        return token_ids[: computed.num_tokens], blocks, computed.checkpoint
 
 
 def _keys(cache_salt: str | None) -> tuple[str, ...]:

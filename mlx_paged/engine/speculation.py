@@ -11,6 +11,10 @@ from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter
 from mlx_paged.request import Request
 
+# The tokens beside which a request of a recurrent model still tries drafts: its next one, and some
+# that were computed with drafts before and have no state. Without drafts, they get one.
+MAX_RUN = 7
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -29,19 +33,29 @@ class Speculation:
     def is_on(self) -> bool:
         return self.drafter is not None and self.num_draft_tokens > 0
 
+    @property
+    def max_more(self) -> int:
+        """The most rows of a request in a step with drafts, beside its next token."""
+        return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
+
     def is_likely(self, running: Sequence[Request]) -> bool:
         """Whether requests that run are likely to have drafts that pay."""
         if not self.is_on:
             return False
         decoding = [request for request in running if request.num_output_tokens]
-        return any(self.num_drafts(decoding, len(running), len(running)))
+        return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
     def num_drafts(
-        self, requests: Sequence[Request], num_rows: int, num_tokens: int
+        self,
+        requests: Sequence[Request],
+        run_lengths: Sequence[int],
+        num_rows: int,
+        num_tokens: int,
     ) -> Sequence[int]:
         """How many drafts each request should try.
 
         Args:
+            run_lengths: its rows without drafts.
             num_rows: of the step without drafts.
             num_tokens: that the step gives without drafts.
         """
@@ -50,7 +64,8 @@ class Speculation:
         acceptances = list(map(drafter.acceptance, requests))
         if not any(acceptances):
             return [0] * len(requests)
-        return self.gate.num_drafts(acceptances, num_rows, num_tokens, self.num_draft_tokens)
+        most = self.num_draft_tokens
+        return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
 
     def propose(self, request: Request, num_drafts: int) -> list[int]:
         assert self.drafter is not None, "speculation is on"
@@ -75,17 +90,19 @@ def add_drafts(
 ) -> None:
     """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
     decodes = [
-        (index, part.request)
+        (index, part)
         for index, part in enumerate(plan.scheduled)
-        if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
+        if _may_have_drafts(part, manager)
     ]
     if not decodes:
         return
     num_rows = sum(part.num_new_tokens for part in plan.scheduled)
     num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
-    requests = [request for _, request in decodes]
-    counts = speculation.num_drafts(requests, num_rows, num_tokens)
-    for (index, request), wanted in zip(decodes, counts, strict=True):
+    requests = [part.request for _, part in decodes]
+    run_lengths = [part.num_new_tokens for _, part in decodes]
+    counts = speculation.num_drafts(requests, run_lengths, num_rows, num_tokens)
+    for (index, part), wanted in zip(decodes, counts, strict=True):
+        request = part.request
         num_drafts = (
             min(wanted, _max_num_drafts(plan, request, manager, max_model_len)) if wanted else 0
         )
@@ -95,9 +112,24 @@ def add_drafts(
             assert copies == [], "the slots are those of its own or of empty blocks"
             request.num_computed_tokens += num_drafts
             plan.token_budget -= num_drafts
-            num_run = 1 + num_drafts
-            start = request.num_computed_tokens - num_run
-            plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
+            num_run = part.num_new_tokens + num_drafts
+            plan.scheduled[index] = part._replace(
+                num_new_tokens=num_run, num_logit_rows=1 + num_drafts, draft_token_ids=drafts
+            )
+
+
+def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
+    """Whether a part of a step is a decode, or repeats a few tokens of a recurrent model first.
+
+    Where the tokens of a recurrent model reach the end of a block, the block is named, and its
+    state may be a checkpoint: neither is taken back with drafts behind them.
+    """
+    if not part.num_logit_rows or part.num_scored_rows or not part.request.num_output_tokens:
+        return False
+    if manager.states is None:
+        return part.num_new_tokens == 1
+    block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
+    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
 
 
 def _max_num_drafts(

@@ -19,6 +19,7 @@ class DiskTierStats:
         num_dropped_blocks: not written, because the writer was too slow or everything is pinned.
         num_corrupt_blocks: files that were damaged, and were removed.
         num_evicted_blocks: removed to keep the limits.
+        num_read_states, num_saved_states: of the blocks above those that are recurrent states.
         failure: why the folder is not used any more; ``None`` while all is well.
     """
 
@@ -30,6 +31,8 @@ class DiskTierStats:
     num_dropped_blocks: int = 0
     num_corrupt_blocks: int = 0
     num_evicted_blocks: int = 0
+    num_read_states: int = 0
+    num_saved_states: int = 0
     failure: str | None = None
 
 

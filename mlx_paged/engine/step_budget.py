@@ -97,18 +97,19 @@ def limits_of(config: SchedulerConfig) -> TokenBudgets:
 
 
 def token_budget(
-    budgets: TokenBudgets, limits: TokenBudgets, running: Sequence[Request], num_drafts: int
+    budgets: TokenBudgets, limits: TokenBudgets, running: Sequence[Request], max_more: int
 ) -> int:
     """How many new tokens a step may have beside these requests: its budget, or the first one of
     the ladder that has room for their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the
     limit.
 
     Args:
-        num_drafts: the most of a request.
+        max_more: the most rows of a request beside its next token: its drafts, and what they make
+            it compute again.
     """
     is_mixed = any(request.num_output_tokens for request in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
-    least = len(running) * (1 + num_drafts) + MIN_PROMPT_TOKENS
+    least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
     if budget < least:
         budget = max(SMALLEST_BUDGET, 1 << (least - 1).bit_length())
     return min(budget, limit)

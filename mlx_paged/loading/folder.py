@@ -15,6 +15,7 @@ from mlx_paged.errors import ArgumentError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 GGUF_SUFFIX = ".gguf"
+DEMO = "demo"  # the name of the bundled model, where there is no such folder
 _MODEL_FILES = [
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl",
     "*.jinja",
@@ -69,6 +70,37 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
     return path
 
 
+def find_local_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path | None:
+    """As :func:`find_model`, without a download: ``None`` for a repository that is not on this
+    machine, or not whole.
+
+    Raises:
+        LoadError: it is neither a local model nor the id of a repository.
+    """
+    repo = str(path_or_hf_repo)
+    if _local(repo) is not None or not _HUB_ID.fullmatch(repo) or repo.lower().endswith(".gguf"):
+        return find_model(path_or_hf_repo)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return path if _has_all_weights(path) else None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """Whether a download has ended, and not before its last file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("model*.safetensors"))
+    files = read_json_object(index).get("weight_map")
+    return isinstance(files, dict) and all(
+        (folder / str(name)).is_file() for name in files.values()
+    )
+
+
 def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
     """The folder of a tokenizer: a local one, or that of a repository, whose weights stay there.
 
@@ -88,15 +120,19 @@ def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
 
 
 def _local(path_or_hf_repo: str | Path) -> Path | None:
-    """The folder or the file of this name, if there is one."""
+    """The folder or the file of this name, if there is one; that of the bundled model for
+    ``demo``.
+    """
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
         path = path.expanduser()
-        return path if repo != "" and (path.is_dir() or path.is_file()) else None
+        if repo != "" and (path.is_dir() or path.is_file()):
+            return path
     except (OSError, RuntimeError):
         # The name is longer than the file system takes, or begins with ~ and no user's name.
         return None
+    return demo_model_path() if repo == DEMO else None
 
 
 def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
@@ -110,7 +146,7 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         with load_errors(f"no folder {named}, and no such download"):
             return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except LoadError as error:
-        there = _local_repositories()
+        there = local_repositories()
         if not isinstance(error.__cause__, LocalEntryNotFoundError) or repo in there:
             raise
         # Those whose names are like it first: it may be misspelt.
@@ -121,7 +157,7 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         ) from error.__cause__
 
 
-def _local_repositories() -> list[str]:
+def local_repositories() -> list[str]:
     """The ids of the repositories in the hub's cache on this machine."""
     from huggingface_hub import constants
 

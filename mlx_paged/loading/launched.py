@@ -14,6 +14,9 @@ from mlx_paged.distributed import Ranks
 from mlx_paged.loading.beside import KernelsBeside
 from mlx_paged.loading.folder import LoadError, find_model, find_tokenizer
 from mlx_paged.loading.loader import load_from, load_whole
+from mlx_paged.loading.outline import check_size
+from mlx_paged.models.kv_cache import weight_nbytes
+from mlx_paged.models.mlx_lm import layer_specs_of
 
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "model*.safetensors", "*.gguf")
 # Of a file of weights: the beginning, which has names, shapes and types, and some of the numbers.
@@ -30,6 +33,7 @@ def load_for(
     adapter_path: str | Path | None = None,
     tokenizer_path: str | Path | None = None,
     engine_options: Mapping[str, Any] | None = None,
+    refuses_too_large: bool = False,
 ) -> tuple[Module, TokenizerWrapper]:
     """A model and its tokenizer; split, where there are several ranks.
 
@@ -41,6 +45,8 @@ def load_for(
             :func:`load`.
         engine_options: of the engine that is to be made, whose kernels are tried meanwhile
             (:class:`KernelsBeside`); by default none are.
+        refuses_too_large: whether a model that this machine can't hold is refused before its
+            weights are read; those of ranks are not.
         Others, and errors raised: see :func:`load`.
 
     Raises:
@@ -49,13 +55,20 @@ def load_for(
     """
     if ranks is None:
         with KernelsBeside(engine_options) as beside:
+
+            def before_reading(model: Module) -> None:
+                if refuses_too_large:
+                    check_size(weight_nbytes(model))
+                if adapter_path is None:
+                    beside.begin(layer_specs_of(model))
+
             model, tokenizer, _ = load_whole(
                 path_or_hf_repo,
                 tokenizer_config=tokenizer_config,
                 model_config=model_config,
                 adapter_path=adapter_path,
                 tokenizer_path=tokenizer_path,
-                before_reading=beside.begin,
+                before_reading=before_reading,
             )
             return model, tokenizer
     if adapter_path is not None:

@@ -6,7 +6,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
@@ -23,7 +23,6 @@ from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.loading.folder import (
@@ -37,14 +36,14 @@ from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt, layer_specs_of
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.weight_files import noting_classes
 
 # model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
 
-# Is told the layers of a model.
-BeforeReading: TypeAlias = Callable[[Sequence[LayerSpec]], None]
+# Is told a model none of whose weights is read yet.
+BeforeReading: TypeAlias = Callable[[Module], None]
 
 # Of a module of mlx-lm's: no path, and no package of another.
 _MODULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -216,8 +215,8 @@ def load_from(
         tokenizer_path: a folder.
         group: the ranks that the model is split over, each of which calls this. A rank reads its
             own share of a folder's weights; a GGUF file is read whole, and cut then.
-        before_reading: is told the layers of the model before the weights are read, where these
-            are known by then: of a whole model in a folder, without adapters.
+        before_reading: is called before the weights are read, where the model is known by then: a
+            whole one in a folder, still without its adapters.
     """
     if is_gguf(path):
         from mlx_paged.loading.gguf.loader import load_gguf
@@ -229,10 +228,10 @@ def load_from(
             model_config=model_config,
         )
     else:
-        model, config = _load_model(path, model_config)
+        model, config = build_model(path, model_config)
         if group is None:
-            if before_reading is not None and adapter_path is None:
-                before_reading(layer_specs_of(model))
+            if before_reading is not None:
+                before_reading(model)
             if not lazy:
                 _read_weights(model, path)
         tokenizer = read_tokenizer(
@@ -258,7 +257,9 @@ def model_name(path: Path) -> str:
     return path.resolve().name
 
 
-def _load_model(path: Path, model_config: dict[str, Any] | None) -> tuple[Module, dict[str, Any]]:
+def build_model(
+    path: Path, model_config: dict[str, Any] | None = None
+) -> tuple[Module, dict[str, Any]]:
     """A model whose weights are read when they are evaluated."""
     config_file = path / "config.json"
     if not config_file.is_file():

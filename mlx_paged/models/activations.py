@@ -25,7 +25,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "m
 
 
 def activation_nbytes(
-    model: LanguageModel, num_tokens: int, num_seqs: int, context_len: int
+    model: LanguageModel,
+    num_tokens: int,
+    num_seqs: int,
+    context_len: int,
+    is_cpu: bool | None = None,
 ) -> int:
     """An estimate of the bytes of activations that a step holds at its highest: the larger of what
     the layers hold, and of the logits after them.
@@ -41,7 +45,9 @@ def activation_nbytes(
         num_tokens: of the step.
         num_seqs: whose next tokens are sampled.
         context_len: positions that each token sees.
+        is_cpu: whether it runs on a CPU; ``None`` is whether this process does.
     """
+    is_cpu = device.is_cpu() if is_cpu is None else is_cpu
     widths = _widths_of(model)
     layer_specs = model.layer_specs
     num_heads = [spec.num_heads or spec.num_kv_heads for spec in layer_specs]
@@ -61,7 +67,7 @@ def activation_nbytes(
     with_scores = [
         heads
         for heads, spec in zip(num_heads, layer_specs, strict=True)
-        if device.is_cpu() or spec.key_dim not in FUSED_HEAD_DIMS
+        if is_cpu or spec.key_dim not in FUSED_HEAD_DIMS
     ]
     scores = 4 * max(with_scores, default=0) * context_len
     logits = LOGIT_ROWS * 4 * num_seqs * model.args.vocab_size
@@ -76,7 +82,7 @@ class _Widths(NamedTuple):
 
 
 def _widths_of(model: LanguageModel) -> _Widths:
-    hidden = mlp = expert = num_experts = 0
+    hidden = mlp = expert = 0
     for _, module in model.named_modules():
         weight = module.get("weight")
         if isinstance(module, nn.QuantizedEmbedding):
@@ -89,6 +95,16 @@ def _widths_of(model: LanguageModel) -> _Widths:
                 expert = max(expert, width)
             elif width < model.args.vocab_size:
                 mlp = max(mlp, width)
-        counts = [vars(module).get(name) for name in EXPERTS_PER_TOKEN]
-        num_experts = max([num_experts, *(count for count in counts if isinstance(count, int))])
-    return _Widths(hidden, mlp, expert, num_experts if expert else 0)
+    return _Widths(hidden, mlp, expert, num_experts_per_token(model) if expert else 0)
+
+
+def num_experts_per_token(model: LanguageModel) -> int:
+    """How many experts of a layer a token has; 0 where the model names none."""
+    sources = [
+        vars(source)
+        for _, module in model.named_modules()
+        for source in (module, getattr(module, "args", None))
+        if hasattr(source, "__dict__")
+    ]
+    counts = [source.get(name) for source in sources for name in EXPERTS_PER_TOKEN]
+    return max((count for count in counts if isinstance(count, int)), default=0)

@@ -132,7 +132,12 @@ def make_kv_cache(
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
     config = KVCacheConfig.within(budget, stored, block_size, groups)
-    config = replace(config, state_nbytes=checked.state_nbytes)
+    config = replace(
+        config,
+        state_nbytes=checked.state_nbytes,
+        state_layout=checked.state_layout,
+        keeps_kv=checked.keeps_kv,
+    )
     return _paged_cache(config, backend, preallocate, rotate_keys)
 
 

@@ -12,6 +12,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import LayerKV, LayerSpec
+from mlx_paged.errors import ArgumentError
+
+# An attribute of the class of a model while it is attached.
+ATTACHMENT = "_mlx_paged_attachment"
 
 
 class ModelArgs(Protocol):
@@ -51,6 +55,11 @@ class LanguageModel(Module, ABC):
         """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
 
     @property
+    def num_layers(self) -> int:
+        """Those that mix the tokens of a sequence, whether or not they keep K/V."""
+        return len(self.layer_specs)
+
+    @property
     def runs_packed(self) -> bool:
         """Whether all new tokens of a step run together; otherwise one sequence at a time."""
         return True
@@ -62,6 +71,16 @@ class LanguageModel(Module, ABC):
         Such a model reads and sets ``step.states``.
         """
         return 0
+
+    @property
+    def state_layout(self) -> tuple[str, ...]:
+        """Of each recurrent cache the dtypes and shapes of its arrays, in words."""
+        return ()
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether any layer has K/V; otherwise :attr:`layer_specs` is a layer that nothing uses."""
+        return True
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         """The caches that mlx-lm makes for this model, empty, each with the layer whose K/V it
@@ -134,11 +153,27 @@ def stock_cache(window: int | None) -> KVCache | RotatingKVCache:
 
 
 def check_model(model: object) -> LanguageModel:
-    """``model``; raises ``ValueError`` unless it is one that :func:`mlx_paged.load` returns."""
-    if not isinstance(model, LanguageModel):
+    """``model`` as it runs here: one that :func:`mlx_paged.load` returns is that itself, one of
+    ``mlx_lm.load`` is tried the first time.
+
+    Raises:
+        ArgumentError: it is neither, can't run here, or is attached (:func:`mlx_paged.attach`).
+    """
+    if isinstance(model, LanguageModel):
+        return model
+    if hasattr(type(model), ATTACHMENT):
+        raise ArgumentError("[model] model is attached; close that first", "model")
+    # The adapters are models of this kind.
+    from mlx_paged.models.mlx_lm.loaded import adapted, is_called_as_mlx_lm
+
+    if not is_called_as_mlx_lm(model):
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
-        raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
-    return model
+        raise ArgumentError(
+            f"[model] model must be one that mlx_paged.load or mlx_lm.load returns, got {kind}",
+            "model",
+        )
+    assert isinstance(model, Module)
+    return adapted(model)
 
 
 def model_type_of(model: LanguageModel) -> str:

@@ -87,5 +87,10 @@ def probe_sequences(
     groups = group_layers(layers, PROBE_BLOCK_SIZE)
     budget = KVBudget(num_blocks=(num_tokens // PROBE_BLOCK_SIZE + 4) * len(groups))
     config = KVCacheConfig.within(budget, layers, PROBE_BLOCK_SIZE, groups)
-    config = replace(config, state_nbytes=model.state_nbytes)
+    config = replace(
+        config,
+        state_nbytes=model.state_nbytes,
+        state_layout=model.state_layout,
+        keeps_kv=model.keeps_kv,
+    )
     return Sequences(PagedKVCache(config, "reference"))

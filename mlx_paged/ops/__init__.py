@@ -20,6 +20,7 @@ from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMappi
 from mlx_paged.ops.prefill import attend_to_latents, attend_with_sdpa
 from mlx_paged.ops.states import (
     ReadState,
+    StateArrays,
     StateRow,
     StateStack,
     StepState,
@@ -47,6 +48,7 @@ __all__ = [
     "ReadState",
     "RowFormat",
     "SlotMapping",
+    "StateArrays",
     "StateRow",
     "StateStack",
     "StepState",

@@ -254,11 +254,12 @@ class Cut:
 @cache
 def cut_rows(num_rows: int, row_bytes: int) -> Cut:
     """The cut for ``num_rows`` query rows (group size times query tokens) per KV head, of at most
-    ``row_bytes`` as they are computed: no simdgroup has more of them than registers, and what is
-    left of ``SIMDGROUPS`` walks other keys.
+    ``row_bytes`` as they are computed: no simdgroup has more of them than registers, as few as can
+    be have none, and what is left of ``SIMDGROUPS`` walks other keys.
     """
     max_rows = MAX_SIMDGROUP_ROWS if row_bytes <= LANE_ROW_BYTES else MAX_SIMDGROUP_ROWS // 2
     splits = -(-num_rows // max_rows)
-    row_parts = -(-splits // SIMDGROUPS)
-    row_splits = -(-splits // row_parts)
-    return Cut(SIMDGROUPS // row_splits, row_splits, row_parts)
+    row_splits = splits
+    if splits > SIMDGROUPS:
+        row_splits = min(range(SIMDGROUPS, 1, -1), key=lambda share: -splits % share)
+    return Cut(SIMDGROUPS // row_splits, row_splits, -(-splits // row_splits))

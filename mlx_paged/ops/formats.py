@@ -268,10 +268,9 @@ class AffineFormat(RowFormat):
     def kernels(self, values: RowFormat) -> FormatKernels:
         if not isinstance(values, AffineFormat):
             raise ValueError("the kernels need K and V to be both dense or both quantised")
-        if self.group_size != values.group_size:
-            raise ValueError("the kernels need K and V to have groups of the same size")
         bits = ("KEY_BITS", self.bits), ("VALUE_BITS", values.bits)
-        template = (*bits, ("SCALE_GROUP", self.group_size))
+        groups = ("KEY_GROUP", self.group_size), ("VALUE_GROUP", values.group_size)
+        template = (*bits, *groups)
         return FormatKernels(
             "paged_attention_affine", "encode_and_cache", "dequantize_blocks", template
         )
@@ -302,8 +301,8 @@ class AffineFormat(RowFormat):
             values, scales, biases = mx.quantize(rows, self.group_size, self.bits)
         else:
             # MLX moves the range of a group until zero is one of its steps, which is up to one step
-            # too far. Of 15 steps that is much (benchmarks/kv_formats.py), so here the range is
-            # that of the numbers, in steps down from its upper end.
+            # too far. Of 15 steps that is much (see the benchmark `kv_formats`), so here the range
+            # is that of the numbers, in steps down from its upper end.
             groups = rows.reshape(*rows.shape[:-1], -1, self.group_size)
             high = groups.max(-1, keepdims=True)
             scale = (groups.min(-1, keepdims=True) - high) / 15

@@ -32,8 +32,9 @@ BLOCK_SIZES = (8, 16, 32, 64)
 # Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
 # of more are the work of a matmul.
 MAX_QUERY_ROWS = 128
-# Of latents and of their rotated keys. A query row issues 100 slots for a key, by Mesa's compiler;
-# 32 of them take about as long as the 6,784 bytes that it takes to gather, join and multiply one.
+# Of latents and of their rotated keys. A query row of bfloat16 issues 87 slots for a key, by Mesa's
+# compiler: 32 of them take as long on an M1 Max as the 6,784 bytes that it takes to gather, join
+# and multiply one (docs/kernels.md, "Latents").
 LATENT_WIDTHS = ((512, 64), (256, 64))
 MAX_LATENT_ROWS = 32
 
@@ -56,7 +57,6 @@ KERNELS = {
     ),
     "paged_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "paged_attention_affine": ((*AFFINE_SLABS, *_ATTENTION), ("out", "fence_out")),
-    "latent_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
@@ -67,11 +67,10 @@ KERNELS = {
 BODIES = {
     "paged_attention": ("dense_rows", "paged_attention"),
     "paged_attention_affine": ("affine_slabs", "paged_attention"),
-    "latent_attention": ("latent_rows", "paged_attention"),
     "encode_and_cache": ("affine_slabs", "encode_and_cache"),
     "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
 }
-HEADERS = ("paged_kv.h", "row_formats.h")
+HEADERS = ("paged_kv.h", "row_formats.h", "encoded_rows.h", "affine_rows.h", "latent_rows.h")
 
 MAX_THREADS = 256
 MAX_PIECE = 16  # bytes that a thread copies at a time
@@ -109,11 +108,7 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFor
         found = format.kernels
     except ValueError as error:
         return f"{format} has no Metal kernel: {error}"
-    if found.dequantize is None:
-        return None
-    if key_dim != value_dim:
-        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel in {format}"
-    return _why_no_width(key_dim, value_dim)
+    return None if found.dequantize is None else _why_no_width(key_dim, value_dim)
 
 
 @cache
@@ -138,8 +133,10 @@ def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
 @cache
 def why_no_latents(latent_dim: int, rope_dim: int, num_heads: int, format: KVFormat) -> str | None:
     """What the kernel for latents is not made for, or ``None``: they are gathered then."""
-    if (latent_dim, rope_dim) not in LATENT_WIDTHS or format.kernels.encode is not None:
-        return f"latents of {latent_dim} beside {rope_dim} in {format} have no Metal kernel"
+    if (latent_dim, rope_dim) not in LATENT_WIDTHS:
+        return f"latents of {latent_dim} beside {rope_dim} have no Metal kernel"
+    if format.rotates_keys:
+        return "latents of 4 bits are rotated, and to rotate what is attended back is a launch more"
     if num_heads > MAX_LATENT_ROWS:
         return (
             f"{num_heads} heads that share latents are more than pay in the attention kernel "
@@ -189,7 +186,7 @@ def encode(
     All in the dtype of ``kv``; what is ``None`` is left out. Returns the rotated queries (eight
     zeros where there are none), and the fence.
     """
-    num_kv_heads, width = kv.num_kv_heads, kv.key_dim
+    num_kv_heads = kv.num_kv_heads
     num_tokens = 0 if rows is None else rows[0].shape[0]
     num_slices = 2 * num_tokens
     out: Output = ((MIN_ELEMENTS,), kv.dtype)
@@ -200,7 +197,7 @@ def encode(
     given = queries if rows is None else rows[0]
     assert given is not None, "there are rows, queries or both"
     k, v = (given, given) if rows is None else rows
-    num_lanes = max(_lanes_of(width), MIN_ELEMENTS)
+    num_lanes = max(_lanes_of(kv.key_dim), _lanes_of(kv.value_dim), MIN_ELEMENTS)
     name = kv.format.kernels.encode
     assert name is not None, "the rows are numbers as they are"
     return _chained(
@@ -210,10 +207,10 @@ def encode(
             *kv.slabs,
             *(k, v, given if queries is None else queries),
             *(first_fence() if slots is None else slots, _scalar(num_tokens, mx.int32)),
-            _scalar(width**-0.5),
+            _scalar(kv.key_dim**-0.5),
         ],
         [
-            *_format(kv.format, width),
+            *_format(kv),
             ("BLOCK_SIZE", kv.block_size),
             ("ROTATES", kv.format.rotates_keys),
         ],
@@ -249,16 +246,16 @@ def gather_numbers(kv: KVHandle, plan: GatherPlan) -> Launch:
     name = kv.format.kernels.dequantize
     if name is None:
         return gather(kv, plan)
-    width = max(kv.key_dim // 8, MIN_ELEMENTS)
-    dense = ((plan.num_out_tokens * kv.num_kv_heads, kv.key_dim), kv.dtype)
+    width = max(kv.key_dim // 8, kv.value_dim // 8, MIN_ELEMENTS)
+    num_rows = plan.num_out_tokens * kv.num_kv_heads
     return _chained(
         name,
         kv,
         [*kv.slabs, plan.array],
-        [*_format(kv.format, kv.key_dim), ("BLOCK_SIZE", kv.block_size)],
+        [*_format(kv), ("BLOCK_SIZE", kv.block_size)],
         grid=(width, plan.num_blocks * kv.block_size, kv.num_kv_heads),
         threadgroup=_rows_per_threadgroup(width),
-        outputs=[dense, dense],
+        outputs=[((num_rows, dim), kv.dtype) for dim in (kv.key_dim, kv.value_dim)],
     )
 
 
@@ -305,22 +302,19 @@ def attention(
     if is_partial:
         out = ((plan.num_partial_rows, num_heads, value_dim + 4), mx.float32)
     new_rows: tuple[mx.array, ...] = ()
-    name, plan_array, widths = kv.format.kernels.attention, plan.array, _format(kv.format, key_dim)
+    plan_array = plan.array
     if kv.format.kernels.encode is None:
-        widths = [("T", kv.dtype), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
-        if params.holds_latents:
-            name = "latent_attention"
-            widths = [("T", kv.dtype), ("LATENT_DIM", kv.key_dim), ("ROPE_DIM", kv.value_dim)]
         new_rows = rows or slabs  # which stand for arrays that no thread reads
         plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
-        name,
+        kv.format.kernels.attention,
         kv,
         [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
         [
-            *widths,
+            *_format(kv),
             ("Out", out[1]),
             ("BLOCK_SIZE", kv.block_size),
+            ("HOLDS_LATENTS", params.holds_latents),
             ("GROUP", group),
             ("RUN", run),
             ("STREAMS", cut.streams),
@@ -404,9 +398,14 @@ def _bits(number: float | None) -> int:
 
 
 @cache
-def _format(format: KVFormat, head_dim: int) -> Template:
-    """What the struct of a format in ``metal/row_formats.h`` is instantiated with."""
-    return [("T", format.dtype), ("HEAD_DIM", head_dim), *format.kernels.template]
+def _format_of(format: KVFormat, key_dim: int, value_dim: int) -> Template:
+    widths = ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)
+    return [("T", format.dtype), *widths, *format.kernels.template]
+
+
+def _format(kv: KVHandle) -> Template:
+    """What the structs of a format in ``metal/row_formats.h`` are instantiated with."""
+    return _format_of(kv.format, kv.key_dim, kv.value_dim)
 
 
 def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:

@@ -80,16 +80,25 @@ class StateStack:
         """The states one by one. They keep the whole stack, until :meth:`part`."""
         return [StateRow(self, index) for index in range(self.num_states)]
 
+    @property
+    def _held(self) -> list[StateRow]:
+        return [row for row in (each() for each in self._rows) if row is not None]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of its states is still held."""
+        return len({row.index for row in self._held}) == self.num_states
+
     def part(self) -> list[mx.array]:
-        """Copy each state that is still held to a stack of its own, so that this one can go.
+        """Unless the stack is whole, copy each state that is still held to a stack of its own, so
+        that this one can go.
 
         Returns:
             The copies, to be evaluated.
         """
-        if self.num_states == 1:
+        if self.is_whole:
             return []
-        held = [row for row in (each() for each in self._rows) if row is not None]
-        self._rows = []
+        held, self._rows = self._held, []
         for row in held:
             row.stack, row.index = row.alone().stack, 0
         return [array for row in held for array in row.stack.leaves]
@@ -126,12 +135,14 @@ class StepState:
             where the sequence begins.
         cuts: after how many of the new tokens, ascending, the model is to leave a state that others
             may begin with.
+        num_drafts: of the new tokens, the last ones, which may be taken back.
         at_cuts: these states, in stacks of their own, to be added by the model.
         after: the state after all new tokens, to be set by the model.
     """
 
     before: StateRow | None
     cuts: Sequence[int] = ()
+    num_drafts: int = 0
     at_cuts: list[StateRow] = field(default_factory=list)
     after: StateRow | None = None
 
@@ -163,13 +174,17 @@ def reader_of(rows: Sequence[StateRow]) -> ReadState:
     return read
 
 
-def part_ways(stacks: Iterable[StateStack]) -> None:
+def part_ways(stacks: Sequence[StateStack]) -> list[StateStack]:
     """After a step that went on from these stacks: what others still hold of them goes to stacks of
     its own, since a whole one would stay for each sequence that is left behind.
+
+    Returns:
+        Those that are whole: all of their sequences may fall back to them, if drafts are rejected.
     """
     copies = [array for stack in stacks for array in stack.part()]
     if copies:
         mx.async_eval(copies)
+    return [stack for stack in stacks if stack.is_whole]
 
 
 def _is_whole(stack: StateStack, rows: Sequence[StateRow]) -> bool:

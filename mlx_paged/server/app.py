@@ -1,77 +1,169 @@
-"""The routes of the server, and what is around them."""
+"""The application: its routes, each with its protocol and the body that it takes, and what keeps
+others out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import Counter
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.server.anthropic.endpoints import count_tokens, messages
-from mlx_paged.server.errors import FAILED, ApiError, error_response
-from mlx_paged.server.http.bodies import Handler, json_endpoint
-from mlx_paged.server.openai.chat import chat_completions
-from mlx_paged.server.openai.completions import completions
+from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
+from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
+from mlx_paged.server.http.access import Access, OriginGuard
+from mlx_paged.server.http.api_keys import KeyFile
+from mlx_paged.server.http.http_server import Gate
+from mlx_paged.server.http.limits import Limits
+from mlx_paged.server.http.logs import RequestLog
+from mlx_paged.server.openai.chat import ChatRequest, chat_completions
+from mlx_paged.server.openai.completions import CompletionRequest, completions
 from mlx_paged.server.openai.models import health, model, models, version
-from mlx_paged.server.openai.tokenize import detokenize, tokenize
+from mlx_paged.server.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
+from mlx_paged.server.openapi import openapi_endpoint
+from mlx_paged.server.responses.body import ResponsesRequest
 from mlx_paged.server.responses.endpoint import responses, stored_response
+from mlx_paged.server.routes import ApiRoute, get, post
 from mlx_paged.server.service import Service
+from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.cache_report import cache
-from mlx_paged.server.watching.metrics import add_metrics
-from mlx_paged.server.watching.pool_page import page_routes
+from mlx_paged.server.watching.metrics import HttpCounts, metrics_endpoint
+from mlx_paged.server.watching.pool_page import page_endpoint, pool
 
 
-def make_app(service: Service) -> Starlette:
-    """The application for a service, which endpoints find as ``request.app.state.service``."""
-    app = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/ping", health),  # as SageMaker and vLLM call it
-            Route("/version", version),
-            *_with_and_without_version("/v1/models", models),
-            *_with_and_without_version("/v1/models/{name:path}", model),
-            Route("/v1/cache", cache),
-            Route("/v1/responses/{path:path}", stored_response, methods=["GET", "POST", "DELETE"]),
-            *page_routes(),
-            *_posts(
-                {
-                    "/v1/chat/completions": chat_completions,
-                    "/chat/completions": chat_completions,
-                    "/v1/completions": completions,
-                    "/v1/messages": messages,
-                    "/v1/messages/count_tokens": count_tokens,
-                    "/v1/responses": responses,
-                    "/tokenize": tokenize,
-                    "/detokenize": detokenize,
-                }
-            ),
-        ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
-    )
-    app.state.service = service
-    add_metrics(app, service)
-    return app
+class App:
+    """The whole application, as the program and its tests run it.
+
+    Attributes:
+        gate: closes it.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        settings: ServerSettings,
+        is_loopback: bool,
+        key_file: KeyFile | None,
+    ):
+        counts: Counter[tuple[str, str, int]] = Counter()
+        routes = routes_of(service, counts)
+        others = (route for route in routes if route.protocol is not WireProtocol.OPENAI)
+        self._protocols = {route.path: route.protocol for route in others}
+        self._protocol_paths = tuple(self._protocols)
+        inner = Starlette(
+            routes=routes,
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                Exception: _failure,
+            },
+        )
+        self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
+        self._app = RequestLog(HttpCounts(self.gate, counts, routes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
+        await self._app(scope, receive, send)
+
+    def _protocol_of(self, path: str) -> WireProtocol:
+        """The protocol of a path, or of what is below it; also of what is refused on the way."""
+        if not path.startswith(self._protocol_paths):
+            return WireProtocol.OPENAI
+        return next(each for begin, each in self._protocols.items() if path.startswith(begin))
 
 
-def _with_and_without_version(path: str, endpoint: Callable[[Request], Any]) -> list[Route]:
-    """Clients that were given a base URL without ``/v1`` leave it out of their paths, too."""
-    return [Route(path, endpoint), Route(path.removeprefix("/v1"), endpoint)]
+def build_app(
+    service: Service,
+    settings: ServerSettings | None = None,
+    is_loopback: bool = True,
+    key_file: KeyFile | None = None,
+) -> App:
+    """The application for a service.
+
+    Args:
+        settings: by default those of a server without flags.
+        is_loopback: whether only this machine can reach the server.
+        key_file: has the keys in the place of the settings, and may get others.
+    """
+    return App(service, settings or ServerSettings(), is_loopback, key_file)
 
 
-def _posts(handlers: Mapping[str, Handler]) -> list[Route]:
-    """Routes that are sent a JSON object."""
-    return [
-        Route(path, json_endpoint(handler), methods=["POST"]) for path, handler in handlers.items()
+def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[ApiRoute]:
+    """What the server answers.
+
+    Args:
+        counts: of HTTP requests, for the metrics.
+    """
+    anthropic, of_responses = WireProtocol.ANTHROPIC, WireProtocol.RESPONSES
+    routes = [
+        get("/health", health),
+        get("/ping", health),  # as SageMaker and vLLM call it
+        get("/version", version),
+        # Clients that were given a base URL without /v1 leave it out of their paths, too.
+        *(get(path, models) for path in ("/v1/models", "/models")),
+        *(get(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+        get("/v1/cache", cache),
+        get("/", page_endpoint()),
+        get("/v1/pool", pool),
+        get("/metrics", metrics_endpoint(service, counts)),
+        post("/v1/chat/completions", chat_completions, ChatRequest),
+        post("/chat/completions", chat_completions, ChatRequest),
+        post("/v1/completions", completions, CompletionRequest),
+        post("/v1/messages", messages, MessagesRequest, anthropic),
+        post("/v1/messages/count_tokens", count_tokens, CountRequest, anthropic),
+        post("/v1/responses", responses, ResponsesRequest, of_responses),
+        ApiRoute(
+            "/v1/responses/{path:path}",
+            stored_response,
+            methods=("GET", "POST", "DELETE"),
+            protocol=of_responses,
+        ),
+        post("/tokenize", tokenize, TokenizeRequest),
+        post("/detokenize", detokenize, DetokenizeRequest),
     ]
+    routes.append(get("/openapi.json", openapi_endpoint(routes)))
+    for route in routes:
+        route.service = service
+    return routes
+
+
+def guarded(
+    app: ASGIApp,
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    is_loopback: bool,
+    key_file: KeyFile | None = None,
+) -> Gate:
+    """An application behind all that keeps others out of it, but for ids and the log."""
+    app = Access(Limits(app, settings.max_body_bytes), settings, key_file)
+    if settings.cors_origins:
+        # It answers preflights, which have no key, and lets pages read that there was none.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+            max_age=600,
+        )
+    return Gate(OriginGuard(app, settings, is_loopback), engine)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error, request.url.path, _request_id(request))
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -82,8 +174,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _failure(request: Request, error: Exception) -> Response:
     return await _api_error(request, ApiError(500, FAILED))
-
-
-def _request_id(request: Request) -> str | None:
-    name: str | None = getattr(request.state, "request_id", None)
-    return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,13 +12,18 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.conversation_encoder import Prompt
+from mlx_paged.model_dialect import ModelDialect, ToolFormat
+from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
-from mlx_paged.server.answers.tools import ToolFormat
+from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.grammars.chat_grammar import chat_grammar
+from mlx_paged.server.idle_prefill import Upcoming
 from mlx_paged.server.service import Service
 
 
@@ -69,9 +75,10 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
+    dialect = ModelDialect.of(tokenizer)
     structured, is_calls = chat_grammar(
-        tokenizer,
-        prompt.token_ids,
+        dialect,
+        prompt.text,
         job.tools,
         job.tool_choice,
         job.parallel_tool_calls,
@@ -79,12 +86,12 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
     )
     answer_format = _format_of(tokenizer, job, prompt.text)
     if is_calls:
-        answer_format = replace(answer_format, tool_format=ToolFormat.json_list(), is_calls=True)
+        answer_format = replace(answer_format, tool_format=JSON_LIST, is_calls=True)
     params = job.params.clone(
         output_kind=RequestOutputKind.DELTA,
         skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
         structured_outputs=structured,
-        **({} if structured else _limits_of_calls(tokenizer, job)),
+        **({} if structured else _limits_of_calls(dialect.tools, job)),
     )
     goes_on = options.get("continue_final_message", False)
     return Generation(
@@ -94,17 +101,37 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         job.cache_salt,
         job.no_store,
         # A message that goes on comes back as one with its beginning.
-        None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
+        None if goes_on else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
     ), answer_format
 
 
-def _limits_of_calls(tokenizer: TokenizerWrapper, job: ChatJob) -> dict[str, Any]:
-    """Parameters that keep a model from calls that nobody wants, where its marks are tokens."""
-    if not job.tools or not tokenizer.has_tool_calling:
+def _answered(
+    service: Service,
+    job: ChatJob,
+    options: Mapping[str, Any],
+    prompt: Prompt,
+    answer_format: AnswerFormat,
+    completion: CompletionOutput,
+) -> None:
+    """Keep an answer; and if nothing but a question can follow it, expect one."""
+    kept, tokenizer = service.kept_answers, service.tokenizer
+    message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
+    if message is None or message["tool_calls"] or not service.prefills_when_idle:
+        return
+    computed = [*prompt.token_ids, *completion.token_ids]
+    messages = [*job.messages, message]
+    salt = job.cache_salt
+    encode = partial(upcoming_tokens, kept, tokenizer, messages, options, salt, computed)
+    upcoming = Upcoming(encode, job.user, salt, job.no_store)
+    service.idle_prefill.expect(prompt.key, upcoming)
+
+
+def _limits_of_calls(tool_format: ToolFormat | None, job: ChatJob) -> dict[str, Any]:
+    """Parameters that keep a model from calls that are not wanted, where its marks are tokens."""
+    if not job.tools or tool_format is None:
         return {}
-    start = tuple(tokenizer.tool_call_start_tokens or ())
-    end = tuple(tokenizer.tool_call_end_tokens or ())
+    start, end = tool_format.start_token_ids, tool_format.end_token_ids
     if job.tool_choice == "none":
         none = {start[0]: -math.inf} if len(start) == 1 else {}
         return {"logit_bias": {**job.params.logit_bias, **none}}
@@ -116,7 +143,7 @@ def _limits_of_calls(tokenizer: TokenizerWrapper, job: ChatJob) -> dict[str, Any
 
 def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> AnswerFormat:
     tools = job.tools if job.tool_choice != "none" else ()
-    if tools and job.tool_choice == "auto" and not tokenizer.has_tool_calling:
+    if tools and job.tool_choice == "auto" and ModelDialect.of(tokenizer).tools is None:
         raise ApiError(
             400,
             "tools can't be called by this model: nothing says how it writes calls; leave them "
@@ -128,15 +155,6 @@ def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> Answer
     if not job.params.skip_special_tokens:
         return replace(answer_format, hidden=())  # The client wants to see them.
     return answer_format
-
-
-def left_out_text(what: str) -> str:
-    """What stands in a prompt for a part of an earlier message that is not text.
-
-    Args:
-        what: such parts are, such as "images".
-    """
-    return f"[{what} are left out: this model reads text only]"
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -22,6 +22,13 @@ _FLAGS = {
     "chat_template": "--chat-template",
     "chat_template_args": "--chat-template-args",
 }
+# The variables by which chat templates write the reasoning of earlier answers: Qwen 3.6's and Kimi
+# K2.6's, that of GLM from 4.7 on, and Nemotron 3's.
+KEEPS_REASONING = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
     "model_alias": "--served-model-name",
@@ -36,20 +43,15 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
-    flags.add_model_flags(server)
+    flags.add_flags(server, "server", SERVER_SETTINGS)
     server.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
         help="names that clients may call the model; '*' is any (default: that of --model)",
     )
-    for name, each in SERVER_SETTINGS.items():
-        flags.add_flag(server, name, each, each.default, each.says or each.default)
     _add_key_flags(server)
-    flags.add_sampling_flags(server, "server")
-    flags.add_generation_config_flag(server)
     _add_template_flags(server)
-    flags.add_engine_flags(server, "server")
     server.add_version()
     return server
 
@@ -81,7 +83,6 @@ def _add_template_flags(server: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="variables of the chat template, where a request does not say",
     )
-    flags.add_no_thinking_flag(server)
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:
@@ -107,7 +108,7 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ArgumentError: two flags say different things.
     """
-    options = dict(args.chat_template_args)
+    options = {**(KEEPS_REASONING if args.keep_reasoning else {}), **args.chat_template_args}
     if args.no_thinking and options.setdefault("enable_thinking", False) is not False:
         raise ArgumentError(
             "[server] chat_template_args says enable_thinking "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 # What a status is called: by OpenAI, and by Anthropic.
 _NAMES = {
@@ -23,7 +25,6 @@ _NAMES = {
 _OTHER_MISTAKE = ("invalid_request_error", "invalid_request_error")
 _SERVER_ERROR = ("server_error", "api_error")
 
-ANTHROPIC_PATHS = ("/v1/messages",)
 FAILED = "the server failed; its log says how"
 
 
@@ -55,11 +56,21 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
-def error_body(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
-    """The error in the shape of the protocol that a path belongs to."""
+class WireProtocol(Enum):
+    """Whose interface an endpoint has, which says what errors look like."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+def error_body(
+    error: ApiError, protocol: WireProtocol = WireProtocol.OPENAI, request_id: str | None = None
+) -> dict[str, Any]:
+    """The error in the shape of a protocol."""
     other = _OTHER_MISTAKE if error.status < 500 else _SERVER_ERROR
     openai_name, anthropic_name = _NAMES.get(error.status, other)
-    if path.startswith(ANTHROPIC_PATHS):
+    if protocol is WireProtocol.ANTHROPIC:
         details = {} if error.code is None else {"details": {"error_code": error.code}}
         return {
             "type": "error",
@@ -76,7 +87,14 @@ def error_body(error: ApiError, path: str, request_id: str | None = None) -> dic
     }
 
 
-def error_response(error: ApiError, path: str, request_id: str | None = None) -> Response:
-    """The whole answer."""
-    body = error_body(error, path, request_id)
+def protocol_of(scope: Scope) -> WireProtocol:
+    """The protocol of a request, which :mod:`mlx_paged.server.app` left there."""
+    protocol: WireProtocol = scope.get("state", {}).get("protocol", WireProtocol.OPENAI)
+    return protocol
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """The whole answer to a request."""
+    request_id = scope.get("state", {}).get("request_id")
+    body = error_body(error, protocol_of(scope), request_id)
     return JSONResponse(body, status_code=error.status, headers=error.headers)

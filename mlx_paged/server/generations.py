@@ -46,7 +46,7 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
-    when_finished: Callable[[CompletionOutput], None] | None = None
+    when_finished: Callable[[CompletionOutput], object] | None = None
     user: str = "-"
 
 
@@ -116,7 +116,7 @@ class Answer:
 class CompletionCollector:
     """Gathers the tokens of each completion, and hands it on when it has ended."""
 
-    def __init__(self, when_finished: Callable[[CompletionOutput], None]):
+    def __init__(self, when_finished: Callable[[CompletionOutput], object]):
         self._when_finished = when_finished
         self._token_ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()

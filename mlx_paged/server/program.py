@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
+    KEEPS_REASONING,
     engine_options,
     error_line,
     read_chat_template,
@@ -40,17 +41,16 @@ from mlx_paged.standard_streams import (
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from starlette.types import ASGIApp
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.http_server import Gate
+    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
 ANY_NAME = "*"  # of a model
-_EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
+_EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_client")
 _MAX_FILES = 8192  # that are open, which macOS lets a process ask for
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
@@ -109,11 +109,14 @@ def _run(args: argparse.Namespace) -> int:
         _note_equals(settings)
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
+        key_file = _key_file(args, settings)
         service = make_service(args, settings)
+
+        def announce() -> None:
+            _announce(args, settings, service, sockets)
+
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
-            return serve(
-                service, settings, sockets, lambda: _announce(args, settings, service, sockets)
-            )
+            return serve(service, settings, sockets, announce, key_file)
     finally:
         close_all(sockets)
 
@@ -131,6 +134,14 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
         f"others can reach {settings.host or 'every address'}, and there is no key; give "
         "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
+
+
+def _key_file(args: argparse.Namespace, settings: ServerSettings) -> KeyFile | None:
+    from mlx_paged.server.http.api_keys import KeyFile
+
+    if args.api_key_file is None:
+        return None
+    return KeyFile(args.api_key, args.api_key_file, settings.api_keys)
 
 
 def _note_equals(settings: ServerSettings) -> None:
@@ -159,9 +170,9 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def _folder_of(args: argparse.Namespace) -> Path:
-    from mlx_paged.loading import demo_model_path, find_model
+    from mlx_paged.loading import demo_model_path, find_model_for
 
-    return demo_model_path() if args.model is None else find_model(args.model)
+    return demo_model_path() if args.model is None else find_model_for(args.model, args.force)
 
 
 def _load(
@@ -180,6 +191,7 @@ def _load(
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         engine_options=options,
+        refuses_too_large=not args.force,
     )
     draft_model = load_draft_model(args.draft_model, tokenizer)
     return model, tokenizer, {**options, "draft_model": draft_model}
@@ -214,6 +226,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
+    template = str(tokenizer.chat_template)
+    if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
+        unknown = ", ".join(KEEPS_REASONING)
+        say(f"[--keep-reasoning has no effect: the chat template knows none of {unknown}]")
     names = args.served_model_name or ()
     return Service(
         engine,
@@ -231,6 +247,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         logs_cache=settings.log_cache,
         shows_cache_texts=settings.allow_cache_texts,
         step_timeout=settings.step_timeout,
+        prefills_when_idle=not settings.no_idle_prefill,
     )
 
 
@@ -251,56 +268,30 @@ def _model_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
-    """The application behind all that keeps others out of it, but for ids and the log."""
-    from starlette.middleware.cors import CORSMiddleware
-
-    from mlx_paged.server.http.access import Access, OriginGuard
-    from mlx_paged.server.http.http_server import Gate
-    from mlx_paged.server.http.limits import Limits
-
-    app = Access(Limits(app, settings.max_body_bytes), settings)
-    if settings.cors_origins:
-        # It answers preflights, which have no key, and lets pages read that there was none.
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
-            max_age=600,
-        )
-    return Gate(OriginGuard(app, settings, is_loopback), engine)
-
-
 def serve(
     service: Service,
     settings: ServerSettings,
     sockets: list[socket.socket],
     announce: Callable[[], None] = lambda: None,
+    key_file: KeyFile | None = None,
 ) -> int:
     """Serve until a signal comes or the engine fails; returns the exit status.
 
     Args:
         sockets: that listen.
         announce: called when requests are served.
+        key_file: whose keys are read again.
     """
-    from mlx_paged.server.app import make_app
+    from mlx_paged.server.app import build_app
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.logs import RequestLog
     from mlx_paged.server.http.tidying import keep_out_of_sight
-    from mlx_paged.server.watching.metrics import counted
 
     keep_out_of_sight()
-    app = make_app(service)
-    gate = guarded(app, service.engine, settings, is_loopback(sockets))
-    logged = RequestLog(counted(gate, app))
-    server = HttpServer(logged, gate, service.engine, settings, _max_connections(), announce)
-
-    def end() -> None:
-        server.should_exit = True
-
-    with ended_by_signals(end):
+    app = build_app(service, settings, is_loopback(sockets), key_file)
+    server = HttpServer(
+        app, app.gate, service.engine, settings, _max_connections(), announce, key_file
+    )
+    with ended_by_signals(server):
         server.run(sockets)
         if server.has_failed:
             stopped = service.engine.stopped()
@@ -311,15 +302,6 @@ def serve(
         logger.info("ended")
         service.engine.shutdown()
     return 0
-
-
-def keys_in_words(settings: ServerSettings) -> str:
-    """How many keys there are, and whose: those of one name are one user's."""
-    num_keys, num_users = len(settings.api_keys), settings.num_users
-    if not num_keys:
-        return "no key needed"
-    of_users = f" of {num_users} user{'s' * (num_users > 1)}" if num_users < num_keys else ""
-    return f"{num_keys} key{'s' * (num_keys > 1)}{of_users}"
 
 
 def _max_connections() -> int:
@@ -342,14 +324,15 @@ def _announce(
 ) -> None:
     """Say what is served, how, and where."""
     from mlx_paged.command_line.descriptions import (
-        describe_activations,
         describe_backend,
         describe_budget,
         describe_context,
         describe_device,
         describe_disk_tier,
+        describe_memory,
         describe_model,
     )
+    from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
@@ -358,10 +341,10 @@ def _announce(
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
         f"{cache.kind} K/V: {describe_budget(cache)}",
-        describe_activations(engine),
+        describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",
-        keys_in_words(settings),
+        in_words(settings.api_keys) if settings.api_keys else "no key needed",
     ]
     say(f"[{' | '.join(parts)}]")
     say(f"[listening on {url}; Ctrl-C to end]")

@@ -12,12 +12,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import KeptAnswers
 from mlx_paged.server.fair_threads import FairThreads, Work
 from mlx_paged.server.generations import (
     Answer,
@@ -27,6 +27,7 @@ from mlx_paged.server.generations import (
     check_end,
 )
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
+from mlx_paged.server.idle_prefill import IdlePrefill
 from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
 from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
@@ -66,6 +67,8 @@ class Service:
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
         step_timeout: seconds after which a step counts as hanging; ``inf``: never.
+        prefills_when_idle: whether the history of a finished answer is computed as the template
+            will write it, while no request runs.
     """
 
     engine: AsyncEngine
@@ -75,7 +78,7 @@ class Service:
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
-    kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
+    kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
     logs_cache: bool = False
@@ -83,6 +86,7 @@ class Service:
     first_part_seconds: float = 10.0
     step_timeout: float = DEFAULT_STEP_TIMEOUT
     takes_any_name: bool = False
+    prefills_when_idle: bool = True
     _threads: FairThreads = field(
         default_factory=partial(
             FairThreads, "mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER
@@ -120,6 +124,13 @@ class Service:
             output_kind=RequestOutputKind.DELTA,
         )
 
+    @cached_property
+    def idle_prefill(self) -> IdlePrefill:
+        """What computes next prompts while no request runs."""
+        return IdlePrefill(
+            self.engine, lambda user, encode: self._threads.run(user, lambda _: encode())
+        )
+
     async def run_in_tokenizer_pool(
         self,
         user: str,
@@ -133,6 +144,7 @@ class Service:
         Raises:
             ApiError: what the work raises, or the request's prompt is too long.
         """
+        self.idle_prefill.give_way()
         try:
             return await self._threads.run(user, lambda this: work(this, *args, **kwargs))
         except PromptTooLongError as error:
@@ -189,6 +201,7 @@ class Service:
     ) -> Answer:
         with ExitStack() as places:
             places.enter_context(self.admit(generation.params.n))
+            self.idle_prefill.give_way()
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
                 generation.params,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -141,16 +142,26 @@ class ServerSettings:
             metavar="S",
         ),
     )
+    no_idle_prefill: bool = setting(
+        False,
+        "do not compute a conversation's history as the chat template will write it, without "
+        "reasoning, while no request runs",
+    )
+    keep_reasoning: bool = setting(
+        False,
+        "let the chat template write the reasoning of all earlier answers, where it can: no "
+        "question then computes a history again",
+    )
     log_prompts: bool = setting(False, "let the log hold texts of prompts")
     log_cache: bool = setting(False, "log for each prompt where it left what was cached, and why")
     log_level: str = setting(
         "info", "what is logged, on stderr", replace(one_of(*_LOG_LEVELS), parse=str.lower)
     )
 
-    @property
-    def num_users(self) -> int:
-        """How many users the keys belong to."""
-        return len({key.user for key in self.api_keys})
+
+def num_users(keys: Iterable[ApiKey]) -> int:
+    """How many users keys belong to."""
+    return len({key.user for key in keys})
 
 
 SERVER_SETTINGS: dict[str, Option] = {

@@ -4,7 +4,6 @@ from mlx_paged.snapshots.errors import SnapshotError
 from mlx_paged.snapshots.facts import (
     KVFacts,
     check_has_blocks,
-    check_holds_everything,
     check_token_ids,
 )
 from mlx_paged.snapshots.prompt_caches import (
@@ -29,7 +28,6 @@ __all__ = [
     "SnapshotError",
     "SnapshotFile",
     "check_has_blocks",
-    "check_holds_everything",
     "check_token_ids",
     "export_prompt_cache",
     "import_prompt_cache",

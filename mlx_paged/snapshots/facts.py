@@ -18,6 +18,7 @@ from mlx_paged.snapshots.tensor_file import TensorInfo
 
 FORMAT = "mlx_paged.snapshot"
 VERSION = "1"
+STATE = "state"  # the array with the bytes of the recurrent state
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
 
 
@@ -41,11 +42,7 @@ class KVFacts:
 
         Args:
             identities: as :func:`identities_of` returns them.
-
-        Raises:
-            ArgumentError: the model has a recurrent state, which is not in K/V.
         """
-        check_holds_everything(cache)
         model, *drafts = identities
         return cls(model, drafts[0] if drafts else None, cache.config)
 
@@ -103,9 +100,11 @@ class KVFacts:
         yield "layers", "shape", _runs(shapes)
         kept = (_described(retention_of(config, layer)) for layer in range(len(specs)))
         yield "kept", "window", _runs(kept)
+        if config.state_layout:
+            yield "state", "recurrent state", "; ".join(config.state_layout)
 
-    def tensors(self, num_tokens: int) -> dict[str, TensorInfo]:
-        """The arrays of a file with this many tokens."""
+    def tensors(self, num_tokens: int, state_nbytes: int = 0) -> dict[str, TensorInfo]:
+        """The arrays of a file with this many tokens, and a state of so many bytes."""
         tensors = {}
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)
@@ -113,6 +112,8 @@ class KVFacts:
                 code = _DTYPES[str(part.dtype).removeprefix("mlx.core.")]
                 shape = (spec.num_kv_heads, num_kept, part.width)
                 tensors[part.name] = TensorInfo(code, shape)
+        if state_nbytes:
+            tensors[STATE] = TensorInfo("U8", (1, 1, state_nbytes))
         return tensors
 
 
@@ -127,12 +128,12 @@ def check_has_blocks(cache: KVCache) -> PagedKVCache:
     return cache
 
 
-def check_holds_everything(cache: KVCache) -> None:
+def check_keeps_kv_alone(cache: KVCache) -> None:
     """Raises ``ArgumentError`` if the model of a cache keeps more of a sequence than K/V."""
     if cache.config.state_nbytes:
         raise ArgumentError(
-            "[snapshot] the model keeps a recurrent state beside K/V, and files of K/V can't hold "
-            "it",
+            "[snapshot] the model keeps a recurrent state beside K/V, and mlx-lm's prompt caches "
+            "are exchanged without it; use a snapshot",
             "model",
         )
 

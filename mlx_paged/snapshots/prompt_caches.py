@@ -36,7 +36,7 @@ from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
 from mlx_paged.snapshots.facts import (
     check_has_blocks,
-    check_holds_everything,
+    check_keeps_kv_alone,
     check_token_ids,
     token_ids_of,
 )
@@ -149,7 +149,7 @@ def written_prompt_cache(
 
 
 def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | None]]:
-    check_holds_everything(cache)
+    check_keeps_kv_alone(cache)
     stock = model.stock_caches()
     layers = [layer for _, layer in stock if layer is not None]
     if len(layers) != len(cache.config.layers):

@@ -14,14 +14,17 @@ from pathlib import Path
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import Sequences
+from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import identities_of
+from mlx_paged.ops import StateRow
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
 from mlx_paged.snapshots.facts import (
     FORMAT,
+    STATE,
     KVFacts,
     check_has_blocks,
     check_token_ids,
@@ -47,7 +50,7 @@ def save_snapshot(
     Raises:
         KeyError: there is no such sequence.
         ArgumentError: another number of token ids, tokens that have left the window, a cache
-            without blocks, or a model with a recurrent state.
+            without blocks.
         SnapshotError: there is another file, the system refuses, or the disk is full; an older
             snapshot stays as it was.
     """
@@ -57,7 +60,9 @@ def save_snapshot(
     check_num_tokens(seq, num_tokens, token_ids)
     facts = KVFacts.of(identities_of(model), cache)
     headers = sequence_headers(cache.config, num_tokens)
-    with written_snapshot(file, facts, token_ids, headers) as tier:
+    states = sequences.manager.states
+    state = None if states is None else state_to_bytes(states.get(seq, num_tokens))
+    with written_snapshot(file, facts, token_ids, headers, state) as tier:
         store_sequence(sequences, seq, tier, headers)
     return file.stat().st_size
 
@@ -69,7 +74,7 @@ def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: Se
     Raises:
         SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
             model, block size, dtype, format, shape or window; nothing was changed.
-        ArgumentError: a cache without blocks, or a model with a recurrent state.
+        ArgumentError: a cache without blocks.
         CacheFullError: the budget can't hold them.
     """
     cache = check_has_blocks(sequences.cache)
@@ -81,7 +86,7 @@ def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: Se
             "holds only the tokens in the windows, which only an engine's prefix cache can take",
         )
     headers = sequence_headers(cache.config, num_tokens)
-    load_sequence(sequences, seq, num_tokens, file.tier(headers), headers)
+    load_sequence(sequences, seq, num_tokens, file.tier(headers), headers, file.state())
     return file.token_ids
 
 
@@ -125,9 +130,15 @@ def store_sequence(
 
 
 def load_sequence(
-    sequences: Sequences, seq: SeqId, num_tokens: int, tier: Tier, headers: Sequence[BlockHeader]
+    sequences: Sequences,
+    seq: SeqId,
+    num_tokens: int,
+    tier: Tier,
+    headers: Sequence[BlockHeader],
+    state: StateRow | None = None,
 ) -> None:
-    """Make ``seq`` hold blocks of a tier, in place of what it held.
+    """Make ``seq`` hold blocks of a tier, in place of what it held, and the recurrent state after
+    them.
 
     Raises:
         CacheFullError: the budget can't hold them.
@@ -135,8 +146,10 @@ def load_sequence(
     cache = check_has_blocks(sequences.cache)
     if seq in sequences:
         sequences.free(seq)
-    with sequences.step({seq: num_tokens}):
+    with sequences.step({seq: num_tokens}) as step:
         load_blocks(cache, tier, _with_ids(sequences, seq, headers))
+        if step.states is not None:
+            step.states[0].after = state
 
 
 def _with_ids(
@@ -163,15 +176,23 @@ def is_snapshot(file: Path) -> bool:
 
 @contextmanager
 def written_snapshot(
-    file: Path, facts: KVFacts, token_ids: Sequence[int], headers: Sequence[BlockHeader]
+    file: Path,
+    facts: KVFacts,
+    token_ids: Sequence[int],
+    headers: Sequence[BlockHeader],
+    state: bytes | None = None,
 ) -> Iterator[Tier]:
-    """A new file, in which the body stores all of these blocks. Errors as :func:`save_snapshot`."""
+    """A new file with the state after these tokens, in which the body stores all of these blocks.
+    Errors as :func:`save_snapshot`.
+    """
     with system_errors(file, "written"):
         if file.exists() and not is_snapshot(file):
             raise SnapshotError(file, "exists and is not a snapshot; choose another name")
     num_tokens = len(token_ids)
-    metadata, tensors = facts.as_metadata(token_ids), facts.tensors(num_tokens)
+    metadata, tensors = facts.as_metadata(token_ids), facts.tensors(num_tokens, len(state or b""))
     with written_tensor_file(file, metadata, tensors) as rows:
+        if state is not None:
+            rows.write(STATE, 0, slice(0, 1), memoryview(state))
         yield RowTier(facts.config, rows, headers, num_tokens)
 
 
@@ -193,10 +214,26 @@ class SnapshotFile:
         facts.check(self.file, metadata)
         self._tensors.verify()
         self.token_ids = token_ids_of(self.file, metadata)
-        if self._tensors.tensors != facts.tensors(len(self.token_ids)):
+        state = self._tensors.tensors.get(STATE)
+        expected = facts.tensors(len(self.token_ids), 0 if state is None else state.nbytes)
+        has_state = facts.config.state_nbytes > 0
+        if self._tensors.tensors != expected or has_state != (state is not None):
             raise SnapshotError(
                 self.file, "is not a snapshot: its arrays are not those of its tokens"
             )
+
+    def state(self) -> StateRow | None:
+        """The recurrent state after its tokens; ``None`` of a model without.
+
+        Raises:
+            SnapshotError: it can't be read.
+        """
+        if STATE not in self._tensors.tensors:
+            return None
+        try:
+            return state_from_bytes(self._tensors.read(STATE, 0, slice(0, 1)))
+        except ValueError as error:
+            raise SnapshotError(self.file, f"is not a snapshot: {error}") from error
 
     def tier(self, headers: Sequence[BlockHeader]) -> Tier:
         """Its blocks, under the keys of these headers."""

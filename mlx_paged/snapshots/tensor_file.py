@@ -27,7 +27,7 @@ from mlx_paged.snapshots.errors import SnapshotError, system_errors
 CHECKSUM = "sha256"
 _PLACE = "0" * hashlib.sha256().digest_size * 2
 # Names of dtypes in the file, with the bytes of a number.
-ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
+ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes; as the format says
 _PIECE = 2**22  # bytes read at a time for the checksum

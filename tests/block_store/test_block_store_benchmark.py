@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.lib.card import COMMAND
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_each_side(tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, str(BENCHMARKS / "block_store.py"), "--quick", "--out", str(out)]
+    command = [*COMMAND, "block_store", "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == out.read_text().strip()

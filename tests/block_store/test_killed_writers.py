@@ -1,5 +1,5 @@
 """kill -9 of writers, of the cache tool and of engines at random moments, while others read; the
-long run is `benchmarks/kill_writers.py`.
+long run is `benchmarks/cache/kill_writers.py`.
 """
 
 from __future__ import annotations

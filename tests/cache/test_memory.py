@@ -86,9 +86,9 @@ def peak_of_a_prompt(num_layers: int) -> int:
 
 
 def test_a_prompt_holds_its_rows_of_a_few_layers_at_a_time():
-    # MLX computes some hundred operations behind Python at most, and how far behind it is depends on
-    # the machine: that is the rows of a few layers. Twelve layers that held their rows of K and V to
-    # the step's end would add all of these.
+    # MLX computes some hundred operations behind Python at most, which is a few layers; how
+    # many depends on the machine. Twelve layers that held their rows of K and V to the step's
+    # end would add all of these.
     nbytes_rows_of_a_layer = 2 * 500 * 4 * 64 * 4
     more = peak_of_a_prompt(24) - peak_of_a_prompt(12)
     assert more <= 12 * nbytes_rows_of_a_layer / 2

@@ -88,6 +88,7 @@ def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
         "num_prefixes": 2,
         "num_blocks": 7,
         "num_tokens": 112,
+        "num_states": 0,
         "nbytes": 7 * NBYTES,
         "num_files_of_other_versions": 0,
         "nbytes_of_other_versions": 0,

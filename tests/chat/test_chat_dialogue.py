@@ -16,6 +16,7 @@ from mlx_paged import demo_model_path, load, memory
 from mlx_paged.chat import program
 from mlx_paged.chat.command_line import setup_arg_parser
 
+MEMORY = memory.format_nbytes(memory.memory_size())
 TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"
     "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}{% endif %}"
@@ -49,7 +50,7 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     assert start == (
         "[bundled demo model (qwen3, native) | CPU, reference | "
         "paged K/V: 64 blocks of 16 tokens, 2.1 MB | "
-        "activations: some 90 MB at most (estimated) | "
+        f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
         "context: 1,024 of 4,096 tokens, as many as the K/V budget holds | "
         "greedy (the model's) | /help]"
     )
@@ -79,6 +80,8 @@ def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_messa
     monkeypatch.setattr(memory, "memory_size", lambda: 200_000)
     monkeypatch.setattr(memory, "MIN_KV_CACHE_BYTES", 2**21)
     status, _, err = talk("hello")
+    assert status == 2 and "or go on with --force" in err
+    status, _, err = talk("hello", argv=("--force",))
     warning, start, _ = err.splitlines()
     assert status == 0 and warning.startswith("[engine] the model does not fit into this machine")
     assert "holds 1,008 of its 4,096 tokens of context" in warning and "--kv-bits" in warning
@@ -105,10 +108,13 @@ def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
     status, out, err = talk("The code of apple is 4821. What is the code of apple?", argv=argv)
     # Per layer 2 heads: 32 + 16 bytes, and a scale and a bias of 4 bytes for K and for V.
     token = "512 bytes a token in K 8 bits in groups of 32, V 4 bits in groups of 32"
-    assert f"| paged K/V: 64 blocks of 16 tokens, 0.53 MB, {token} | activations:" in err
+    assert f"| paged K/V: 64 blocks of 16 tokens, 0.53 MB, {token} | memory:" in err
     assert status == 0 and "4821" in out[0]
     _, _, err = talk("hello", argv=(*argv, "--verbose"))
-    assert f"= 1,024 tokens = 0.00 GB ({token})]\n[activations: some 90 MB" in err
+    assert (
+        f"= 1,024 tokens = 0.00 GB ({token})]\n[memory: weights 4.5 MB, activations some 90 MB"
+        in err
+    )
     _, _, err = talk("hello", argv=("--kv-cache-bytes", "65blocks", "--verbose"))
     assert "bytes a token in float32); grows into it]" in err
 
@@ -118,7 +124,7 @@ def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     start, figures = err.splitlines()
     assert (
         "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | "
-        "activations: some 90 MB at most (estimated) | "
+        f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
         "context: 1,024 of 4,096 tokens, as many as the K/V budget holds |" in start
     )
     assert re.search(r"prompt tokens reused \| \d+ of 64 blocks in use\]$", figures)

@@ -173,7 +173,7 @@ def test_help_imports_nothing_heavy():
         "    main = importlib.import_module(name).main\n"
         "    for flag in ('--help', '--version'): assert main([flag]) == 0\n"
         "assert importlib.import_module('mlx_paged.__main__').main(['chat', '--help']) == 0\n"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'jinja2'}\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'rich', 'jinja2'}\n"
         "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -74,6 +74,19 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
     assert 0 < last.cached_tokens < first_turn
 
 
+def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_before_it(
+    model_and_tokenizer,
+):
+    conversation = converse(model_and_tokenizer)
+    ask(conversation, "hello", max_tokens=8)
+    first = list(conversation.tokens)
+    ask(conversation, "again", max_tokens=8)
+    for text in (None, "and again"):
+        list(conversation.ask_again(text, SamplingParams(max_tokens=8)))
+        assert conversation._prompt.before.all_token_ids() == first
+        assert conversation.tokens[: len(first)] == first
+
+
 def test_no_thinking_reaches_the_template(model_and_tokenizer):
     model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
     prompts = {}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.terminal import CTRL_C, Terminal
 
-from mlx_paged.chat.progress import PromptProgress
-from mlx_paged.chat.screen import Screen
+from mlx_paged.chat.terminal import PromptProgress, Screen
 
 
 class Clock:
@@ -82,7 +81,7 @@ def test_a_line_is_never_wider_than_the_terminal(
     clock.now += 8.0
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.screen._num_columns", lambda stream: columns or 80)
+    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: columns or 80)
     screen.show_progress(*progress.words(64_000, 128_000))
     assert capsys.readouterr().err == f"\r{shown}\x1b[K\r"
 
@@ -145,3 +144,41 @@ def test_a_slow_model_shows_its_progress_and_ctrl_c_stops_it_after_a_step(
     assert "cut at --max-tokens 3" in terminal.send("hello")
     terminal.type("/exit\r")
     assert terminal.close() == 0
+
+
+def test_a_line_of_wide_characters_is_measured_in_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    screen = Screen({})
+    screen.stderr_is_terminal = True
+    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: 20)
+    # 10 characters, of which 9 take two columns each.
+    screen.show_progress("[模型模型模型模型模", "[loading]")
+    screen.show_progress("[模型模型模型模型模]", "[loading]")
+    err = capsys.readouterr().err
+    assert err == "\r[模型模型模型模型模\x1b[K\r\r[loading]\x1b[K\r"
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (
+            40,
+            "/save FILE   write the conversation to a\n             file\n/help        this text\n",
+        ),
+        (80, "/save FILE   write the conversation to a file\n/help        this text\n"),
+        # No terminal: a line is a line.
+        (None, "/save FILE   write the conversation to a file\n/help        this text\n"),
+    ],
+)
+def test_rows_are_folded_into_what_is_left_of_the_width(
+    columns: int | None,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    screen = Screen({})
+    screen.stderr_is_terminal = columns is not None
+    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: columns)
+    screen.say_rows([("/save FILE", "write the conversation to a file"), ("/help", "this text")])
+    assert capsys.readouterr().err == shown

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mlx_paged.chat.command_line import setup_arg_parser
-from mlx_paged.chat.screen import Screen
+from mlx_paged.chat.dialogue import Dialogue
 from mlx_paged.chat.settings import Settings
+from mlx_paged.chat.terminal import PipeReader, Screen
 from mlx_paged.chat.thinking import Piece, ThinkingSplitter
-from mlx_paged.chat.turns import Turns
 
 THOUGHT = [
     Piece("Well. ", False),
@@ -68,11 +68,6 @@ def test_a_model_without_reasoning_has_no_marks():
     assert split(["<think>", "x</think>"], marks=(None, None)) == [Piece("<think>x</think>", False)]
 
 
-class FakeReports:
-    def answer(self, *_: Any) -> None:
-        pass
-
-
 def shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
@@ -93,9 +88,9 @@ def shown(
         for letter in answer:
             yield SimpleNamespace(text=letter)
 
-    reports: Any = FakeReports()
-    turns = Turns(screen, settings, reports)
-    assert turns.show(conversation, ask) is False  # type: ignore[arg-type]
+    monkeypatch.setattr(Dialogue, "_say_figures", lambda *_: None)
+    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+    assert dialogue.show(ask) is False  # type: ignore[arg-type]
     captured = capsys.readouterr()
     return captured.out, captured.err
 

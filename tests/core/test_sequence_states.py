@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_paged.core import (
+    AbsentBlock,
     BlockHash,
     BlockPool,
     BlockTableError,
@@ -15,8 +16,10 @@ from mlx_paged.core import (
     SequenceState,
     SequenceStates,
     hash_token_blocks,
+    state_key,
 )
 from mlx_paged.core.checkpoints import EVERYWHERE, MANY
+from mlx_paged.core.tier import STATES
 
 SIZE = 4
 
@@ -37,16 +40,23 @@ class Model:
         return hash_token_blocks(list(map(ord, text)), SIZE)
 
     def run(
-        self, seq: str, text: str, until: int, hashed: int | None = None, prompt: int | None = None
+        self,
+        seq: str,
+        text: str,
+        until: int,
+        hashed: int | None = None,
+        prompt: int | None = None,
+        num_drafts: int = 0,
     ) -> int:
         """Compute a sequence up to a token; returns how many of its tokens were hit.
 
         Args:
             hashed: of how many tokens the hashes are known already.
             prompt: of how many tokens the prompt is; as many as run first by default.
+            num_drafts: of its tokens, the last ones.
         """
         manager = self.manager
-        hashes = self.hashes(text[: until if hashed is None else hashed])
+        hashes = self.hashes(text[: until - num_drafts if hashed is None else hashed])
         num_hit = 0
         if seq in manager.tables:
             begin = manager.num_tokens(seq)
@@ -58,10 +68,11 @@ class Model:
             assert manager.allocate_slots(seq, until - begin, computed) is not None
         manager.cache_blocks(seq, hashes)
         assert self.states.get(seq, begin) == (text[:begin] or None), "the state of its tokens"
-        cuts = self.states.cuts(seq, begin, until, SIZE)
+        cuts = self.states.cuts(seq, begin, until - num_drafts, SIZE)
         newest = {seq: SequenceState(until, text[:until])}
         at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
-        self.states.end_step(newest, at_block_ends, manager.tables)
+        drafted = [seq] if num_drafts else []
+        self.states.end_step(newest, at_block_ends, manager.tables, drafted)
         manager.check_integrity()
         return num_hit
 
@@ -225,6 +236,32 @@ def test_a_state_is_of_so_many_tokens_and_no_others():
     model.run("a", "xyz", 3)
 
 
+def test_drafts_are_kept_as_a_whole_or_not_at_all():
+    model = Model(num_checkpoints=MANY)
+    manager = model.manager
+    model.run("a", "abcdef", 6)
+    # One more token and two drafts, which end a block: they leave no checkpoint.
+    model.run("a", "abcdefghi", 9, num_drafts=2)
+    assert model.num_checkpoints == 1, "that of its prompt"
+    assert manager.trim("a", 8) == manager.num_tokens("a") == 6
+    # Its newest state is of nothing after these again, and drafts are verified once.
+    with pytest.raises(BlockTableError, match=r"state of 6 tokens, which can't be cut to 5"):
+        manager.trim("a", 5)
+    # The token and the right draft again, and two drafts: all of them stay.
+    model.run("a", "abcdefgHIJ", 10, num_drafts=2)
+    assert manager.trim("a", 10) == manager.num_tokens("a") == 10
+    assert model.states.get("a", 10) == "abcdefgHIJ"
+    with pytest.raises(BlockTableError, match=r"state of 10 tokens, which can't be cut to 6"):
+        manager.trim("a", 6)
+    # What falls back to no state at all begins again.
+    model.run("b", "xyz", 3, num_drafts=1)
+    assert manager.trim("b", 2) == manager.num_tokens("b") == 0
+    model.run("b", "xyw", 3)
+    manager.free("a")
+    manager.free("b")
+    assert len(model.states) == 0
+
+
 def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
     states = SequenceStates(num_checkpoints=2)
     states.put({"a": SequenceState(5, "state")})
@@ -232,7 +269,7 @@ def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
     states.offer("a", Cut(4), "offered")
     states.reset()
     assert len(states) == len(states.checkpoints) == len(states._pending) == 0
-    assert states.checkpoints.longest([named(1)], 1) == 0
+    assert named(1) not in states.checkpoints
     assert states.checkpoints.num_checkpoints == 2
 
 
@@ -244,3 +281,47 @@ def test_a_cache_that_is_reset_hits_nothing():
     model.manager.free("a")
     assert model.manager.reset_prefix_cache()
     assert model.num_checkpoints == 0
+
+
+def test_a_state_that_is_elsewhere_is_asked_for_first_and_makes_a_longer_prefix():
+    model = Model(num_checkpoints=2)
+    text = "abcdefghijkl"
+    hashes = model.hashes(text)
+    there = {*hashes, state_key(hashes[1])}
+    absent = model.manager.absent_blocks(hashes, 12, there.__contains__)
+    assert absent == [
+        AbsentBlock(STATES, state_key(hashes[1]), 8),
+        AbsentBlock(0, hashes[0]),
+        AbsentBlock(0, hashes[1]),
+    ]
+    # Without the state no block is asked for, and with it in memory it is not asked for.
+    assert model.manager.absent_blocks(hashes, 12, set(hashes).__contains__) == []
+    model.states.checkpoints.put(Checkpoint(hashes[1], "abcdefgh"))
+    absent = model.manager.absent_blocks(hashes, 12, there.__contains__)
+    assert absent == [AbsentBlock(0, hashes[0]), AbsentBlock(0, hashes[1])]
+
+
+def test_a_checkpoint_is_shared_when_a_second_prompt_goes_on_from_it():
+    checkpoints = Checkpoints(4)
+    checkpoints.put(Checkpoint(named(1), "end"))
+    checkpoints.put(Checkpoint(named(2), "junction"), is_junction=True)
+    found = []
+    for _ in range(3):
+        found.append([checkpoints.is_shared(named(number)) for number in (1, 2, 3)])
+        for number in (1, 2):
+            checkpoints.use(checkpoints.get(named(number)))
+    assert found == [[False, False, False], [False, True, False], [True, True, False]]
+
+
+def test_a_checkpoint_that_goes_for_another_is_told_before_it_has_gone():
+    checkpoints, told = Checkpoints(2), []
+
+    def tell(checkpoint: Checkpoint) -> None:
+        told.append((checkpoint.content, checkpoint.block_hash in checkpoints))
+
+    checkpoints.on_eviction = tell
+    for number in range(4):
+        checkpoints.put(Checkpoint(named(number), number))
+    checkpoints.remove([named(3)])
+    checkpoints.clear()
+    assert told == [(0, True), (1, True)]

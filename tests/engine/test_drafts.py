@@ -86,7 +86,9 @@ BOUND_BY_ROWS = StepCost(0.1, 1)
 
 
 def counts(gate: DraftGate, *acceptances: float, most: int = 7) -> list[int]:
-    return gate.num_drafts(acceptances, len(acceptances), len(acceptances), most)
+    return gate.num_drafts(
+        acceptances, [1] * len(acceptances), len(acceptances), len(acceptances), most
+    )
 
 
 def test_rows_that_cost_little_are_filled_with_drafts():
@@ -122,6 +124,27 @@ def test_the_passes_of_a_draft_model_count():
     gate = DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(1, 0.01))
     assert 1 <= counts(gate, 0.7)[0] < counts(DraftGate(BOUND_BY_MEMORY), 0.7)[0]
     assert counts(DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(9, 0.1)), 0.7) == [0]
+
+
+def test_rows_that_a_recurrent_model_computes_again_count():
+    """A run of n rows and one draft of acceptance a is n * (1 - a) rows more on average."""
+    step = StepCost(10, 1)
+    gate = DraftGate(step, repeats_runs=True)
+
+    def drafts(acceptance: float, run_length: int) -> int:
+        (count,) = gate.num_drafts([acceptance], [run_length], run_length, 1, 1)
+        return count
+
+    # 1.3 tokens per 10 + n is what a draft has to promise, and 1.9 of them come per step.
+    assert drafts(0.9, 1) == 1 and 1.9 / (10 + 2 + 0.1) > 1.3 / 11
+    assert drafts(0.45, 1) == 0 and 1.45 / (10 + 2 + 0.55) < 1.3 / 11
+    assert counts(DraftGate(step), 0.45, most=1) == [1] and 1.45 / (10 + 2) > 1.3 / 11
+    # The longer the run, the dearer: with 0.6, up to some length.
+    paid = [drafts(0.6, run_length) for run_length in range(1, 20)]
+    expected = [1.6 / (11 + n + 0.4 * n) > 1.3 / (10 + n) for n in range(1, 20)]
+    assert paid == expected and True in expected and False in expected
+    # What is surely accepted is never computed again.
+    assert counts(gate, 1.0) == counts(DraftGate(step), 1.0) == [7]
 
 
 def test_where_rows_cost_nothing_all_are_tried():

@@ -43,14 +43,17 @@ class Unprintable:
         ({"kv_cache_bytes": True}, "kv_cache_bytes must be bytes .*, got True"),
         ({"kv_cache_bytes": 1e9}, "kv_cache_bytes must be bytes .*, got 1000000000.0"),
         ({"backend": "x" * 5000}, "unknown backend"),
-        ({"model": None}, "model must be one that mlx_paged.load returns, got NoneType"),
+        (
+            {"model": None},
+            "model must be one that mlx_paged.load or mlx_lm.load returns, got NoneType",
+        ),
         (
             {"model": np.array([])},
-            "model must be one that mlx_paged.load returns, got numpy.ndarray",
+            "model must be one that mlx_paged.load or mlx_lm.load returns, got numpy.ndarray",
         ),
         (
             {"model": mx.array([1])},
-            "model must be one that mlx_paged.load returns, got mlx.core.array",
+            "model must be one that mlx_paged.load or mlx_lm.load returns, got mlx.core.array",
         ),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else None,

@@ -171,7 +171,7 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
     engine = make_engine(model, **options)
 
     class Always(EagerSpeculation):
-        def num_drafts(self, requests: Any, num_rows: int, num_tokens: int) -> list[int]:
+        def num_drafts(self, requests: Any, *_: Any) -> list[int]:
             return [self.num_draft_tokens] * len(requests)
 
     class Right:

@@ -33,8 +33,8 @@ def device(weights_seconds: float, per_token: float, per_context: float = 0.0) -
     )
 
 
-# A 7B model of 3.8 GB on an M1, an M1 Max and an M5 Max, as `benchmarks/mixed_load.py` has them,
-# and one that is large for its bandwidth.
+# A 7B model of 3.8 GB on an M1, an M1 Max and an M5 Max, as `mixed_load` of the benchmarks has
+# them, and one that is large for its bandwidth.
 M1 = device(0.056, 1 / 118, 6.4e-6)
 M1_MAX = device(0.0095, 1 / 530, 1.1e-6)
 M5_MAX = device(0.0062, 1 / 3000, 0.7e-6)

@@ -127,6 +127,25 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
 }
 CONFIGS = {**ATTENTION, **RECURRENT}
+# A model whose states are much of the memory that it works in.
+WIDE: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 16,
+    "num_heads": 16,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "state_size": 64,
+    "layer_norm_epsilon": 1e-5,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, 100.0],
+    "time_step_rank": 8,
+}
 # Where a state decays: so slowly that a token is felt after dozens of others.
 DECAYS = {"dt_bias": -3.0, "recurrent_param": -4.0}
 

@@ -32,7 +32,8 @@ TEMPLATE = """\
 {%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' and message.reasoning_content and loop.index0 > last.question %}
+{%- if message.role == 'assistant' and message.reasoning_content and
+       (loop.index0 > last.question or (preserve_thinking is defined and preserve_thinking)) %}
 {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
 {%- endif %}
 {{- message.content }}

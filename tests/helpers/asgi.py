@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -25,19 +25,24 @@ def ask(
     app: Any,
     method: str = "GET",
     path: str = "/",
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str | None] | None = None,
     body: Iterable[bytes] = (b"",),
     leaves: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> Answered:
-    """Send a request in chunks; without ``leaves``, its client waits for the answer."""
-    return asyncio.run(asked(app, method, path, headers, body, leaves))
+    """Send a request in chunks; without ``leaves``, its client waits for the answer.
+
+    Args:
+        headers: beside ``host``, which ``None`` leaves out.
+    """
+    return asyncio.run(asked(app, method, path, headers, body, leaves, state))
 
 
 async def asked(
     app: Any,
     method: str = "GET",
     path: str = "/",
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str | None] | None = None,
     body: Iterable[bytes] = (b"",),
     leaves: bool = False,
     state: dict[str, Any] | None = None,
@@ -57,6 +62,7 @@ async def asked(
         "headers": [
             (name.lower().encode(), value.encode("latin-1"))
             for name, value in {"host": "127.0.0.1:8000", **(headers or {})}.items()
+            if value is not None
         ],
         "state": {} if state is None else state,
     }

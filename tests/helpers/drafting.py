@@ -104,9 +104,7 @@ class EagerSpeculation(Speculation):
     num_draft_tokens: int = 7
     seed: int = 0
 
-    def num_drafts(
-        self, requests: Sequence[Request], num_rows: int, num_tokens: int
-    ) -> Sequence[int]:
+    def num_drafts(self, requests: Sequence[Request], *_: Any) -> Sequence[int]:
         counts = []
         for request in requests:
             rng = random.Random(f"{self.seed} {request.seq_id} {request.num_tokens}")

@@ -67,11 +67,29 @@ def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
 
 
+def random_one_of(rng: random.Random) -> dict[str, Any]:
+    """A schema with ``oneOf``, whose branches may exclude one another or not, often by a property
+    ``"kind"`` that may be required or not.
+    """
+    branches = [_tagged(rng) if rng.random() < 0.6 else random_schema(rng, 1) for _ in range(2)]
+    return {"oneOf": branches + ([random_schema(rng, 0)] if rng.random() < 0.3 else [])}
+
+
+def _tagged(rng: random.Random) -> dict[str, Any]:
+    kinds = rng.choice([{"const": "a"}, {"const": "b"}, {"enum": ["c", "d"]}, {"enum": ["a", "c"]}])
+    schema = _object(rng, 1)
+    schema["properties"]["kind"] = kinds
+    schema["required"] += ["kind"] * (rng.random() < 0.5)
+    return schema
+
+
 _TYPES = {"null": type(None), "boolean": bool, "string": str, "integer": int, "array": list}
 
 
 def is_valid(value: Any, schema: dict[str, Any]) -> bool:
-    """By JSON Schema's definition of the keywords that :func:`random_schema` uses."""
+    """By JSON Schema's definition of the keywords that random schemas have."""
+    if "oneOf" in schema:
+        return sum(is_valid(value, each) for each in schema["oneOf"]) == 1
     if "anyOf" in schema:
         return any(is_valid(value, each) for each in schema["anyOf"])
     if "enum" in schema or "const" in schema:

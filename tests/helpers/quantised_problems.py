@@ -14,12 +14,18 @@ from mlx_paged.ops import AffineFormat, KVFormat, KVHandle, Parts, RowFormat
 BITS_OF_K_AND_V = ((8, 8), (8, 4), (4, 4), (4, 8))
 
 
-def affine(width: int, key_bits: int, value_bits: int, dtype: mx.Dtype | str) -> KVFormat:
-    """In the largest groups that there are for this width."""
+def affine(
+    width: int,
+    key_bits: int,
+    value_bits: int,
+    dtype: mx.Dtype | str,
+    value_width: int | None = None,  # that of keys by default
+) -> KVFormat:
+    """In the largest groups that there are for these widths."""
     name = str(dtype).removeprefix("mlx.core.")
     return KVFormat(
         AffineFormat.for_width(width, key_bits, name),
-        AffineFormat.for_width(width, value_bits, name),
+        AffineFormat.for_width(value_width or width, value_bits, name),
     )
 
 
@@ -29,7 +35,7 @@ def quantised(problem: PagedProblem, key_bits: int, value_bits: int) -> PagedPro
     scales and biases are NaN.
     """
     kv = problem.kv
-    format = affine(kv.key_dim, key_bits, value_bits, kv.dtype)
+    format = affine(kv.key_dim, key_bits, value_bits, kv.dtype, kv.value_dim)
     k, v = zip(*(format.encode(k, v) for _, k, v in problem.dense), strict=True)
     dense = tuple(
         (format.rotated(q), numbers(format.key, k_parts), numbers(format.value, v_parts))

@@ -2,7 +2,8 @@
 against those of mlx-lm's own caches.
 
 Sequences join, wait, are left out of steps, fork, are preempted and begin again from what is
-cached; prompts run in odd chunks beside decodes, and are cut where they leave a checkpoint.
+cached; prompts run in odd chunks beside decodes, and are cut where they leave a checkpoint. Answers
+have drafts, right and wrong ones, after which a sequence falls back to its state before them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -26,9 +28,12 @@ from mlx_paged.core import (
 )
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import StateStack
 
 BLOCK_SIZE = 8
 MAX_LIVE = 4
+MAX_DRAFTS = 4
+MAX_REPEATED = 6
 NUM_CHECKPOINTS = 40
 # Of the spread of logits, in float32: sums are added up in another order.
 TOLERANCE = 5e-5
@@ -42,6 +47,7 @@ class Sequence:
     expected: mx.array  # [num_tokens, vocab_size]
     num_prompt: int
     num_done: int = 0
+    num_repeated: int = 0  # the tokens after these, which were right and have no state
     hashes: list[BlockHash] = field(default_factory=list)
 
 
@@ -68,6 +74,7 @@ class Schedule:
         self._live: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._known: list[list[int]] = []  # beginnings to share
+        self._stacks = WeakSet[StateStack]()
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -89,11 +96,13 @@ class Schedule:
         if ran and draw() < 0.08:
             preempted = self._random.choice(ran)
             self._leave(preempted)
-            preempted.num_done = 0
+            preempted.num_done = preempted.num_repeated = 0
             self._waiting.append(preempted)
             self.events["preempted"] += 1
         elif ran and draw() < 0.15:
-            self._fork(self._random.choice(ran))
+            parent = self._random.choice(ran)
+            if not parent.num_repeated:  # An engine forks a sequence before it has drafts.
+                self._fork(parent)
 
     def _leave(self, sequence: Sequence) -> None:
         self._live.remove(sequence)
@@ -116,7 +125,8 @@ class Schedule:
 
     def _fork(self, parent: Sequence) -> None:
         ids = parent.ids[: parent.num_done] + self._tokens(2, 12)
-        child = Sequence(ids, self._expected(ids), 0, parent.num_done, parent.hashes.copy())
+        child = Sequence(ids, self._expected(ids), 0, parent.num_done)
+        child.hashes = parent.hashes.copy()
         del child.hashes[parent.num_done // BLOCK_SIZE :]
         self.manager.fork(parent, child)
         self._live.append(child)
@@ -127,16 +137,19 @@ class Schedule:
         return _finite(logits)
 
     def _step(self, batch: list[Sequence]) -> None:
-        counts = [self._allocate(each) for each in batch]
-        states = states_before(self.manager, batch, counts)
+        counts, tokens, num_drafts, num_right = [], [], [], []
+        for each in batch:
+            count = self._allocate(each)
+            drafts, right = self._drafts(each, count)
+            tokens.append(each.ids[each.num_done : each.num_done + count] + drafts)
+            counts.append(count + len(drafts))
+            num_drafts.append(len(drafts))
+            num_right.append(count + right)
+        states = states_before(self.manager, batch, counts, num_drafts)
         if states is not None:
             self.events["cut"] += sum(
                 len({*state.cuts, count}) - 1 for state, count in zip(states, counts, strict=True)
             )
-        tokens = [
-            each.ids[each.num_done : each.num_done + count]
-            for each, count in zip(batch, counts, strict=True)
-        ]
         with self.cache.open_step(
             [self.manager.groups[each] for each in batch], counts, counts, states=states
         ) as step:
@@ -146,12 +159,19 @@ class Schedule:
             mx.eval(logits, self.cache.arrays)
         if states is not None:
             put_states(self.manager, batch, counts, states)
-            forget_before(states)
+            self._stacks = WeakSet(forget_before(states, self._stacks))
         begin = 0
-        for each, count in zip(batch, counts, strict=True):
-            self._check(each, logits[begin : begin + count])
+        for each, count, right, drafts in zip(batch, counts, num_right, num_drafts, strict=True):
+            self._check(each, logits[begin : begin + right])
             begin += count
-            each.num_done += count
+            num_tokens = each.num_done + right
+            if drafts:
+                self.events["drafted"] += 1
+                self.events["fell back"] += right < count
+                each.num_done = self.manager.trim(each, num_tokens)
+            else:
+                each.num_done = num_tokens
+            each.num_repeated = num_tokens - each.num_done
             self.manager.cache_blocks(each, each.hashes[: each.num_done // BLOCK_SIZE])
         self.events["steps"] += 1
 
@@ -166,11 +186,32 @@ class Schedule:
             self.events["hit"] += computed.num_tokens > 0
         extend_block_hashes(sequence.hashes, sequence.ids, BLOCK_SIZE)
         num_left = sequence.num_prompt - sequence.num_done
-        count = 1 if num_left < 2 else min(num_left, self._random.choice([1, 3, 5, 8, 13, 40]))
+        if num_left < 2:
+            count = sequence.num_repeated + 1
+        else:
+            count = min(num_left, self._random.choice([1, 3, 5, 8, 13, 40]))
         copies = self.manager.allocate_slots(sequence, count, computed)
         assert copies is not None
         self.cache.copy_blocks(copies)
         return count
+
+    def _drafts(self, sequence: Sequence, count: int) -> tuple[list[int], int]:
+        """Drafts that follow the next ``count`` tokens of an answer, and how many of them are
+        right.
+        """
+        end = sequence.num_done + count
+        reaches_end_of_block = end // BLOCK_SIZE > sequence.num_done // BLOCK_SIZE
+        is_short = count <= MAX_REPEATED + 1 and sequence.num_done
+        if end <= sequence.num_prompt or reaches_end_of_block or not is_short:
+            return [], 0
+        most = min(MAX_DRAFTS, len(sequence.ids) - end, self.manager.max_more(sequence))
+        num_drafts = self._random.randint(0, max(0, most))
+        if not num_drafts:
+            return [], 0
+        right = sequence.ids[end : end + self._random.choice([num_drafts, 0, 1, 2])][:num_drafts]
+        wrong = [(token + 1) % 256 for token in sequence.ids[end + len(right) : end + num_drafts]]
+        assert self.manager.allocate_slots(sequence, num_drafts) == []
+        return right + wrong, len(right)
 
     def _check(self, sequence: Sequence, logits: mx.array) -> None:
         expected = sequence.expected[sequence.num_done : sequence.num_done + len(logits)]

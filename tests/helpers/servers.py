@@ -17,12 +17,15 @@ from urllib.parse import urlsplit
 import mlx.core as mx
 import uvicorn
 from mlx.nn import Module
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load
 from mlx_paged.loading import read_sampling_defaults
-from mlx_paged.server.app import make_app
+from mlx_paged.request import MAX_PRIORITY
+from mlx_paged.server.app import build_app
 from mlx_paged.server.service import Service
+from mlx_paged.server.settings import ServerSettings
 
 
 class ScriptedEngine(AsyncEngine):
@@ -40,7 +43,8 @@ class ScriptedEngine(AsyncEngine):
         self.scripts: deque[list[int]] = deque()
 
     def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        if self.scripts:
+        # What is computed ahead has no answer.
+        if self.scripts and options.get("priority") != MAX_PRIORITY:
             params = params or SamplingParams()
             dictate = dictation(self.scripts.popleft(), len(prompt["prompt_token_ids"]))
             params = params.clone(logits_processors=(*params.logits_processors, dictate))
@@ -124,8 +128,14 @@ def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
 def running_service(folder: Path | None = None, **options: Any) -> Iterator[tuple[Service, str]]:
     """A service of its own and its address, for what needs other settings than the shared one."""
     service = make_service(folder, **options)
-    with service.engine, serving(make_app(service)) as url:
+    with service.engine, serving(build_app(service)) as url:
         yield service, url
+
+
+def client_of(service: Service, settings: ServerSettings | None = None) -> TestClient:
+    """A client of the whole application, in this process and under a name that it lets in."""
+    app = build_app(service, settings)
+    return TestClient(app, "http://localhost", raise_server_exceptions=False)
 
 
 class HttpAnswer(NamedTuple):
@@ -169,4 +179,5 @@ def is_idle(service: Service) -> bool:
     """Nothing runs or waits, no request has a name, and no block is held."""
     stats = service.engine.stats()
     is_quiet = (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    is_quiet = is_quiet and service.idle_prefill.is_done
     return is_quiet and not service.engine.engine.has_unfinished_requests()

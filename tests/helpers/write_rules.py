@@ -23,7 +23,7 @@ def slots_of_the_step(call: Call) -> dict[str, Ranges]:
             num_tokens = call.inputs["num_tokens"].item()
         slots = call.inputs["slot_mapping"].tolist()[:num_tokens]
         return _slots(call, [slot for slot in slots if slot >= 0])
-    if name in ("paged_attention", "latent_attention"):
+    if name == "paged_attention":
         return _slots(
             call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2])
         )

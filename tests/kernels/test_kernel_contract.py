@@ -216,10 +216,10 @@ def test_each_kernel_and_template_is_one_library(varied_trace):
     assert {library: len(set(found)) for library, found in signatures.items()} == dict.fromkeys(
         signatures, 1
     )
-    # Four of attention, for one and two queries, merged or not, two of quantised decodes, and one
-    # of each other kernel.
+    # Five of attention, for one and two queries, merged or not, and for latents; two of quantised
+    # decodes, and one of each other kernel.
     assert sorted(library[0].removeprefix("mlx_paged_") for library in signatures) == sorted(
-        [*kernels.KERNELS, *["paged_attention"] * 3, "paged_attention_affine"]
+        [*kernels.KERNELS, *["paged_attention"] * 4, "paged_attention_affine"]
     )
     assert min(map(len, signatures.values())) >= 6
     small = [

@@ -48,8 +48,15 @@ def metal(compiler):
         yield trace
 
 
-def empty(width: int, bits: tuple[int, int], dtype: str, num_kv_heads: int = 3) -> KVHandle:
-    return KVHandle.allocate(6, num_kv_heads, 8, width, width, affine(width, *bits, DTYPES[dtype]))
+def empty(
+    width: int,
+    bits: tuple[int, int],
+    dtype: str,
+    num_kv_heads: int = 3,
+    value_width: int | None = None,
+) -> KVHandle:
+    form = affine(width, *bits, DTYPES[dtype], value_width)
+    return KVHandle.allocate(6, num_kv_heads, 8, width, value_width or width, form)
 
 
 def hard_rows(rng: np.random.Generator, width: int, dtype: mx.Dtype) -> mx.array:
@@ -66,16 +73,25 @@ def hard_rows(rng: np.random.Generator, width: int, dtype: mx.Dtype) -> mx.array
 
 
 @each_shape
-def test_the_bits_are_those_of_plain_mlx(width, bits, dtype, metal):
-    kv, rng = empty(width, bits, dtype), np.random.default_rng(width)
-    twin = copy_of(kv)
-    k, v = (hard_rows(rng, width, kv.dtype) for _ in "kv")
+def test_the_bits_are_those_of_plain_mlx(width, bits, dtype, metal, value_width=None):
+    kv = empty(width, bits, dtype, value_width=value_width)
+    rng, twin = np.random.default_rng(width), copy_of(kv)
+    k, v = (hard_rows(rng, dim, kv.dtype) for dim in (kv.key_dim, kv.value_dim))
     slots = slots_of([3, -1, 8, 47, 17, 0, 30, 12], 8)
     METAL.update(k, v, kv, slots)
     REFERENCE.update(k, v, twin, slots)
     assert_same_slabs(kv, twin)
     assert [call.kernel for call in metal] == ["mlx_paged_encode_and_cache"]
     assert disorders(metal) == []
+
+
+@mostly_slow(
+    "widths", [(96, 64), (64, 96), (512, 64), (32, 512), (192, 128)], ids=str, quick=(0, 2)
+)
+def test_the_bits_of_k_and_v_of_different_widths_are_those_of_plain_mlx(widths, metal):
+    for bits, dtype in zip(BITS_OF_K_AND_V, ("f16", "bf16", "f32", "bf16"), strict=True):
+        metal.clear()
+        test_the_bits_are_those_of_plain_mlx(widths[0], bits, dtype, metal, widths[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,22 +148,22 @@ def test_a_step_whose_last_rows_alone_are_wanted_has_their_bits(bits, metal):
     assert_same_bits(alone, whole[:1])
 
 
-ENCODE, FORMATS = "encode_and_cache.metal", "row_formats.h"
+ENCODE, ROWS, FORMATS = "encode_and_cache.metal", "encoded_rows.h", "affine_rows.h"
 MISTAKES: dict[str, tuple[int, tuple[int, int], str, str, str]] = {
-    "no_rotation": (64, (4, 4), ENCODE, "ROTATES && !is_value", "false"),
-    "rotated_values": (64, (4, 4), ENCODE, "ROTATES && !is_value", "ROTATES"),
+    "no_rotation": (64, (4, 4), ENCODE, "if (ROTATES)", "if (false)"),
+    "values_of_another_token": (64, (4, 4), ENCODE, "slice - num_tokens", "slice / 2"),
     "values_in_the_place_of_keys": (64, (8, 8), ENCODE, "is_key ? key_rows", "is_key ? value_rows"),
-    "a_difference_the_wrong_way_round": (64, (4, 8), FORMATS, "other - row[i]", "row[i] - other"),
-    "a_sum_of_eleven_parts": (96, (4, 8), FORMATS, "part < 12; part++", "part < 11; part++"),
-    "a_matrix_that_is_transposed": (96, (4, 8), FORMATS, "{0x002, 0xaab", "{0xffd, 0xaab"),
-    "no_scale_of_the_rotation": (64, (4, 8), FORMATS, "row[i] *= scale", "row[i] *= 1"),
+    "a_difference_the_wrong_way_round": (64, (4, 8), ROWS, "other - row[i]", "row[i] - other"),
+    "a_sum_of_eleven_parts": (96, (4, 8), ROWS, "part < 12; part++", "part < 11; part++"),
+    "a_matrix_that_is_transposed": (96, (4, 8), ROWS, "{0x002, 0xaab", "{0xffd, 0xaab"),
+    "no_scale_of_the_rotation": (64, (4, 8), ROWS, "row[i] *= scale", "row[i] *= 1"),
     "a_range_of_half_a_group": (
         *(64, (8, 8), FORMATS),
-        *("high = max_over_lanes<1, SCALE_LOADS>", "high = max_over_lanes<1, SCALE_LOADS / 2>"),
+        *("high = max_over_lanes<1, REST_LOADS>", "high = max_over_lanes<1, REST_LOADS / 2>"),
     ),
     "a_range_of_two_groups": (
         *(128, (8, 8), FORMATS),
-        *("max_over_lanes<1, SCALE_LOADS>(-low)", "max_over_lanes<1, 2 * SCALE_LOADS>(-low)"),
+        *("max_over_lanes<1, REST_LOADS>(-low)", "max_over_lanes<1, 2 * REST_LOADS>(-low)"),
     ),
     "steps_that_do_not_meet_zero": (64, (8, 8), FORMATS, "step : whole", "step : step"),
     "the_nearer_end": (64, (8, 8), FORMATS, "max(low, -low) > max", "max(low, -low) < max"),
@@ -155,7 +171,7 @@ MISTAKES: dict[str, tuple[int, tuple[int, int], str, str, str]] = {
     "numbers_cut_off": (64, (8, 4), FORMATS, "rint((row", "floor((row"),
     "nibbles_the_wrong_way_round": (64, (8, 4), FORMATS, "n[0] | n[1] << 4", "n[1] | n[0] << 4"),
     "bytes_the_wrong_way_round": (64, (8, 8), FORMATS, "n[0] | n[1] << 8", "n[1] | n[0] << 8"),
-    "one_scale_for_a_row": (128, (8, 8), FORMATS, "at % SCALE_LOADS == 0", "at == 0"),
+    "one_scale_for_a_row": (128, (8, 8), FORMATS, "at % REST_LOADS == 0", "at == 0"),
 }
 
 

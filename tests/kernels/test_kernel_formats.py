@@ -324,7 +324,7 @@ EIGHT, FOUR = AffineFormat("float16", 8), AffineFormat("float16", 4)
         (KVFormat(EIGHT, FOUR), None),
         (KVFormat.dense("float16"), None),
         (KVFormat(EIGHT, DenseFormat("float16")), "both dense or both quantised"),
-        (KVFormat(EIGHT, AffineFormat("float16", 8, 32)), "groups of the same size"),
+        (KVFormat(EIGHT, AffineFormat("float16", 8, 32)), None),
     ],
     ids=str,
 )
@@ -335,29 +335,29 @@ def test_formats_without_a_kernel_are_named(format, lack):
 
 # Mistakes
 
-FORMATS, ATTENTION = "row_formats.h", "paged_attention.metal"
+FORMATS, ATTENTION = "affine_rows.h", "paged_attention.metal"
 MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
-    "no_bias_of_keys": (DECODE, (8, 8), FORMATS, "scaling.bias * query_sum", "0"),
+    "no_bias_of_keys": (DECODE, (8, 8), FORMATS, "rest.bias * query_rest.sum", "0"),
     "a_query_sum_over_fewer_lanes": (
         *(DECODE, (8, 8), FORMATS),
         *("sum_over_lanes<1, SHARERS>(sums", "sum_over_lanes<1, SHARERS / 2>(sums"),
     ),
-    "no_bias_of_values": (DECODE, (8, 8), FORMATS, "weight * scaling.bias", "0"),
+    "no_bias_of_values": (DECODE, (8, 8), FORMATS, "weight * rest.bias", "0"),
     "a_bias_that_does_not_shrink": (
         *(DECODE, (8, 8), FORMATS),
-        *("fma(sum, factor, weight * scaling.bias)", "sum + weight * scaling.bias"),
+        *("fma(sum, factor, weight * rest.bias)", "sum + weight * rest.bias"),
     ),
     "the_scaling_of_the_next_group": (
         *(DECODE, (8, 8), FORMATS),
-        *("row * ROW_SCALES + group;", "row * ROW_SCALES + (group ^ 1);"),
+        *("place / REST_LOADS;", "(place / REST_LOADS ^ 1);"),
     ),
     "the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Keys::scaling(keys_from, scored_key", "Keys::scaling(keys_from, in_block"),
+        *("Keys::rest(keys_from, scored_key", "Keys::rest(keys_from, in_block"),
     ),
     "values_with_the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Values::scaling(values_from, scored_key", "Values::scaling(values_from, in_block"),
+        *("Values::rest(values_from, scored_key", "Values::rest(values_from, in_block"),
     ),
     "groups_that_are_not_added_up": (
         *(DECODE, (8, 8), ATTENTION),

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from helpers.backends import METAL
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import assert_same_bits, assert_same_slabs, checked_metal
 from helpers.numpy_attention import (
     DTYPES,
@@ -15,6 +17,7 @@ from helpers.numpy_attention import (
     before_the_step,
     make_problem,
 )
+from helpers.quantised_problems import quantised
 
 from mlx_paged.ops import KVHandle, PlanKey, kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
@@ -87,6 +90,51 @@ def test_rotated_keys_of_unused_slots_are_never_seen(metal):
     check(problem_of(poison="nan_values"))
 
 
+def quantised_problem(bits: tuple[int, int], **settings) -> PagedProblem:
+    """Latents and rotated keys as the format stores them, and what they stand for."""
+    problem = problem_of(**settings)
+    apart = [
+        (q, k[..., : problem.kv.key_dim], k[..., problem.kv.key_dim :]) for q, k, _ in problem.dense
+    ]
+    stored = quantised(replace(problem, dense=tuple(apart)), *bits)
+    dense = tuple((q, mx.concatenate([k, v], axis=-1), k) for q, k, v in stored.dense)
+    return replace(stored, dense=dense)
+
+
+def check_backend(problem: PagedProblem) -> None:
+    """By what a layer calls, so that new rows are encoded on the way."""
+    params = replace(problem.params, holds_latents=True)
+    whole = METAL.attend(problem.q, problem.kv, problem.metadata, params)
+    matches(whole, problem)
+    kv, k, v = before_the_step(problem)
+    out = METAL.update_and_attend(problem.q, k, v, kv, problem.metadata, params)
+    assert_same_bits(out, whole)
+    assert_same_slabs(kv, problem.kv)
+    for seq in range(len(problem.context_lens)):
+        q, _, metadata, _ = problem.alone(seq)
+        assert_same_bits(METAL.attend(q, kv, metadata, params), whole[problem.rows(seq)])
+
+
+@mostly_slow("dtype", DTYPES, quick=(1,))
+@mostly_slow("bits", [(8, 8), (8, 4)], ids=str, quick=(1,))
+@mostly_slow("latents", [512, 256], quick=(0,))
+def test_quantised_latents_match_the_formula(latents, bits, dtype, metal):
+    check_backend(
+        quantised_problem(bits, latents=latents, dtype=DTYPES[dtype], context_lens=(300, 17, 1))
+    )
+    assert {call.kernel.removeprefix("mlx_paged_") for call in metal} == {
+        "paged_attention_affine",
+        "merge_partitions",
+        "encode_and_cache",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [2, 4])
+def test_runs_on_quantised_latents_match_the_formula(run, metal):
+    check_backend(quantised_problem((8, 8), context_lens=(300, 20), run=run, dtype=mx.bfloat16))
+
+
 @pytest.mark.parametrize("run", [2, 4])
 def test_runs_match_the_formula(run, metal):
     check(problem_of((300, 20), run), run)
@@ -108,11 +156,16 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(metal):
 
 FAULTS = {
     "rotated_keys": ("Rope::load(rows.rope_keys, row, ", "Rope::load(rows.rope_keys, row ^ 1, "),
-    "second_load": (
-        "Latent::load(rows.latents, row, place, n)",
-        "Latent::load(rows.latents, row, place % 32, n)",
+    "rotated_keys_of_another_lane": (
+        "const int rope_place = lane / MAX_SHARERS",
+        "const int rope_place = lane % ROPE_LOADS",
     ),
-    "rotated_keys_not_stored": ("Rope::store(rows.rope_keys, place - LATENT_LOADS, n, value)", ""),
+    "rotated_queries_of_another_lane": ("from[lane / MAX_SHARERS *", "from[lane % ROPE_LOADS *"),
+    "power_of_rotated_queries": ("rest.rope) / factor;", "rest.rope);"),
+    "rotated_keys_not_stored": (
+        "Rope::store(rows.rope_keys, lane / MAX_SHARERS, rest.rope_load)",
+        "",
+    ),
     "rotated_keys_of_another_token": (
         "Rope::newest(has_rows, rows.rope_keys, token, kv_head",
         "Rope::newest(has_rows, rows.rope_keys, 0, kv_head",
@@ -124,6 +177,33 @@ FAULTS = {
 @pytest.mark.parametrize(("text", "other"), FAULTS.values(), ids=FAULTS)
 def test_a_mistake_is_seen(text, other, plant, compiler):
     with checked_metal():
-        plant("row_formats.h", text, other)
+        plant("latent_rows.h", text, other)
         with pytest.raises(AssertionError, match=r"sequence \d|Arrays are not equal"):
-            check(problem_of((40, 17)))
+            check(problem_of((40, 17), dtype=mx.bfloat16))
+
+
+QUANTISED_FAULTS = {
+    "scales_of_another_rotated_key": (
+        "Rope::rest(rows.rope_keys, row, ",
+        "Rope::rest(rows.rope_keys, row ^ 1, ",
+    ),
+    "scales_of_another_latent": (
+        "Latent::rest(rows.latents, row, ",
+        "Latent::rest(rows.latents, row ^ 1, ",
+    ),
+    "a_sum_of_rotated_queries_over_two_lanes": (
+        "prepare_query<LANES, 1>",
+        "prepare_query<LANES, 8>",
+    ),
+    "rotated_products_without_a_scale": ("Rope::scaled(rope, rest.rope, query_rest.rope)", "rope"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "other"), QUANTISED_FAULTS.values(), ids=QUANTISED_FAULTS)
+def test_a_mistake_in_quantised_latents_is_seen(text, other, plant, compiler):
+    problem = quantised_problem((8, 4), context_lens=(40, 17), dtype=mx.float16)
+    with checked_metal():
+        plant("latent_rows.h", text, other)
+        with pytest.raises(AssertionError, match=r"sequence \d"):
+            check_backend(problem)

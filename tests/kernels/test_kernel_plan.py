@@ -277,6 +277,8 @@ def test_partitions_begin_with_a_chunk_of_every_kernel_or_in_it():
         (16, 512, Cut(1, 4, 1)),
         (17, 128, Cut(1, 3, 2)),
         (32, 128, Cut(1, 4, 2)),
+        (20, 1152, Cut(2, 2, 5)),
+        (26, 1152, Cut(2, 2, 7)),
         (128, 128, Cut(1, 4, 8)),
         (2, 1024, Cut(4, 1, 1)),
         (4, 1024, Cut(2, 2, 1)),

@@ -55,7 +55,6 @@ def test_every_barrier_is_counted():
     assert {name: count for name, count in counts.items() if count} == {
         "paged_attention": 1,
         "paged_attention_affine": 1,
-        "latent_attention": 1,
         "merge_partitions": 1,
     }
 
@@ -167,13 +166,13 @@ WRONG_RESULTS = {
     "reading_new_rows_from_the_slab": (
         SHARED,
         ATTENTION,
-        "Keys::newest(has_rows, new_keys",
-        "Keys::newest(false, new_keys",
+        "Keys::newest(has_rows, Formats",
+        "Keys::newest(false, Formats",
     ),
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "Values::store(value_slot, ValueRow::place(column, n), n, value[n]);",
+        "Values::store(value_slot, ValueRow::place(column, n), value[n]);",
         "",
     ),
 }
@@ -233,8 +232,8 @@ def test_a_scale_from_behind_the_end_of_a_row_lets_a_nan_out(plant, compiler):
     with checked_metal():
         plant(
             ATTENTION,
-            "KeyRow::readable(column, 0) / Keys::SCALE_LOADS",
-            "KeyRow::place(column, 0) / Keys::SCALE_LOADS",
+            "key_place = KeyRow::readable(column, 0)",
+            "key_place = KeyRow::place(column, 0)",
         )
         with pytest.raises(AssertionError, match=r"sequence 0"):
             attend_and_compare(quantised(problem, 8, 4))

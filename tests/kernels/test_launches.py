@@ -96,30 +96,37 @@ def test_a_decode_takes_one_launch_more_where_rows_are_encoded(name, batch, cont
         assert launches(replay(*arrays)) == built
 
 
-def test_a_decode_on_latents_takes_one_launch_built_and_replayed():
-    spec = LayerSpec(1, 512, 64, format=FORMATS["dense"], num_heads=4, holds_latents=True)
-    seqs = Sequences(PagedKVCache(KVCacheConfig((spec,), 16, num_blocks=9), "metal"))
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("bits", [None, KVBits(8, 8), KVBits(8, 4)], ids=["dense", "K8V8", "K8V4"])
+def test_a_decode_on_latents_takes_one_launch_more_where_they_are_encoded(bits, batch):
+    form = FORMATS["dense"] if bits is None else KVFormat.quantised(bits, 512, 64, "bfloat16")
+    spec = LayerSpec(1, 512, 64, format=form, num_heads=4, holds_latents=True)
+    seqs = Sequences(PagedKVCache(KVCacheConfig((spec,), 16, num_blocks=120), "metal"))
     latents, rope_keys = (mx.zeros((40, 1, width), mx.bfloat16) for width in (512, 64))
-    seqs.append("0", latents[None], rope_keys[None])
-    q = mx.zeros((1, 4, 576), mx.bfloat16)
+    for seq in range(batch):
+        seqs.append(str(seq), latents[None], rope_keys[None])
+    q = mx.zeros((batch, 4, 576), mx.bfloat16)
     mx.eval(q, seqs.cache.arrays)
+    step = {str(seq): 1 for seq in range(batch)}
+    expected = {"Depends": 1 + (bits is not None)}
 
     def attend(layers: Sequence[LayerKV]) -> list[mx.array]:
         (layer,) = layers
-        return [layer.update_and_attend_latents(q, latents[:1], rope_keys[:1]), layer.kv.fence]
+        rows = latents[:batch], rope_keys[:batch]
+        return [layer.update_and_attend_latents(q, *rows), layer.kv.fence]
 
-    with seqs.step({"0": 1}):
+    with seqs.step(step):
         outputs = attend(seqs.cache.layers)
-        assert launches(outputs) == {"Depends": 1}
+        assert launches(outputs) == expected
         mx.eval(outputs)
-    with seqs.step({"0": 1}):
+    with seqs.step(step):
         decode = seqs.cache.open_decode()
         assert decode is not None
         shape, arrays, *_ = decode
         replay = mx.compile(
             lambda *arrays: attend(traced_layers(seqs.cache, shape, DecodeArrays(*arrays)))
         )
-        assert launches(replay(*arrays)) == {"Depends": 1}
+        assert launches(replay(*arrays)) == expected
 
 
 @each_format

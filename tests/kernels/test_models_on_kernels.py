@@ -43,5 +43,5 @@ def test_answers_are_those_of_mlx_lm(name, compiler):
                 answers[output.request_id] = list(output.outputs[0].token_ids)
     assert answers == expected
     called = {call.kernel.removeprefix("mlx_paged_") for call in trace}
-    attends = {"windows_and_sinks": "paged_attention", "latents": "latent_attention"}
-    assert called == {"reshape_and_cache", attends.get(name, "gather_blocks")}
+    attends = name in ("windows_and_sinks", "latents")
+    assert called == {"reshape_and_cache", "paged_attention" if attends else "gather_blocks"}

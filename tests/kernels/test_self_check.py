@@ -145,7 +145,7 @@ def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(
     shape, plant, metal
 ):
     # Numbers are read as denormal halves.
-    plant("row_formats.h", "as_type<half2>(load & 0x000f000fu)", "half2(0)")
+    plant("affine_rows.h", "as_type<half2>(load & 0x000f000fu)", "half2(0)")
     with pytest.warns(UserWarning, match=r"gather_blocks.*is wrong by.*plain MLX"):
         backend = choose_backend("metal", [shape])
     assert backend.name == "reference"
@@ -170,12 +170,12 @@ def test_a_group_without_a_decode_kernel_is_not_tried(metal):
     assert "mlx_paged_paged_attention" not in {call.kernel for call in metal}
 
 
-def test_latents_are_tried_for_as_many_rows_as_pay(metal):
-    shape = AttentionShape(1, 8, 256, 64, 16, KVFormat.dense("float16"), holds_latents=True)
+@mostly_slow("bits", [None, (8, 4)], ids=["dense", "K8V4"], quick=(1,))
+def test_latents_are_tried_for_as_many_rows_as_pay(bits, metal):
+    form = affine(256, *bits, "float16", 64) if bits else KVFormat.dense("float16")
+    shape = AttentionShape(1, 8, 256, 64, 16, form, holds_latents=True)
     assert try_kernels(shape) == replace(ALL, decode_runs=(1, 2, 4))
-    assert {"mlx_paged_latent_attention"} == {
-        call.kernel for call in metal if "GROUP" in call.template
-    }
+    assert {call.template["HOLDS_LATENTS"] for call in metal if "GROUP" in call.template} == {True}
 
 
 # What is found

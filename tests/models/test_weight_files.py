@@ -24,7 +24,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
 from mlx_paged.block_store import WeightDigests
-from mlx_paged.loading.loader import _load_model, _read_weights, model_classes
+from mlx_paged.loading.loader import _read_weights, build_model, model_classes
 from mlx_paged.models import array_digests, qwen3, weight_files
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.weight_files import WeightFiles, noting_classes, untouched
@@ -70,7 +70,7 @@ def tick() -> None:
 
 
 def read(folder: Path, lazy: bool = False) -> qwen3.Model:
-    model, _ = _load_model(folder, None)
+    model, _ = build_model(folder, None)
     if not lazy:
         _read_weights(model, folder)
     assert isinstance(model, qwen3.Model)

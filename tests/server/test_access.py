@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.asgi import IdleEngine, ask, echo
 
 from mlx_paged.errors import ArgumentError
+from mlx_paged.server.app import guarded as shielded
+from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
-from mlx_paged.server.http.api_keys import read_api_keys, seems_named_by_equals
-from mlx_paged.server.program import guarded as shielded
-from mlx_paged.server.settings import ApiKey, ServerSettings
+from mlx_paged.server.http.api_keys import KeyFile, read_api_keys, seems_named_by_equals
+from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
 
 KEYS = read_api_keys(["alice sesame", "bob abracadabra", "plain"])
 
@@ -51,8 +54,10 @@ def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
     headers: dict[str, str], message: str
 ):
     app = guarded(api_keys=KEYS)
-    openai = ask(app, "POST", "/v1/chat/completions", headers)
-    anthropic = ask(app, "POST", "/v1/messages", headers)
+    openai, anthropic = (
+        ask(app, "POST", headers=headers, state={"protocol": protocol})
+        for protocol in (WireProtocol.OPENAI, WireProtocol.ANTHROPIC)
+    )
     assert openai.status == anthropic.status == 401
     assert message in openai.json["error"]["message"]
     assert openai.json["error"]["code"] == "invalid_api_key"
@@ -150,7 +155,7 @@ def test_keys_of_one_given_name_are_one_user():
     app = Access(echo, settings)
     first, second = (ask(app, headers={"x-api-key": key}).state["principal"] for key in "AB")
     assert first == second == Principal("alice", first.cache_salt, is_alone=True)
-    assert settings.num_users == 1
+    assert num_users(settings.api_keys) == 1
 
 
 # Keys as operators give them
@@ -228,7 +233,80 @@ def test_a_file_of_keys_is_read_if_only_its_owner_can(tmp_path):
         read_api_keys([], str(tmp_path / "nothing"))
 
 
+def test_a_file_of_keys_is_read_again_once_it_has_changed_and_rests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "mlx_paged.server")
+    file = tmp_path / "keys"
+    file.write_text("alice old\n")
+    file.chmod(0o600)
+    keys = KeyFile(["zero"], str(file), read_api_keys(["zero"], str(file)))
+    app = Access(echo, ServerSettings(), keys)
+
+    def statuses() -> list[int]:
+        return [
+            ask(app, path="/v1/models", headers={"x-api-key": key}).status
+            for key in ("zero", "old", "new")
+        ]
+
+    keys.look()
+    assert statuses() == [200, 200, 401]
+    file.write_text("alice new\nbob other\n")
+    keys.look()  # It may be in the middle of being written.
+    assert statuses() == [200, 200, 401]
+    keys.look()
+    assert statuses() == [200, 401, 200]
+    keys.look()
+    # What can't be used changes nothing, and is said once.
+    for change in (lambda: file.write_text(""), lambda: file.chmod(0o644), file.unlink):
+        change()
+        for _ in range(4):
+            keys.look()
+        assert statuses() == [200, 401, 200]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the keys were read again: 3 keys",
+        f"the keys stay as they were: api_key_file '{file}' has no key",
+        f"the keys stay as they were: api_key_file '{file}' can be read or written by others (mode "
+        "644); run chmod 600 on it",
+        f"the keys stay as they were: api_key_file '{file}' can't be read: No such file or "
+        "directory",
+    ]
+
+
+def test_a_user_keeps_the_salt_over_a_change_of_keys_and_learns_that_there_are_others(
+    tmp_path: Path,
+):
+    file = tmp_path / "keys"
+    file.write_text("alice old\n")
+    file.chmod(0o600)
+    keys = KeyFile([], str(file), read_api_keys([], str(file)))
+    app = Access(echo, ServerSettings(), keys)
+    before = ask(app, headers={"x-api-key": "old"}).state["principal"]
+    file.write_text("alice new\nbob other\n")
+    keys.read_again()
+    after = ask(app, headers={"x-api-key": "new"}).state["principal"]
+    assert (before.is_alone, after.is_alone) == (True, False)
+    assert before.cache_salt == after.cache_salt
+
+
 # Hosts and origins
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("HEAD", "/health", 200),
+        ("POST", "/health", 421),
+        ("GET", "/v1/models", 421),
+        ("POST", "/v1/completions", 421),
+    ],
+)
+def test_without_a_host_one_may_look_whether_the_server_is_well(
+    method: str, path: str, status: int
+):
+    app = OriginGuard(echo, ServerSettings(), is_loopback=True)
+    assert ask(app, method, path, {"host": None}).status == status
 
 
 @pytest.mark.parametrize(

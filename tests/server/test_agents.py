@@ -172,7 +172,20 @@ def test_users_never_share_what_was_kept(agent):
         )
         prompts.append(keys.before)
     assert prompts[1] is None
-    assert prompts[0] is None or prompts[0].reading.text == "Good day."
+    assert prompts[0] is None or prompts[0].said.reading.text == "Good day."
+
+
+def test_reasoning_ends_at_the_budget_of_the_request(agent):
+    agent.script("<think>\n" + "more and more " * 40 + "</think>Good day.")
+    answer = agent.anthropic.messages.create(
+        model="demo",
+        max_tokens=30,
+        messages=[{"role": "user", "content": "Hello!"}],
+        thinking={"type": "enabled", "budget_tokens": 12},
+    )
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    # With the two marks.
+    assert answer.usage.output_tokens_details.thinking_tokens == 14
 
 
 def test_an_answer_has_one_call_where_there_may_be_one(agent):

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mlx_paged.model_dialect import ToolFormat
+from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.events import (
     Event,
@@ -24,7 +26,7 @@ from mlx_paged.server.answers.events import (
 )
 from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
-from mlx_paged.server.answers.tools import ToolFormat
+from mlx_paged.server.answers.tools import JSON_LIST
 
 TOOLS = (
     {
@@ -134,7 +136,10 @@ def tool_format(name: str) -> ToolFormat:
 
 def answer_format(name: str = "json_tools", **changes) -> AnswerFormat:
     whole = AnswerFormat(
-        ("<think>", "</think>"), tools=TOOLS, tool_format=tool_format(name), hidden=("<|end|>",)
+        ReasoningMarks("<think>", "</think>"),
+        tools=TOOLS,
+        tool_format=tool_format(name),
+        hidden=("<|end|>",),
     )
     return replace(whole, **changes)
 
@@ -299,7 +304,7 @@ def test_no_more_calls_than_may_be():
 
 
 def test_an_answer_may_be_a_list_of_calls():
-    form = answer_format(tool_format=ToolFormat.json_list(), is_calls=True)
+    form = answer_format(tool_format=JSON_LIST, is_calls=True)
     calls = '[{"name": "read", "arguments": {"a": "<think>"}}, {"name": "read", "arguments": {}}]'
     text = f"<think>so</think>\n\n{calls}"
     whole = events_of(form, [text])

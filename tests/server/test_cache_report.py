@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from helpers.adapted_models import adapted_model
 from helpers.engine_runs import prompt
+from helpers.servers import client_of as client_with
 from helpers.servers import make_service
 from starlette.testclient import TestClient
 
-from mlx_paged.server.app import make_app
-from mlx_paged.server.http.access import Access
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
@@ -29,7 +28,7 @@ def service() -> Iterator[Service]:
 
 def client_of(service: Service, *keys: str) -> TestClient:
     settings = ServerSettings(api_keys=read_api_keys(keys))
-    return TestClient(Access(make_app(service), settings))
+    return client_with(service, settings)
 
 
 def say_secret(client: TestClient, key: str) -> None:

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
-from mlx_paged.server import callers
-from mlx_paged.server.app import make_app
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server import context
+from mlx_paged.server.app import build_app
+from mlx_paged.server.errors import ApiError, WireProtocol
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event
 
@@ -87,14 +87,14 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
     server_url, service, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    prepare = callers.prepare
+    prepare = context.prepare
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(20)
         return prepare(*arguments)
 
-    monkeypatch.setattr(callers, "prepare", slow)
+    monkeypatch.setattr(context, "prepare", slow)
     started = []
     monkeypatch.setattr(
         service.engine, "generate", lambda *arguments, **options: started.append(arguments)
@@ -136,7 +136,7 @@ def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
         return step()
 
     monkeypatch.setattr(service.engine.engine, "_step", held)
-    with service.engine, serving(make_app(service)) as url:
+    with service.engine, serving(build_app(service)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
         begin = client.read_until(b": the answer is on its way")
         assert begin.startswith(b"HTTP/1.1 200") and b"data:" not in begin
@@ -234,7 +234,7 @@ class Source:
         self.is_closed = True
 
 
-def send_stream(stream, path="/v1/completions", leaves_at=None, told=None):
+def send_stream(stream, protocol=WireProtocol.OPENAI, leaves_at=None, told=None):
     """The bodies that a stream sends, to a client that leaves at a number of them.
 
     Args:
@@ -254,7 +254,7 @@ def send_stream(stream, path="/v1/completions", leaves_at=None, told=None):
                 left.set()
                 await asyncio.sleep(20)  # until it is cancelled
 
-        await asyncio.wait_for(stream({"path": path}, receive, send), 20)
+        await asyncio.wait_for(stream({"state": {"protocol": protocol}}, receive, send), 20)
         return bodies
 
     return asyncio.run(main())
@@ -278,21 +278,21 @@ def test_a_stream_closes_what_it_is_made_of_however_it_ends():
 
 
 @pytest.mark.parametrize(
-    ("path", "first_line"),
+    ("protocol", "first_line"),
     [
-        ("/v1/completions", b'data: {"error":'),
-        ("/v1/messages", b"event: error\ndata: {"),
-        ("/v1/responses", b'event: error\ndata: {"type":"error",'),
+        (WireProtocol.OPENAI, b'data: {"error":'),
+        (WireProtocol.ANTHROPIC, b"event: error\ndata: {"),
+        (WireProtocol.RESPONSES, b'event: error\ndata: {"type":"error",'),
     ],
 )
-def test_an_error_in_the_middle_of_a_stream_is_its_last_event(path, first_line):
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(protocol, first_line):
     async def events(error):
         yield event({"number": 1})
         raise error
 
-    *_, last, end = send_stream(EventStream(events(ApiError(503, "It is over."))), path)
+    *_, last, end = send_stream(EventStream(events(ApiError(503, "It is over."))), protocol)
     assert last.startswith(first_line) and b"It is over." in last and end == b""
-    *_, last, end = send_stream(EventStream(events(KeyError("a secret"))), path)
+    *_, last, end = send_stream(EventStream(events(KeyError("a secret"))), protocol)
     assert last.startswith(first_line) and b"secret" not in last
 
 

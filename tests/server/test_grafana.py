@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.servers import make_service
+from helpers.servers import client_of, make_service
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
-from mlx_paged.server.app import make_app
-from mlx_paged.server.watching.metrics import counted
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards" / "mlx_paged.json").read_text())
@@ -49,8 +46,7 @@ def samples() -> dict[str, set[str]]:
     """The names of all samples, and the labels of each."""
     service = make_service(kv_cache_bytes="100blocks", num_draft_tokens=4)
     with service.engine:
-        app = make_app(service)
-        client = TestClient(counted(app, app))
+        client = client_of(service)
         client.get("/health")
         for _ in service.engine.stream("Hello", SamplingParams(max_tokens=20, ignore_eos=True)):
             pass

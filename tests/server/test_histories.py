@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.server import fields as fields_module
-from mlx_paged.server.anthropic.messages import read_messages_body
+from mlx_paged.server import schemas
+from mlx_paged.server.anthropic.messages import MessagesRequest, read_messages_body
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai.chat import read_chat
-from mlx_paged.server.responses.body import read_responses_body
+from mlx_paged.server.openai.chat import ChatRequest, read_chat
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body
 
 IMAGES = "[images are left out: this model reads text only]"
 PROVIDER = {"provider_specific_fields": {"a": 1}}  # of litellm
@@ -22,16 +21,17 @@ SCHEMA = {"type": "object", "properties": {}}
 
 
 def chat(service, *messages: dict[str, Any], **more: Any):
-    return read_chat(Fields({"messages": list(messages), **more}), service).job
+    return read_chat(ChatRequest.read({"messages": list(messages), **more}), service).job
 
 
 def messages(service, *told: dict[str, Any], has_betas: bool = False, **more: Any):
     body = {"model": "demo", "max_tokens": 9, "messages": list(told), **more}
-    return read_messages_body(Fields(body), service, has_betas=has_betas).job
+    request = MessagesRequest.read(body, leaves_out=has_betas)
+    return read_messages_body(request, service).job
 
 
 def responses(service, *items: dict[str, Any], **more: Any):
-    return read_responses_body(Fields({"input": list(items), **more}), service).job
+    return read_responses_body(ResponsesRequest.read({"input": list(items), **more}), service).job
 
 
 def test_fields_of_other_servers_in_a_chat_are_left_out(shared_service):
@@ -110,7 +110,7 @@ def test_fields_of_other_servers_in_items_are_left_out(shared_service):
 def test_what_is_left_out_is_logged_once_and_only_by_words(
     shared_service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(fields_module, "_logged", set())
+    monkeypatch.setattr(schemas, "_logged", set())
     user = {"role": "user", "content": "a"}
     with caplog.at_level(logging.INFO, logger="mlx_paged.server"):
         for _ in range(2):

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.kept_answers import KeptAnswers
+from mlx_paged.server.answers.kept_answers import keep_answer
 from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.command_line import (
+    KEEPS_REASONING,
+    setup_arg_parser,
+    template_options,
+)
 
 QUESTION = {"role": "user", "content": "What is there?"}
 AGAIN = {"role": "user", "content": "And else?"}
@@ -24,7 +30,7 @@ def tokenizer(shared_agent_service):
 class Conversation:
     """A conversation whose answers are dictated, as a server and a client have it."""
 
-    def __init__(self, tokenizer, kept: KeptAnswers, **options: Any):
+    def __init__(self, tokenizer, kept: ConversationEncoder, **options: Any):
         self.tokenizer = tokenizer
         self.kept = kept
         self.options = options
@@ -46,7 +52,8 @@ class Conversation:
         answer_format = AnswerFormat.of(self.tokenizer, prompt.text, self.options.get("tools", ()))
         eos = self.tokenizer.eos_token_id
         whole = {"finish_reason": "stop", "token_ids": [*tokens, eos], **completion}
-        self.kept.keep(self.tokenizer, prompt, answer_format, CompletionOutput(0, **whole))
+        completion = CompletionOutput(0, **whole)
+        keep_answer(self.kept, self.tokenizer, prompt, answer_format, completion)
         self.messages.append({"role": "assistant", **message})
         return prompt.token_ids + tokens
 
@@ -57,7 +64,7 @@ def begins_with(prompt, tokens: list[int]) -> bool:
 
 def plain(tokenizer, messages, **options) -> list[int]:
     """What the template makes of the messages, without anything that was kept."""
-    return KeptAnswers(0).encode(tokenizer, messages, options).token_ids
+    return ConversationEncoder(0).encode(tokenizer, messages, options).token_ids
 
 
 def tool_call(arguments: Any, name: str = "read") -> dict[str, Any]:
@@ -69,7 +76,7 @@ CALL = '<tool_call>\n{"name": "read", "arguments": %s}\n</tool_call>'
 
 
 def test_a_text_comes_back_as_the_tokens_that_were_generated(tokenizer):
-    chat = Conversation(tokenizer, KeptAnswers())
+    chat = Conversation(tokenizer, ConversationEncoder())
     tokens = chat.answer("There is nothing.", {"content": "There is nothing."})
     prompt = chat.prompt(AGAIN)
     assert begins_with(prompt, tokens)
@@ -81,7 +88,7 @@ def test_a_text_comes_back_as_the_tokens_that_were_generated(tokenizer):
 
 
 def test_reasoning_and_calls_come_back_as_they_were_generated(tokenizer):
-    chat = Conversation(tokenizer, KeptAnswers(), tools=TOOLS)
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS)
     arguments = '{"path":"a","limit":2.0, "b": "\\u00e9"}'
     text = f"<think>\nso\n</think>\n\nI look.\n{CALL % arguments}"
     # JavaScript writes 2.0 as 2.
@@ -93,8 +100,26 @@ def test_reasoning_and_calls_come_back_as_they_were_generated(tokenizer):
     assert "<think>\nso\n</think>" in prompt.text
 
 
+def test_answers_without_reasoning_come_back_behind_the_empty_marks_of_their_prompt(tokenizer):
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS, enable_thinking=False)
+    pair = tokenizer.encode("<think>\n\n</think>\n\n", add_special_tokens=False)
+    for turn in range(3):
+        sent = {"path": str(turn)}
+        text = f"I look.\n{CALL % json.dumps(sent)}"
+        tokens = chat.answer(text, {"content": "I look.", "tool_calls": [tool_call(sent)]})
+        prompt = chat.prompt(RESULT)
+        assert begins_with(prompt, tokens)
+        # The template writes the marks before the next answer only; the tokens have all of them.
+        assert prompt.text.count("<think>") == 1
+        text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        assert text.count(tokenizer.decode(pair)) == turn + 2
+    # With thinking on, what the model was asked is another prompt, of the same history.
+    chat.options = {"tools": TOOLS}
+    assert begins_with(chat.prompt(AGAIN), tokens)
+
+
 def test_reasoning_that_the_template_leaves_out_is_left_out(tokenizer):
-    chat = Conversation(tokenizer, KeptAnswers(), tools=TOOLS)
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS)
     text = f"<think>\nso\n</think>\n\n{CALL % '{}'}"
     chat.answer(text, {"content": "", "tool_calls": [tool_call({})]})
     tokens = chat.answer("Nothing.", {"content": "Nothing."})
@@ -103,6 +128,20 @@ def test_reasoning_that_the_template_leaves_out_is_left_out(tokenizer):
     assert "so" not in prompt.text
     assert prompt.token_ids == plain(tokenizer, chat.messages, tools=TOOLS)
     assert not begins_with(prompt, tokens)
+
+
+def test_a_template_that_keeps_reasoning_is_asked_to_by_a_flag(tokenizer):
+    args = setup_arg_parser("x").parse_args(["--keep-reasoning"])
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS, **template_options(args))
+    text = f"<think>\nso\n</think>\n\n{CALL % '{}'}"
+    chat.answer(text, {"content": "", "tool_calls": [tool_call({})]})
+    chat.prompt(RESULT)
+    tokens = chat.answer("<think>\nyes\n</think>\n\nNo.", {"content": "No."})
+    assert begins_with(chat.prompt(AGAIN), tokens)
+    # What is said of a variable counts more.
+    said = ["--keep-reasoning", "--chat-template-args", '{"clear_thinking": true}']
+    args = setup_arg_parser("x").parse_args(said)
+    assert template_options(args) == {**KEEPS_REASONING, "clear_thinking": True}
 
 
 @pytest.mark.parametrize(
@@ -114,14 +153,14 @@ def test_reasoning_that_the_template_leaves_out_is_left_out(tokenizer):
     ],
 )
 def test_an_answer_that_comes_back_changed_is_what_the_client_says(tokenizer, message):
-    chat = Conversation(tokenizer, KeptAnswers())
+    chat = Conversation(tokenizer, ConversationEncoder())
     chat.answer("<think>\nso\n</think>\n\nThere is nothing.", message)
     prompt = chat.prompt(RESULT)
     assert prompt.token_ids == plain(tokenizer, chat.messages)
 
 
 def test_an_answer_to_another_conversation_is_not_used(tokenizer):
-    kept = KeptAnswers()
+    kept = ConversationEncoder()
     chat = Conversation(tokenizer, kept)
     chat.answer("<think>\nso\n</think>\n\nYes.", {"content": "Yes."})
     other = Conversation(tokenizer, kept)
@@ -142,13 +181,13 @@ def test_an_answer_to_another_conversation_is_not_used(tokenizer):
     ],
 )
 def test_an_answer_that_ended_otherwise_is_not_kept(tokenizer, completion):
-    kept = KeptAnswers()
+    kept = ConversationEncoder()
     Conversation(tokenizer, kept).answer("There.", {"content": "There."}, **completion)
     assert len(kept) == 0
 
 
 def test_an_answer_that_max_tokens_ended_goes_on_from_its_tokens(tokenizer):
-    chat = Conversation(tokenizer, KeptAnswers())
+    chat = Conversation(tokenizer, ConversationEncoder())
     tokens = tokenizer.encode("There is not", add_special_tokens=False)
     before = chat.prompt().token_ids
     chat.answer("", {"content": "There is not"}, finish_reason="length", token_ids=tokens)
@@ -157,14 +196,14 @@ def test_an_answer_that_max_tokens_ended_goes_on_from_its_tokens(tokenizer):
 
 
 def test_calls_that_were_left_out_do_not_come_back(tokenizer):
-    chat = Conversation(tokenizer, KeptAnswers(), tools=TOOLS)
+    chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS)
     text = f"{CALL % '{}'}\n{CALL % json.dumps({'a': 1})}"
     chat.answer(text, {"content": "", "tool_calls": [tool_call({})]})
     assert chat.prompt(RESULT).token_ids == plain(tokenizer, chat.messages, tools=TOOLS)
 
 
 def test_the_answers_that_nobody_came_back_to_go_first(tokenizer):
-    kept = KeptAnswers()
+    kept = ConversationEncoder()
     chats = [Conversation(tokenizer, kept) for _ in range(3)]
     tokens = []
     for index, chat in enumerate(chats):
@@ -178,7 +217,7 @@ def test_the_answers_that_nobody_came_back_to_go_first(tokenizer):
 
 
 def test_a_conversation_holds_each_of_its_tokens_once(tokenizer):
-    kept = KeptAnswers()
+    kept = ConversationEncoder()
     chat = Conversation(tokenizer, kept)
     for index in range(5):
         tokens = chat.answer(f"Answer {index}.", {"content": f"Answer {index}."})

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from helpers.asgi import ask, asked, echo
 
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import ApiError, WireProtocol
 from mlx_paged.server.http import limits
 from mlx_paged.server.http.access import Principal
+from mlx_paged.server.http.bodies import parse_json
 from mlx_paged.server.http.limits import Limits, check_json
 
 
@@ -42,7 +43,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
     headers: dict[str, str], chunks: list[bytes]
 ):
     app = Limits(echo, max_body_bytes=1000)
-    answered = ask(app, "POST", "/v1/messages", headers, chunks, leaves=True)
+    state = {"protocol": WireProtocol.ANTHROPIC}
+    answered = ask(app, "POST", "/", headers, chunks, leaves=True, state=state)
     assert answered.status == 413
     assert answered.json["error"] == {
         "type": "request_too_large",
@@ -219,3 +221,23 @@ def test_no_body_is_looked_at_twice(unit: bytes):
     """If each of these were, this would take hours."""
     with contextlib.suppress(ApiError):
         check_json(b'"' + unit * (2**20 // len(unit)))
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"a": 1, "b": 2, "a": 1}', "'a'"),
+        (b'{"x": [{"a": 1}, {"b": {"": 1, "": 2}}]}', "''"),
+        (b'{"a": 1, "\\u0061": 2}', "'a'"),
+    ],
+)
+def test_a_name_that_an_object_has_twice_is_refused(body: bytes, name: str):
+    with pytest.raises(ApiError) as caught:
+        parse_json(body)
+    assert caught.value.message == f"the body has the name {name} twice in an object"
+    assert caught.value.status == 400
+
+
+def test_a_name_may_be_in_several_objects():
+    body = {"a": {"a": [{"a": 1}, {"a": 1}]}, "b": 1}
+    assert parse_json(json.dumps(body).encode()) == body

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from helpers.asgi import ask, echo
 from helpers.engine_runs import between_steps
-from helpers.servers import make_service
+from helpers.servers import client_of, make_service
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
@@ -22,11 +23,10 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged import SamplingParams
-from mlx_paged.server.app import make_app
-from mlx_paged.server.program import guarded
+from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
-from mlx_paged.server.watching.metrics import HttpCounts, counted
+from mlx_paged.server.watching.metrics import HttpCounts
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LABELS = {"model_name": 'de"mo', "engine": "0"}
@@ -43,12 +43,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> TestClient:
-    return TestClient(make_app(service), raise_server_exceptions=False)
-
-
-def counted_app(service: Service) -> HttpCounts:
-    app = make_app(service)
-    return counted(app, app)
+    return client_of(service)
 
 
 def values(text: str) -> dict[str, float]:
@@ -158,7 +153,7 @@ def test_prometheus_own_checker_finds_the_metrics_readable(client: TestClient, s
 
 
 def test_http_requests_are_counted_by_route_method_and_status(service: Service):
-    client = TestClient(counted_app(service))
+    client = client_of(service)
     for path in ("/health", "/health", "/v1/pool?cells=0", "/nothing/here", "/nothing/there"):
         client.get(path)
     client.get("/v1/models/nobody")
@@ -193,17 +188,28 @@ def test_what_ends_without_an_answer_is_counted_too():
     assert counts == {("GET", "other", 499): 1, ("GET", "other", 500): 1}
 
 
+def test_an_answer_that_was_broken_off_counts_as_one_of_a_client_that_left():
+    counts: Counter[tuple[str, str, int]] = Counter()
+
+    async def cut(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+
+    ask(RequestLog(HttpCounts(cut, counts, [])), path="/cut")
+    ask(RequestLog(HttpCounts(echo, counts, [])), path="/whole")
+    assert counts == {("GET", "other", 499): 1, ("GET", "other", 200): 1}
+
+
 def test_requests_that_are_refused_at_the_door_are_counted(service: Service):
-    app = make_app(service)
     settings = ServerSettings(api_keys=(ApiKey("me", "secret"),))
-    client = TestClient(counted(guarded(app, service.engine, settings, True), app))
+    client = client_of(service, settings)
     client.get("/v1/pool", headers={"Host": "localhost"})
     got = values(client.get("/metrics", headers={"Host": "localhost", "x-api-key": "secret"}).text)
     assert got["mlx_paged:http_requests_total{method=GET,path=/v1/pool,status=401}"] == 1
 
 
 def test_servers_in_one_process_have_registries_of_their_own(service: Service):
-    client, other = (TestClient(counted_app(service)) for _ in range(2))
+    client, other = (client_of(service) for _ in range(2))
     client.get("/health")
     assert "/health" not in other.get("/metrics").text
     assert "/health" in client.get("/metrics").text

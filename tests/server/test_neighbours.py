@@ -1,5 +1,5 @@
 """What one user asks for costs the others little: long work is cut in pieces, bounded, and done in
-threads that are shared fairly. The times are measured by benchmarks/neighbours.py.
+threads that are shared fairly. The times are measured by benchmarks/serving/neighbours.py.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from test_disconnects import RawClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.server import prompt_length
-from mlx_paged.server.answers.kept_answers import KeptAnswers
-from mlx_paged.server.app import make_app
+from mlx_paged.server.app import build_app
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.fields import MAX_CHILDREN, Fields
 from mlx_paged.server.openai import chat as openai_chat
 from mlx_paged.server.prompt_length import PIECE_LEN, LengthLimit
-from mlx_paged.server.sampling_fields import MAX_STOPS_LEN, MAX_WORDS_LEN, read_sampling
+from mlx_paged.server.sampling_fields import MAX_STOPS_LEN, MAX_WORDS_LEN, SamplingFields
+from mlx_paged.server.schemas import MAX_CHILDREN
 from mlx_paged.server.service import Service
 
 LONG = "a" * 2**21
@@ -59,7 +59,7 @@ class SpiedTokenizer:
 @pytest.fixture
 def spied(service: Service) -> Service:
     tokenizer: Any = SpiedTokenizer(service.tokenizer)
-    return replace(service, tokenizer=tokenizer, kept_answers=KeptAnswers())
+    return replace(service, tokenizer=tokenizer, kept_answers=ConversationEncoder())
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ REQUESTS = [
 def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
     spied: Service, path: str, body: dict[str, Any]
 ):
-    with serving(make_app(spied)) as url:
+    with serving(build_app(spied)) as url:
         answer = ask(url, path, body)
     assert answer.status == 400
     assert answer.body["error"]["message"] == (
@@ -124,7 +124,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
     monkeypatch.setattr(Work, "cancel", spied_cancel)
     monkeypatch.setattr(prompt_length, "PIECE_LEN", 16)
     tokenizer.go_on.clear()
-    with serving(make_app(spied)) as url:
+    with serving(build_app(spied)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "the end " * 200})
         wait_until(lambda: tokenizer.lengths == [16])
         client.leave()
@@ -226,14 +226,15 @@ def test_what_would_take_long_to_read_is_refused_by_name(server_url, service, bo
 
 
 def test_as_much_as_is_allowed_is_read(service: Service):
-    messages = openai_chat.read_messages(Fields({"messages": user("a") * MAX_CHILDREN}))
+    body = openai_chat.ChatRequest.read({"messages": user("a") * MAX_CHILDREN})
+    messages = openai_chat.read_messages(body.messages)
     assert len(messages) == MAX_CHILDREN
     words, stop = ["b" * (MAX_WORDS_LEN // 4)] * 4, "c" * MAX_STOPS_LEN
-    fields = Fields({"bad_words": words, "stop": stop})
-    params = read_sampling(fields, service.default_params)
+    fields = SamplingFields.read({"bad_words": words, "stop": stop})
+    params = fields.sampling(service.default_params)
     assert (params.bad_words, params.stop) == (tuple(words), (stop,))
     with pytest.raises(ApiError, match="bad_words has 65,537 characters"):
-        read_sampling(Fields({"bad_words": [*words, "b"]}), service.default_params)
+        SamplingFields.read({"bad_words": [*words, "b"]})
 
 
 def test_bodies_are_read_and_words_and_grammars_prepared_off_the_event_loop(

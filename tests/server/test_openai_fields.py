@@ -12,13 +12,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.anthropic.messages import MessagesRequest
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai.chat import read_chat
-from mlx_paged.server.openai.completions import read_completions
-from mlx_paged.server.openai.messages import read_tools
-from mlx_paged.server.responses.body import read_responses_body
+from mlx_paged.server.openai.chat import ChatRequest, read_chat
+from mlx_paged.server.openai.completions import CompletionRequest, read_completions
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body
 
 USER = {"role": "user", "content": "Hello!"}
 TOOL = {
@@ -34,11 +33,11 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "argumen
 
 
 def chat(service, **body):
-    return read_chat(Fields({"messages": [USER], **body}), service)
+    return read_chat(ChatRequest.read({"messages": [USER], **body}), service)
 
 
 def completion(service, **body):
-    return read_completions(Fields({"prompt": "Hello", **body}), service)
+    return read_completions(CompletionRequest.read({"prompt": "Hello", **body}), service)
 
 
 def refused(read, service, **body):
@@ -150,6 +149,7 @@ SAMPLING_VALUES: dict[str, Any] = {
     "min_tokens": 2,
     "prompt_logprobs": 2,
     "skip_special_tokens": False,
+    "thinking_token_budget": 5,
 }
 WRITTEN_BY_PROTOCOLS = {"max_tokens", "logprobs", "structured_outputs"}
 OF_THE_LIBRARY_ALONE = {"detokenize", "logits_processors", "sampler", "output_kind"}
@@ -173,7 +173,7 @@ def test_every_sampling_parameter_is_a_field_of_openais_endpoints(shared_service
         completion(shared_service, **{name: value}).params,
     ]
     if name not in ("n", "prompt_logprobs"):  # Responses have neither.
-        body = Fields({"input": "Hello", name: value})
+        body = ResponsesRequest.read({"input": "Hello", name: value})
         params.append(read_responses_body(body, shared_service).job.params)
     assert [getattr(each, name) for each in params] == [expected] * len(params)
 
@@ -219,7 +219,6 @@ def test_no_field_of_openais_client_is_forgotten():
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"documents": []}, "documents"),
         ({"mm_processor_kwargs": {}}, "mm_processor_kwargs"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),
@@ -433,7 +432,7 @@ def test_messages_become_what_templates_take(shared_service):
 @pytest.mark.parametrize("tools", [True, 3, "x", {}, {"type": "function"}])
 def test_tools_that_are_no_list_are_refused_by_name(tools):
     with pytest.raises(ApiError, match="tools must be a list"):
-        read_tools(Fields({"tools": tools}))
+        ChatRequest.read({"messages": [USER], "tools": tools})
 
 
 @pytest.mark.parametrize(
@@ -500,3 +499,31 @@ def test_the_newer_name_of_max_tokens_counts(shared_service):
     assert params.max_tokens == 7
     assert chat(shared_service).job.params.max_tokens is None
     assert completion(shared_service).params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "advice"),
+    [
+        (ChatRequest, "functions", "send tools"),
+        (ChatRequest, "function_call", "send tool_choice"),
+        (ChatRequest, "max_output_tokens", "send max_tokens"),
+        (ChatRequest, "repeat_penalty", "send repetition_penalty"),
+        (ChatRequest, "adapters", "start a server with --adapter-path"),
+        (ChatRequest, "colour", "leave it out"),
+        (CompletionRequest, "messages", "send prompt"),
+        (CompletionRequest, "reasoning_effort", "leave it out"),
+        (ResponsesRequest, "messages", "send input"),
+        (ResponsesRequest, "max_tokens", "send max_output_tokens"),
+        (ResponsesRequest, "response_format", "send text.format"),
+        (ResponsesRequest, "reasoning_effort", "send reasoning.effort"),
+        (MessagesRequest, "stop", "send stop_sequences"),
+        (MessagesRequest, "max_tokens_to_sample", "send max_tokens"),
+        (MessagesRequest, "container", "containers run on Anthropic's servers; leave it out"),
+    ],
+)
+def test_what_others_call_otherwise_is_refused_with_the_name_that_it_has_here(body, name, advice):
+    known = {"messages": [USER], "prompt": "a", "input": "a", "max_tokens": 5}
+    required = {each for each, field in body.model_fields.items() if field.is_required()}
+    with pytest.raises(ApiError) as caught:
+        body.read({each: known[each] for each in required} | {name: "x"})
+    assert caught.value.message == f"{name} is not supported; {advice}"

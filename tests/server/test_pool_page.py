@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers.servers import is_idle, make_service, wait_until
+from helpers.servers import client_of, is_idle, make_service, wait_until
 from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.view import CACHED, EngineView
-from mlx_paged.server.app import make_app
 from mlx_paged.server.service import Service
 from mlx_paged.server.watching.pool_page import MAX_CELLS, cells_of, security_policy
 
@@ -28,7 +27,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> TestClient:
-    return TestClient(make_app(service))
+    return client_of(service)
 
 
 def decoded(cells: dict[str, object], name: str) -> list[int]:

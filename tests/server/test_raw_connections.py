@@ -11,9 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 
 import pytest
 from helpers.asgi import IdleEngine, echo
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged.server.http.connections import Connection
 from mlx_paged.server.http.http_server import Gate, HttpServer, bind
@@ -22,11 +24,21 @@ from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.settings import ServerSettings
 
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+LARGE = 2**24  # bytes
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def app(scope, receive, send) -> None:
-    """Answers with the body, or with more than buffers hold, at /long."""
+    """Answers with the body. At /long, an answer has no end; at /large and /slow it is
+    more than buffers hold in one part, at /slow later, or never, if the client leaves.
+    """
+    if scope["path"] == "/slow":
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(leaving(receive), float(scope["query_string"]))
+    if scope["path"] in ("/slow", "/large"):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+        return
     if scope["path"] != "/long":
         await echo(scope, receive, send)
         return
@@ -234,6 +246,78 @@ def test_a_client_that_reads_little_and_often_is_not_cut(served: Served):
             assert client.recv(2**10)
             time.sleep(0.02)
         assert served.server.server_state.tasks
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of requests, without their times."""
+    return [record.getMessage().rpartition(" ")[0] for record in caplog.records]
+
+
+def test_what_is_logged_as_complete_was_read_to_the_end(
+    short: None, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "mlx_paged.server")
+    with serving() as served:
+        with served.connect() as client:  # which reads nothing, and is cut
+            client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert wait_until(lambda: lines_of(caplog))
+        client = served.connect()
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.recv(1)
+        client.close()
+        assert wait_until(lambda: len(lines_of(caplog)) == 2)
+        last = b"GET /large HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert len(served.ask(last)) > LARGE
+        assert wait_until(lambda: len(lines_of(caplog)) == 3)
+    assert lines_of(caplog)[:3] == [
+        "- GET /large 200 disconnected",
+        "- GET /large 200 disconnected",
+        "- GET /large 200",
+    ]
+
+
+@mostly_slow(
+    "head",
+    [
+        b"GET /slow?0.25 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /slow?0.25 HTTP/1.0\r\n\r\n",
+        b"POST /slow?0.25 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /slow?0.25 HTTP/1.1\r\nHost: localhost\r\n\r\n" + GET,  # two of them
+    ],
+    quick=(0, 1),
+)
+def test_a_client_that_says_no_more_and_reads_on_gets_its_answer(served: Served, head: bytes):
+    with served.connect() as client:
+        client.sendall(head)
+        client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)  # and the connection is closed behind it
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert answer.startswith(interim) == (b"HTTP/1.0" not in head)
+    assert answer.count(b"HTTP/1.1 200") == head.count(b"HTTP/1")
+
+
+def test_http_client_reads_over_what_asks_whether_it_is_there(served: Served):
+    connection = HTTPConnection(*served.address, timeout=10)
+    connection.request("GET", "/slow?0.25", headers={"Host": "localhost"})
+    connection.sock.shutdown(socket.SHUT_WR)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize("path", [b"/slow?1000", b"/long"])
+def test_a_client_that_leaves_takes_its_request_along(served: Served, path: bytes):
+    client = served.connect()
+    client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert wait_until(lambda: served.server.server_state.tasks)
+    client.close()
+    assert wait_until(lambda: not served.server.server_state.tasks)
+
+
+def test_a_request_that_ends_in_the_middle_is_given_up(served: Served):
+    with served.connect() as client:
+        client.sendall(POST + b"Content-Length: 100\r\n\r\n{")
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client) == b""
 
 
 def test_more_connections_than_there_may_be_are_told_to_come_back():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
+from mlx_paged.reasoning import ReasoningMarks, ReasoningTokens
 
-START, END = (7, 8), (9,)  # a mark of two tokens, as some models have
+MARKS = ReasoningMarks("<", ">", (7, 8), (9,))  # a mark of two tokens, as some models have
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ START, END = (7, 8), (9,)  # a mark of two tokens, as some models have
 )
 def test_tokens_between_marks_are_counted_with_the_marks(tokens, is_thinking, count):
     for size in range(1, len(tokens) + 1):
-        counter = ReasoningTokens(START, END, is_thinking)
+        counter = ReasoningTokens(MARKS, is_thinking)
         for begin in range(0, len(tokens), size):
             counter.add(tokens[begin : begin + size])
         assert counter.count == count
 
 
 def test_a_model_without_marks_has_no_reasoning():
-    counter = ReasoningTokens((), ())
+    counter = ReasoningTokens(None)
     counter.add([1, 2, 3])
     assert counter.count == 0

@@ -9,8 +9,8 @@ from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.grammars.response_format import read_format, read_structured_outputs
+from mlx_paged.server.grammars.response_format import FormatFields
+from mlx_paged.server.responses.body import Text
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = StructuredOutputsParams(json=SCHEMA)
@@ -54,25 +54,24 @@ JSON = StructuredOutputsParams(json=SCHEMA)
     ],
 )
 def test_what_clients_send_is_read(body: dict[str, Any], expected: StructuredOutputsParams | None):
-    fields = Fields(body)
-    assert read_structured_outputs(fields) == expected
-    fields.refuse_rest()
+    assert FormatFields.read(body).structured() == expected
 
 
 def test_a_grammar_of_llama_cpp_is_one_of_llguidance():
-    params = read_structured_outputs(Fields({"grammar": 'root ::= "yes" | "no"'}))
+    params = FormatFields.read({"grammar": 'root ::= "yes" | "no"'}).structured()
     assert params is not None and params.grammar is not None
     assert 'start: "yes"' in params.grammar
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(params.grammar))
     lark = 'start: "yes" | "no"'
     expected = StructuredOutputsParams(grammar=lark)
-    assert read_structured_outputs(Fields({"grammar": lark})) == expected
+    assert FormatFields.read({"grammar": lark}).structured() == expected
 
 
 def test_the_format_of_responses_has_its_schema_beside_the_type():
     text = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    assert read_format(Fields(text, "text.format")) == JSON
-    assert read_format(Fields({"type": "text"}, "text.format")) is None
+    for answer_format, expected in ((text, JSON), ({"type": "text"}, None)):
+        found = Text.read({"format": answer_format}).format
+        assert found is not None and found.wanted("text.format") == expected
 
 
 @pytest.mark.parametrize(
@@ -131,6 +130,6 @@ def test_the_format_of_responses_has_its_schema_beside_the_type():
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], param: str, message: str):
     with pytest.raises(ApiError) as refused:
-        read_structured_outputs(Fields(body))
+        FormatFields.read(body).structured()
     assert refused.value.status == 400 and refused.value.param == param
     assert message in refused.value.message and "\n" not in refused.value.message

@@ -15,11 +15,9 @@ import httpx
 import pytest
 from helpers.disk_tiers import block_files
 from helpers.server_programs import running
-from helpers.servers import make_service, wait_until
+from helpers.servers import client_of, make_service, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
-
-from mlx_paged.server.app import make_app
 
 TEXT = "The code of apple is 4821. The code of pear is 1234. " * 4
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -36,7 +34,7 @@ def started(folder: Path) -> Iterator[TestClient]:
     """A server on a folder of K/V, until it has ended."""
     service = make_service(cache_dir=folder, num_history_tokens=10_000)
     with service.engine:
-        yield TestClient(make_app(service))
+        yield client_of(service)
 
 
 def num_cached(usage: dict[str, Any]) -> int:
@@ -123,7 +121,7 @@ def test_metrics_and_reports_tell_disk_from_memory(tmp_path: Path):
 def test_a_server_without_a_folder_says_nothing_of_one():
     service = make_service()
     with service.engine:
-        client = TestClient(make_app(service))
+        client = client_of(service)
         assert "disk_cache" not in client.get("/metrics").text
         assert "external_prefix" not in client.get("/metrics").text
         assert client.get("/v1/cache").json()["disk"] is None

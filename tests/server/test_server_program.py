@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -79,7 +81,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
 
 @pytest.mark.slow
 def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budget_holds():
-    with running("--kv-cache-bytes", "20blocks", patch=SMALL) as program:
+    with running("--kv-cache-bytes", "20blocks", "--force", patch=SMALL) as program:
         _, warning, start, *_ = program.said
     assert warning.startswith("[engine] the model does not fit into this machine: its weights")
     assert "holds 320 of its 4,096 tokens of context" in warning
@@ -105,6 +107,57 @@ def test_a_signal_lets_answers_end_and_takes_no_others(number: signal.Signals):
         assert program.end() == 0
     assert "prompt: The code of apple is 4821." in "".join(program.said)
     assert re.search(r"prompt=\d+ cached=0 answer=25 ", "".join(program.said))
+
+
+@pytest.mark.slow
+def test_hanging_up_reads_keys_again_and_ends_no_answer(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("alice old\n")
+    file.chmod(0o600)
+    with (
+        running("--api-key-file", str(file), patch=SLOW) as program,
+        httpx.stream(
+            "POST",
+            f"{program.url}/v1/completions",
+            json=LONG | {"max_tokens": 60},
+            headers={"x-api-key": "old"},
+        ) as it,
+    ):
+        events = events_of(it)
+        next(events)
+        file.write_text("alice new\n")
+        program.signal(signal.SIGHUP)
+        program.wait_for("the keys were read again: 1 key")
+        statuses = [
+            httpx.get(f"{program.url}/v1/models", headers={"x-api-key": key}).status_code
+            for key in ("old", "new")
+        ]
+        assert statuses == [401, 200]
+        assert [*events][-1] == "[DONE]"
+        file.write_text("alice newer\n")  # without a signal
+        program.wait_for("the keys were read again: 1 key")
+        program.signal(signal.SIGTERM)
+        assert program.end() == 0
+
+
+@pytest.mark.slow
+def test_the_end_of_its_terminal_ends_a_server_also_with_a_file_of_keys(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("alice old\n")
+    file.chmod(0o600)
+    master, slave = os.openpty()
+    in_terminal = f"""
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(os.open({os.ttyname(slave)!r}, os.O_RDWR), termios.TIOCSCTTY, 0)
+"""
+    with running("--api-key-file", str(file), patch=in_terminal) as program:
+        program.signal(signal.SIGHUP)
+        program.wait_for("the keys were read again")
+        os.close(slave)
+        os.close(master)
+        program.wait_for("shutting down")
+        assert program.end() == 0
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import importlib
 import json
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from helpers.json_schemas import is_valid, random_schema
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.grammars.tool_call_grammars import ToolCallFormat
-from mlx_paged.server.grammars.tool_grammar import reasoning_marks, required_calls, strict_calls
+from mlx_paged.model_dialect import ModelDialect, ToolFormat
+from mlx_paged.server.grammars.tool_grammar import reasoning_before, required_calls, strict_calls
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
 FORMATS = {
@@ -43,11 +44,17 @@ def compiler(tokenizer: Any) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer))
 
 
-def format_of(kind: str, tokenizer: Any) -> ToolCallFormat:
+def format_of(kind: str, tokenizer: Any) -> ToolFormat:
     start, end, arguments = FORMATS[kind]
     vocabulary = tokenizer.get_vocab()
     token_ids = {mark: vocabulary[mark] for mark in (start, end, arguments) if mark in vocabulary}
-    return ToolCallFormat(kind.split(", ")[0], start, end, arguments, token_ids)
+    return written_as(kind.split(", ")[0], start, end, arguments, token_ids)
+
+
+def written_as(name: str, start: str, end: str, *marks: Any) -> ToolFormat:
+    """A format with mlx-lm's parser of that name."""
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
+    return ToolFormat(name, start, end, parser, *marks)
 
 
 def tool(
@@ -73,7 +80,7 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
     return [tool(f"tool_{number}", schema) for number, schema in enumerate(schemas)]
 
 
-def read_calls(text: str, call_format: ToolCallFormat, tools: list[Any]) -> list[dict[str, Any]]:
+def read_calls(text: str, call_format: ToolFormat, tools: list[Any]) -> list[dict[str, Any]]:
     """The calls of a text, by mlx-lm's parser."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{call_format.name}").parse_tool_call
     calls = []
@@ -198,7 +205,7 @@ def test_what_the_parser_of_qwen3_coder_would_misread_is_json(tokenizer: Any, sc
 def test_formats_without_a_grammar_are_a_json_array(
     tokenizer: Any, compiler: GrammarCompiler, kind: str | None
 ):
-    call_format = None if kind is None else ToolCallFormat(kind, "<tool_call>", "</tool_call>")
+    call_format = None if kind is None else written_as(kind, "<tool_call>", "</tool_call>")
     rng, counts = random.Random(5), set()
     for _ in range(8):
         tools = random_tools(rng)
@@ -271,6 +278,29 @@ def test_what_a_schema_that_is_not_strict_says_beyond_grammars_is_left_out(
         compiler.compile(strict.structured_outputs)
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_unions_that_a_property_tells_apart_have_it_in_every_call(
+    compiler: GrammarCompiler, tokenizer: Any, is_strict: bool
+):
+    """As pydantic writes a discriminated union whose tags have defaults."""
+    members = {
+        name: {**an_object(kind={"const": name, "default": name}, n={"enum": [1]}), "required": []}
+        for name in ("cat", "dog")
+    }
+    pet = {
+        "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in members],
+    }
+    tools = [tool("f", {**an_object(pet=pet), "$defs": members}, is_strict)]
+    call_format, rng = format_of("json_tools", tokenizer), random.Random(0)
+    params = required_calls(tools, call_format, parallel_tool_calls=False).structured_outputs
+    kinds = set()
+    for _ in range(10):
+        [call] = read_calls(random_answer(compiler, tokenizer, params, rng), call_format, tools)
+        kinds.add(call["arguments"]["pet"]["kind"])
+    assert kinds == {"cat", "dog"}
+
+
 @pytest.mark.parametrize(
     ("tools", "name", "argument", "message"),
     [
@@ -288,9 +318,7 @@ def test_calls_that_can_not_be_required_are_refused_by_name(
     assert refused.value.argument == argument
 
 
-@pytest.mark.parametrize(
-    "call_format", [None, ToolCallFormat("glm47", "<tool_call>", "</tool_call>")]
-)
+@pytest.mark.parametrize("call_format", [None, written_as("glm47", "<tool_call>", "</tool_call>")])
 def test_a_strict_tool_that_no_grammar_can_keep_to_is_refused_by_name(call_format: Any):
     tools = [tool("a", None), tool("b", an_object(), strict=True)]
     with pytest.raises(ArgumentError, match="can't be kept to with tool_choice 'auto'") as refused:
@@ -302,12 +330,14 @@ def test_the_format_is_the_one_that_mlx_lm_inferred(tokenizer: Any):
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from mlx_lm.tool_parsers import mistral
 
-    assert ToolCallFormat.of(tokenizer) is None
+    assert ToolFormat.of(tokenizer) is None
     marks = mistral.tool_call_start, mistral.tool_call_end, mistral.parse_tool_call
     wrapped = TokenizerWrapper(
         tokenizer._tokenizer, tool_call_start=marks[0], tool_call_end=marks[1], tool_parser=marks[2]
     )
-    assert ToolCallFormat.of(wrapped) == format_of("mistral", tokenizer)
+    found, expected = ToolFormat.of(wrapped), format_of("mistral", tokenizer)
+    ids = tokenizer.encode(found.start, add_special_tokens=False)
+    assert found == replace(expected, start_token_ids=tuple(ids))
 
 
 def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
@@ -319,7 +349,7 @@ def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
     start, end = (ids["<think>"],), (ids["</think>"],)
 
     def marks(prompt: str) -> tuple[Any, Any]:
-        found = reasoning_marks(thinking, thinking.encode(prompt, add_special_tokens=False))
+        found = reasoning_before(ModelDialect.of(thinking).reasoning, prompt)
         return found["reasoning_start"], found["begin_after"]
 
     assert marks("Hello") == (start, end)
@@ -327,4 +357,5 @@ def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
     assert marks("Hello<think>\n\n</think>\n\n") == ((), ())
     assert marks("What is <think>?") == marks("<think>Old.</think>Yes. And now?") == (start, end)
     plain = load(demo_model_path())[1]
-    assert reasoning_marks(plain, [1, 2]) == {"reasoning_start": (), "begin_after": ()}
+    nothing = {"reasoning_start": (), "begin_after": ()}
+    assert reasoning_before(ModelDialect.of(plain).reasoning, "Hello") == nothing

@@ -21,6 +21,7 @@ from mlx_paged.snapshots import (
     KVFacts,
     SnapshotError,
     SnapshotFile,
+    import_prompt_cache,
     load_snapshot,
     save_snapshot,
     sequence_headers,
@@ -156,9 +157,11 @@ def test_another_version_is_named(model: qwen3.Model, file: Path, monkeypatch: p
         load_snapshot(file, model, filled(), "b")
 
 
-def test_a_recurrent_state_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
+def test_a_recurrent_state_beside_the_kv_of_mlx_lm_is_refused_by_name(
+    model: qwen3.Model, tmp_path: Path
+):
     config = KVCacheConfig((LayerSpec(2, 64, 64),) * 3, 16, state_nbytes=100)
     seqs = Sequences(PagedKVCache(config))
     with pytest.raises(ArgumentError, match="keeps a recurrent state beside K/V") as caught:
-        load_snapshot(tmp_path / "a", model, seqs, "a")
+        import_prompt_cache(tmp_path / "a.safetensors", model, seqs, "a")
     assert caught.value.argument == "model"

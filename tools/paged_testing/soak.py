@@ -2,7 +2,7 @@
 add up.
 
 What a request asks for depends on its number and the seed alone, so that any of them can be run
-again, alone and undisturbed. `benchmarks/soak.py` is the long one.
+again, alone and undisturbed. `benchmarks/serving/soak.py` is the long one.
 """
 
 from __future__ import annotations

@@ -69,6 +69,21 @@ def load_gguf(
     return model, tokenizer, config
 
 
+def build_unread(path: Path) -> tuple[Module, dict[str, Any]]:
+    """The model of a GGUF file with modules and dtypes as :func:`load_gguf` gives them, its weights
+    neither read nor evaluated; and its configuration.
+
+    Raises:
+        LoadError: as :func:`load_gguf`, for what the file's header shows.
+    """
+    file = GGUFFile.open(path)
+    config = _configuration(file, {})
+    with load_errors(f"the model in {file.path} is broken"):
+        model = _build(config)
+        Weights(file, model, config).shape_model()
+    return model, config
+
+
 def _configuration(file: GGUFFile, changes: dict[str, Any]) -> dict[str, Any]:
     config = {**read_configuration(file), "dtype": default_dtype(file), **changes}
     if config["dtype"] not in list(DTYPES):

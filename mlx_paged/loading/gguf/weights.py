@@ -56,14 +56,19 @@ class Weights:
         Raises:
             LoadError: a tensor is not what the model needs.
         """
-        quantised = self._quantised_modules()
-        if quantised:
-            nn.quantize(self.model, class_predicate=lambda path, _: quantised.get(path, False))
-            self.config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **quantised}
+        self.shape_model()
         weights: dict[str, mx.array] = {}
         for name, info in self.infos.items():
             weights.update(self._arrays(name, info))
         self.model.load_weights(list(weights.items()), strict=True)
+
+    def shape_model(self) -> None:
+        """Quantise the model's modules as the file has them, and give it the dtype."""
+        quantised = self._quantised_modules()
+        if quantised:
+            nn.quantize(self.model, class_predicate=lambda path, _: quantised.get(path, False))
+            self.config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **quantised}
+        self.model.set_dtype(self.dtype)
 
     def losses(self) -> list[str]:
         """What is not as the file has it, in words; empty where nothing is lost."""

@@ -98,6 +98,18 @@ class PackedModel(LanguageModel):
         return self._recurrent.nbytes
 
     @property
+    def state_layout(self) -> tuple[str, ...]:
+        return self._recurrent.layout
+
+    @property
+    def keeps_kv(self) -> bool:
+        return any(entry is not None for entry in self._recording.entries)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._recurrent.caches)
+
+    @property
     def dtype(self) -> mx.Dtype:
         return self._recording.layers[0].format.dtype
 

@@ -15,6 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import KVFormat, LayerSpec
+from mlx_paged.cache.state_bytes import state_layout
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.mlx_lm.attention import (
     FetchedKeys,
@@ -69,6 +70,7 @@ class RecurrentCaches:
         caches: all that the model asks for, empty.
         num_slots: of each recurrent cache; empty for a model without.
         nbytes: of the states of one sequence.
+        layout: of each recurrent cache the dtypes and shapes of its arrays, in words.
 
     Raises:
         UnsuitableModelError: mlx-lm can't run the model.
@@ -79,9 +81,9 @@ class RecurrentCaches:
         self.num_slots = [
             len(leaf.cache) for leaf in leaves_of(self.caches) if isinstance(leaf, ArraysCache)
         ]
-        self.nbytes = 0
-        if self.num_slots:
-            self.nbytes = _state_nbytes(model)
+        arrays = _state_arrays(model) if self.num_slots else []
+        self.nbytes = sum(array.nbytes for slots in arrays for array in slots if array is not None)
+        self.layout = tuple(map(_described, state_layout(arrays)))
 
     def fill(self, of_kv: Sequence[Any], recurrent: Sequence[Any]) -> list[Any]:
         """What the model gets for its caches, in their order."""
@@ -92,7 +94,8 @@ class RecurrentCaches:
         )
 
 
-def _state_nbytes(model: Module) -> int:
+def _state_arrays(model: Module) -> list[list[mx.array | None]]:
+    """Of each recurrent cache, after some tokens of one sequence."""
     caches = make_prompt_cache(model)
     try:
         model(mx.zeros((1, NUM_TOKENS_OF_STATE), dtype=mx.int32), cache=caches)
@@ -100,8 +103,11 @@ def _state_nbytes(model: Module) -> int:
         raise UnsuitableModelError(
             f"mlx-lm can't run it ({type(error).__name__}: {one_line(error)})"
         ) from error
-    states = [leaf for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
-    return sum(state.nbytes for state in states)
+    return [[*leaf.cache] for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
+
+
+def _described(slots: Sequence[tuple[str, tuple[int, ...]] | None]) -> str:
+    return ", ".join("none" if slot is None else f"{slot[0]} {[*slot[1]]}" for slot in slots)
 
 
 def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:

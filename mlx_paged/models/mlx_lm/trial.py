@@ -60,11 +60,23 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     Raises:
         UnsuitableModelError: it runs in neither way, with both reasons.
     """
-    trial = Trial(model, config)
+    return _first_way(Trial(model, config).run)
+
+
+def adapt_unread(model: Module, config: dict[str, Any]) -> LanguageModel:
+    """As :func:`adapt`, tried with a small copy alone: none of the weights is evaluated.
+
+    Raises:
+        UnsuitableModelError: it runs in neither way, with both reasons.
+    """
+    return _first_way(Trial(model, config, evaluates_weights=False).run)
+
+
+def _first_way(run: Callable[[Kind], LanguageModel]) -> LanguageModel:
     reasons: dict[str, str] = {}
     for kind, way in ((PackedModel, "packed"), (PerSequenceModel, "per sequence")):
         try:
-            return trial.run(kind)
+            return run(kind)
         except UnsuitableModelError as error:
             reasons[way] = str(error)
     if len(set(reasons.values())) == 1:
@@ -93,13 +105,16 @@ class Trial:
     Args:
         model: with its weights.
         config: its ``config.json``.
+        evaluates_weights: whether the model itself is tried, and not only a small copy of it.
     """
 
-    def __init__(self, model: Module, config: dict[str, Any]):
+    def __init__(self, model: Module, config: dict[str, Any], evaluates_weights: bool = True):
         self.model, self.config = model, config
-        # Arrays that are not parameters, as frequencies of RoPE, are made lazily, and no other
-        # thread can run what this one leaves lazy.
-        mx.eval([value for module in model.modules() for value in module.values()])
+        self._evaluates_weights = evaluates_weights
+        if evaluates_weights:
+            # Arrays that are not parameters, as frequencies of RoPE, are made lazily, and no other
+            # thread can run what this one leaves lazy.
+            mx.eval([value for module in model.modules() for value in module.values()])
         self._yardstick: tuple[Prompts, Yardstick] | None = None
 
     def run(self, kind: Kind) -> LanguageModel:
@@ -115,7 +130,8 @@ class Trial:
             adapted = kind(self.model, self.config)
             if self._small is not None:
                 self._small._run_as_a_copy(kind)
-            self._check(adapted)
+            if self._evaluates_weights:
+                self._check(adapted)
         except BaseException:
             put_back(classes)
             raise

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.model_dialect import Marks, ModelDialect, ToolFormat
+from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.events import (
     Event,
@@ -20,7 +22,7 @@ from mlx_paged.server.answers.events import (
     ToolCallStart,
     merged,
 )
-from mlx_paged.server.answers.tools import CallReader, ToolFormat
+from mlx_paged.server.answers.tools import CallReader, call_reader
 
 __all__ = [
     "AnswerFormat",
@@ -44,16 +46,13 @@ SAYING = "normal"
 REASONING = "reasoning"
 CALLING = "tool"
 
-# For each state, the marks that end it, and the states that they begin.
-Marks: TypeAlias = "tuple[tuple[str, tuple[tuple[str, str], ...]], ...]"
-
 
 @dataclass(frozen=True)
 class AnswerFormat:
     """How answers to a prompt are read.
 
     Args:
-        think_marks: what opens and what closes reasoning; ``None`` for a model that has no marks.
+        reasoning: the marks around it; ``None`` for a model that has no marks.
         is_thinking: the prompt has opened it already.
         tools: the functions that may be called, as OpenAI's ``tools`` has them; none: what looks
             like a call is text.
@@ -66,7 +65,7 @@ class AnswerFormat:
         initial_state: of such a format.
     """
 
-    think_marks: tuple[str, str] | None = None
+    reasoning: ReasoningMarks | None = None
     is_thinking: bool = False
     tools: tuple[dict[str, Any], ...] = field(default_factory=tuple)
     tool_format: ToolFormat | None = None
@@ -89,30 +88,23 @@ class AnswerFormat:
         Args:
             prompt: as the chat template wrote it; it may end with the mark that opens reasoning.
         """
-        start, end = tokenizer.think_start, tokenizer.think_end
-        think_marks = (start, end) if start and end else None
-        # mlx-lm has response formats from 0.32.1 on.
-        transitions = getattr(tokenizer, "response_transitions", {})
-        marks = tuple(
-            (state, tuple((mark, then) for mark, then in edges))
-            for state, edges in transitions.items()
-        )
-        tool_format = ToolFormat.of(tokenizer) if tools else None
-        texts = [mark for _, edges in marks for mark, _ in edges] + list(think_marks or ())
-        if tool_format is not None:
-            texts += [tool_format.start, tool_format.end]
+        dialect = ModelDialect.of(tokenizer)
+        marks, tool_format = dialect.reasoning, dialect.tools if tools else None
+        texts = [mark for _, edges in dialect.transitions for mark, _ in edges]
+        texts += [marks.start, marks.end] if marks else []
+        texts += [tool_format.start, tool_format.end] if tool_format else []
         special = _special_tokens(tokenizer)
         has_special = any(token in text for token in special for text in texts)
         return cls(
-            think_marks,
-            bool(start and end) and prompt.rstrip().endswith(str(start)),
+            marks,
+            marks is not None and marks.are_opened_by(prompt),
             tuple(tools),
             tool_format,
             False,
             max_calls,
-            (*getattr(tokenizer, "structural_markers", ()), *special) if has_special else (),
-            marks,
-            getattr(tokenizer, "response_initial_state", None),
+            (*dialect.markers, *special) if has_special else (),
+            dialect.transitions,
+            dialect.initial_state,
         )
 
     def reader(self) -> AnswerReader:
@@ -124,9 +116,9 @@ class AnswerFormat:
         states: dict[str, dict[str, str]] = {OPENING: {}, SAYING: {}, REASONING: {}}
         for state in states:
             states[state].update((mark, state) for mark in self.hidden)
-        if self.think_marks:
-            states[OPENING][self.think_marks[0]] = REASONING
-            states[REASONING][self.think_marks[1]] = SAYING
+        if self.reasoning:
+            states[OPENING][self.reasoning.start] = REASONING
+            states[REASONING][self.reasoning.end] = SAYING
         own = {state: dict(edges) for state, edges in self.marks}
         if self.tool_format is not None and self.tool_format.start:
             start = self.tool_format.start
@@ -169,7 +161,8 @@ class AnswerReader:
     def add(self, text: str) -> list[Event]:
         """What can be told apart by now."""
         self._pending += text
-        return merged(self._read(is_over=False))
+        events = self._read(is_over=False)
+        return events if len(events) < 2 else merged(events)
 
     def read(self, part: CompletionOutput) -> list[Event]:
         """What the next part of the completion says; the last one is its end."""
@@ -244,8 +237,11 @@ class AnswerReader:
 
     def _begin_calls(self) -> None:
         assert self._format.tool_format is not None
-        self._calls = self._format.tool_format.reader(
-            self._format.tools, self.num_tool_calls, self._format.max_calls
+        self._calls = call_reader(
+            self._format.tool_format,
+            self._format.tools,
+            self.num_tool_calls,
+            self._format.max_calls,
         )
         if self._state == OPENING:
             self._state = SAYING

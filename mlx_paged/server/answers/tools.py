@@ -7,13 +7,11 @@ import logging
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 from mlx_paged.engine.text_stream import find_unfinished_stop
+from mlx_paged.model_dialect import ToolFormat
 from mlx_paged.server.answers.events import Event, Text, ToolCallArguments, ToolCallStart
 from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
 
@@ -31,65 +29,42 @@ _JSON_HEAD = re.compile(
 _JSON_FOOT = re.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_JSON_STRING}|[-+.\w]+)\s*)*\}}')
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes its calls.
+def _parse_json(text: str, tools: object = None) -> Any:
+    return json.loads(text)
+
+
+JSON_LIST = ToolFormat("json_tools", "", "", _parse_json)
+"""Calls that are the whole answer, ``[{"name": ..., "arguments": {...}}, ...]``: what grammars make
+of a format for which there is none.
+"""
+
+
+def new_call_id(tool_format: ToolFormat) -> str:
+    """An id for a call. Templates of Mistral's older models want nine letters and digits."""
+    length, prefix = (9, "") if tool_format.name == "mistral" else (24, "call_")
+    return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
+
+
+def call_reader(
+    tool_format: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    first_index: int = 0,
+    max_calls: int | None = None,
+) -> CallReader:
+    """A reader for what follows a start mark.
 
     Args:
-        name: of mlx-lm's parser, such as ``"json_tools"`` or ``"qwen3_coder"``.
-        start, end: the marks around a call, or around several. An ``end`` that is empty is the end
-            of the answer.
-        parse: (text between the marks, tools) to a mapping with ``name`` and ``arguments``, or to
-            a list of them. It may raise anything.
+        tools: that may be called, as OpenAI's ``tools`` has them.
+        first_index: of the first call.
+        max_calls: of the answer; further ones are left out. ``None`` has no limit.
     """
-
-    name: str
-    start: str
-    end: str
-    parse: Callable[[str, list[dict[str, Any]]], Any]
-
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> ToolFormat | None:
-        """The format that mlx-lm found out from the tokenizer and its template."""
-        if not tokenizer.tool_call_start or tokenizer.tool_parser is None:
-            return None
-        name = str(tokenizer.tool_parser.__module__).rpartition(".")[2]
-        return cls(
-            name, tokenizer.tool_call_start, tokenizer.tool_call_end or "", tokenizer.tool_parser
-        )
-
-    @classmethod
-    def json_list(cls) -> ToolFormat:
-        """Calls that are the whole answer, ``[{"name": ..., "arguments": {...}}, ...]``: what
-        grammars make of a format for which there is none.
-        """
-        return cls("json_tools", "", "", _parse_json)
-
-    def reader(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        first_index: int = 0,
-        max_calls: int | None = None,
-    ) -> CallReader:
-        """A reader for what follows a start mark.
-
-        Args:
-            tools: that may be called, as OpenAI's ``tools`` has them.
-            first_index: of the first call.
-            max_calls: of the answer; further ones are left out. ``None`` has no limit.
-        """
-        kind = JsonCallReader if self.name == "json_tools" else CallReader
-        return kind(self, tools, first_index, max_calls)
-
-    def new_id(self) -> str:
-        """An id for a call. Templates of Mistral's older models want nine letters and digits."""
-        length, prefix = (9, "") if self.name == "mistral" else (24, "call_")
-        return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
+    kind = JsonCallReader if tool_format.name == "json_tools" else CallReader
+    return kind(tool_format, tools, first_index, max_calls)
 
 
 class CallReader:
     """Reads what stands between two marks, which may be several calls. They come when the end mark
-    does; made by :meth:`ToolFormat.reader`.
+    does; made by :func:`call_reader`.
 
     Attributes:
         num_calls: that were found, those left out too.
@@ -164,7 +139,7 @@ class CallReader:
         if name not in self._names:
             # Agents answer that there is no such tool, and models then choose another one.
             LOG.warning("the model called a tool that the request does not have")
-        events.append(ToolCallStart(index, call_id or self._format.new_id(), name))
+        events.append(ToolCallStart(index, call_id or new_call_id(self._format), name))
         return index
 
     def _as_text(self, body: str, why: str) -> list[Event]:
@@ -269,10 +244,6 @@ class JsonCallReader(CallReader):
     def _tell(self, text: str, events: list[Event]) -> None:
         if text and self._index is not None:
             events.append(ToolCallArguments(self._index, text, not self._is_raw))
-
-
-def _parse_json(text: str, tools: object = None) -> Any:
-    return json.loads(text)
 
 
 def _as_call(found: Any) -> tuple[str, str, str | None]:

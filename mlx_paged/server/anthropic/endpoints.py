@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
+from typing import TypeVar
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.anthropic.answers import (
-    MessageAnswer,
-    MessageOptions,
-    message_events,
-    whole_message,
+from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.anthropic.answers import MessageOptions, MessageRenderer
+from mlx_paged.server.anthropic.messages import (
+    AnyRequest,
+    CountRequest,
+    MessagesBody,
+    MessagesRequest,
+    read_messages_body,
 )
-from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
-from mlx_paged.server.callers import prepare_chat, request_id_of
-from mlx_paged.server.fields import Fields
+from mlx_paged.server.context import RequestContext
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.service import Service
 
-LOG = logging.getLogger("mlx_paged.server")
+C = TypeVar("C", bound=AnyRequest)
 
 
-async def messages(request: Request, fields: Fields) -> Response:
+async def messages(context: RequestContext[MessagesRequest]) -> Response:
     """An answer to a conversation, whole or as events."""
-    service: Service = request.app.state.service
-    has_context_management = fields.has("context_management")
-    read = partial(_read, request, is_count=False)
-    body, generation, answer_format = await prepare_chat(request, fields, read)
-    request_id = request_id_of(request)
+    service, request_id = context.service, context.request_id
+    body, generation, answer_format = await _prepare(context)
     options = MessageOptions(
         f"msg_{request_id}",
         body.model,
         body.job.params.max_tokens,
         tuple(body.job.params.stop),
         body.shows_thinking,
-        has_context_management,
+        context.value.get("context_management") is not None,
     )
-    answer = MessageAnswer(service, answer_format, options)
+    renderer = MessageRenderer(answer_format, options)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_message(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(message_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
-async def count_tokens(request: Request, fields: Fields) -> Response:
+async def count_tokens(context: RequestContext[CountRequest]) -> Response:
     """How many tokens the prompt of a conversation has."""
-    _, generation, _ = await prepare_chat(request, fields, partial(_read, request, is_count=True))
+    _, generation, _ = await _prepare(context)
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
 
 
-def _read(request: Request, fields: Fields, service: Service, is_count: bool) -> MessagesBody:
-    has_betas = "anthropic-beta" in request.headers
-    body = read_messages_body(fields, service, has_betas=has_betas, is_count=is_count)
-    if body.left_out:
-        # Names that clients make up are shown as they are only if they are short words.
-        names = ", ".join(name[:40] for name in body.left_out if name.isidentifier())
-        LOG.warning("fields of betas are left out: %s", names)
-    return body
+async def _prepare(
+    context: RequestContext[C],
+) -> tuple[MessagesBody, Generation, AnswerFormat]:
+    # Betas have fields that are newer than this server.
+    has_betas = "anthropic-beta" in context.request.headers
+    return await context.prepare_chat(read_messages_body, leaves_out=has_betas)

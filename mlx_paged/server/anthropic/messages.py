@@ -2,60 +2,212 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from mlx_paged.errors import ArgumentError, shown
+from pydantic import Field
+
+from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob, left_out_text
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.generations import api_error
-from mlx_paged.server.openai.messages import refuse_second_names
-from mlx_paged.server.openai.options import read_model
-from mlx_paged.server.sampling_fields import MAX_STOPS, MAX_STOPS_LEN
+from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.openai.messages import (
+    NO_MESSAGES,
+    checked_tool_choice,
+    function_tool,
+    refuse_second_names,
+)
+from mlx_paged.server.openai.options import ModelFields
+from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
+from mlx_paged.server.sampling_fields import StopTexts, made_params
+from mlx_paged.server.schemas import (
+    MAX_CHILDREN,
+    AtMost,
+    Body,
+    Children,
+    Filled,
+    Fixed,
+    OneOf,
+    Repeated,
+    refused,
+)
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
-# They say whose request it is, how soon it should be answered, or what is cached, which everything
-# is; or they let Anthropic's servers shorten a conversation, which is not done here, and the answer
-# says so.
-_WITHOUT_EFFECT = (
-    "metadata",
-    "cache_control",
-    "service_tier",
-    "inference_geo",
-    "speed",
-    "diagnostics",
-    "context_management",
-    "compaction",
-    "billing_policy",
-    "fallbacks",
-    "fallback_credit_token",
-    "user_profile_id",
-    "workspace_id",
-    "betas",
-    "anthropic_beta",
-    "anthropic_version",
-)
-_ADVICE = {
-    "container": "containers run on Anthropic's servers; leave it out",
-    "mcp_servers": "give the servers' tools as tools, and call them yourself",
-    "max_tokens_to_sample": "send max_tokens",
-    "prompt": "send messages",
-}
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # Claude Code's note for Anthropic's accounting. It is no text for a model, and it changes with each
 # request, so that no prompt would begin like the one before.
 _BILLING = "x-anthropic-billing-header:"
-_OTHER_BLOCKS = {
-    "image": ("images", ""),
-    "document": ("documents", "; send their text"),
-    "search_result": ("search results", "; send their text"),
-    "container_upload": ("files", "; send their text"),
-    "tool_reference": ("references to tools", "; send the tools themselves"),
-}
+
+
+class Block(Repeated):
+    place = "messages[].content[]"
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+
+
+class RedactedBlock(Block):
+    """It is Anthropic's, and says nothing here."""
+
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
+class CallBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content = ""
+    is_error: bool = False
+
+
+class Answer(Repeated):
+    """What the model said."""
+
+    place = "messages[]"
+    role: Literal["assistant"]
+    content: Annotated[
+        str
+        | Children[
+            Annotated[
+                TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
+            ]
+        ],
+        OneOf(),
+    ]
+
+
+class Question(Repeated):
+    """What the user says, and results of tools, in their order."""
+
+    place = "messages[]"
+    role: Literal["user", "msg"]
+    content: Annotated[
+        str | Children[Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]], OneOf()
+    ]
+
+
+class Reminder(Repeated):
+    place = "messages[]"
+    role: Literal["system", "ctx"]
+    content: Content
+
+
+AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
+Conversation = Annotated[list[AnyMessage], AtMost(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+
+
+class Tool(Repeated):
+    place = "tools[]"
+    type: Annotated[
+        str,
+        Fixed(
+            "custom",
+            way_out="it is Anthropic's own tool; describe it as a custom tool with an input_schema",
+        ),
+    ] = "custom"
+    name: Filled
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+    def as_function(self) -> dict[str, Any]:
+        """The tool as templates take it, which is OpenAI's way."""
+        return function_tool(self.name, self.description, self.input_schema, self.strict)
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+    task_budget: Any = None
+
+
+class Thinking(Body):
+    place = "thinking"
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted", "full"] = "full"
+
+
+class ConversationFields(ModelFields):
+    """What bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens`` may say."""
+
+    # By this code Anthropic's clients know that they have to send the conversation.
+    thread: Annotated[
+        Any, Fixed(way_out="send all messages", code="thread_unsupported_request")
+    ] = None
+    messages: Conversation
+    system: Content = ""
+    tools: Children[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_format: SchemaFormat | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: StopTexts | None = None
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    no_store: bool = False
+    mcp_servers: Annotated[
+        Any, Fixed([], way_out="give the servers' tools as tools, and call them yourself")
+    ] = None
+    # They say whose request it is, how soon it should be answered, or what is cached, which
+    # everything is; or they let Anthropic's servers shorten a conversation, which is not done here,
+    # and the answer says so.
+    metadata: Any = None
+    cache_control: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+    diagnostics: Any = None
+    context_management: Any = None
+    compaction: Any = None
+    billing_policy: Any = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+    betas: Any = None
+    anthropic_beta: Any = None
+    anthropic_version: Any = None
+
+
+class MessagesRequest(ConversationFields):
+    """The body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+
+
+class CountRequest(ConversationFields):
+    """The body of ``POST /v1/messages/count_tokens``."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+AnyRequest = MessagesRequest | CountRequest
 
 
 @dataclass(frozen=True)
@@ -64,227 +216,90 @@ class MessagesBody:
 
     Args:
         shows_thinking: whether the answer shows the text of its reasoning.
-        left_out: fields that nobody here knows, and that the client's betas allow.
     """
 
     job: ChatJob
     model: str
     is_streamed: bool = False
     shows_thinking: bool = True
-    left_out: tuple[str, ...] = ()
 
 
-def read_messages_body(
-    fields: Fields, service: Service, *, has_betas: bool = False, is_count: bool = False
-) -> MessagesBody:
+def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
     """Everything that the body says.
 
-    Args:
-        has_betas: the request has the header ``anthropic-beta``: it may hold optional fields that
-            are newer than this server.
-        is_count: the tokens of the prompt are to be counted, so that nothing is said of an answer.
-
     Raises:
-        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    if fields.has("thread"):
-        # By this code Anthropic's clients know that they have to send the conversation.
-        text, code = "thread is not supported; send all messages", "thread_unsupported_request"
-        raise ApiError(400, text, param="thread", code=code)
-    model = read_model(fields, service)
-    tools = tuple(_read_tool(each) for each in fields.children("tools", ()))
-    choice, is_parallel = _read_tool_choice(fields, tools)
-    options, shows_thinking = _read_thinking(fields, service, has_betas)
-    params, effort = _read_params(fields, service, is_count)
+    model = request.model_name(service)
+    tools = tuple(tool.as_function() for tool in request.tools)
+    choice = _tool_choice(request.tool_choice, tools)
+    thinking, effort = request.thinking, request.output_config.effort
+    if thinking is None:
+        # There is none, as in the protocol, unless the server was told otherwise.
+        is_thinking = service.template_options.get("enable_thinking", False)
+    else:
+        is_thinking = thinking.type != "disabled"
+    options: dict[str, Any] = {"enable_thinking": is_thinking}
     if effort is not None:
         options["reasoning_effort"] = effort
-    messages = [*_read_system(fields), *_read_messages(fields)]
+    messages = [*_read_system(request.system), *_read_messages(request.messages)]
     if messages[-1]["role"] == "assistant":
         # The answer goes on from it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
-    body = MessagesBody(
-        ChatJob(
-            messages,
-            params,
-            tools,
-            choice,
-            is_parallel,
-            options,
-            fields.integer("priority", 0),
-            fields.text("cache_salt", None) or None,
-            fields.boolean("no_store", False),
-        ),
-        model,
-        fields.boolean("stream", False),
-        shows_thinking,
+    job = ChatJob(
+        messages,
+        _read_params(request, service),
+        tools,
+        choice,
+        request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
+        options,
+        request.priority,
+        request.cache_salt or None,
+        request.no_store,
     )
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.only("mcp_servers", [])
-    if has_betas:
-        # What is known and can't be had is refused all the same.
-        unknown = fields.unread() - _ADVICE.keys()
-        fields.accept(*unknown)
-        body = replace(body, left_out=tuple(sorted(unknown)))
-    fields.refuse_rest(_ADVICE)
-    return body
+    shows_thinking = thinking is None or thinking.display != "omitted"
+    return MessagesBody(job, model, request.stream, shows_thinking)
 
 
-def _read_params(
-    fields: Fields, service: Service, is_count: bool
-) -> tuple[SamplingParams, str | None]:
-    """How the answer is sampled, and with how much effort."""
-    names = ("temperature", "top_p", "top_k")
-    values: dict[str, Any] = {name: fields.raw(name) for name in names if fields.has(name)}
-    if not is_count or fields.has("max_tokens"):
-        values["max_tokens"] = fields.integer("max_tokens")
-        if values["max_tokens"] < 1:
-            raise fields.error("max_tokens", f"must be at least 1, got {values['max_tokens']}")
-    if fields.has("stop_sequences"):
-        values["stop"] = fields.texts("stop_sequences", MAX_STOPS, MAX_STOPS_LEN)
-    effort, schema = _read_output_config(fields)
-    try:
-        if schema is not None:
-            values["structured_outputs"] = StructuredOutputsParams(json=schema)
-        return service.default_params.clone(**values), effort
-    except ArgumentError as error:
-        raise api_error(error) from error
+def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    values = {name: getattr(request, name) for name in names}
+    values["stop"] = request.stop_sequences
+    if request.thinking is not None:
+        values["thinking_token_budget"] = request.thinking.budget_tokens
+    schema = request.output_config.format or request.output_format
+    values = {name: value for name, value in values.items() if value is not None}
+    if schema is not None:
+        values["structured_outputs"] = StructuredOutputsParams(json=schema.schema_)
+    return made_params(service.default_params, values)
 
 
-def _read_output_config(fields: Fields) -> tuple[str | None, dict[str, Any] | None]:
-    """The effort, and the schema of the answer."""
-    effort = schema = None
-    config = fields.child("output_config", None)
-    if config is not None:
-        effort = config.choice("effort", _EFFORTS, None)
-        schema = _read_format(config, "format")
-        config.accept("task_budget")
-        config.refuse_rest()
-    other = _read_format(fields, "output_format")
-    return effort, other if schema is None else schema
-
-
-def _read_format(fields: Fields, name: str) -> dict[str, Any] | None:
-    answer_format = fields.child(name, None)
-    if answer_format is None:
-        return None
-    answer_format.choice("type", ("json_schema",))
-    answer_format.child("schema")
-    schema: dict[str, Any] = answer_format.raw("schema")
-    answer_format.refuse_rest()
-    return schema
-
-
-def _read_thinking(
-    fields: Fields, service: Service, has_betas: bool
-) -> tuple[dict[str, Any], bool]:
-    """Variables of the template, and whether the answer shows reasoning.
-
-    Without ``thinking`` there is none, as in the protocol, unless the server was told otherwise.
-    """
-    if not fields.has("thinking"):
-        default = service.template_options.get("enable_thinking", False)
-        return {"enable_thinking": default}, True
-    thinking = fields.child("thinking")
-    kind = thinking.choice("type", ("enabled", "disabled", "adaptive", "between_tools"))
-    thinking.integer("budget_tokens", None)
-    display = thinking.choice("display", ("summarized", "omitted", "full"), "full")
-    if has_betas:
-        thinking.leave_out_rest()
-    thinking.refuse_rest()
-    return {"enable_thinking": kind != "disabled"}, display != "omitted"
-
-
-# Tools
-
-
-def _read_tool(fields: Fields) -> dict[str, Any]:
-    """A tool as templates take it, which is OpenAI's way."""
-    kind = fields.text("type", "custom")
-    if kind != "custom":
-        raise fields.error(
-            "type",
-            f"is {shown(kind)}, which is Anthropic's own tool; describe it as a custom tool with "
-            "an input_schema",
-        )
-    name = fields.filled_text("name")
-    fields.child("input_schema")
-    function: dict[str, Any] = {"name": name, "parameters": fields.raw("input_schema")}
-    description = fields.text("description", None)
-    if description is not None:
-        function = {"name": name, "description": description, **function}
-    if fields.boolean("strict", False):
-        function["strict"] = True
-    fields.leave_out_rest()
-    return {"type": "function", "function": function}
-
-
-def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[ToolChoice, bool]:
-    """Which tool may or must be called, and whether several may be."""
-    names = [tool["function"]["name"] for tool in tools]
-    refuse_second_names(fields, names)
-    choice = fields.child("tool_choice", None)
+def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:
+    """Which tool may or must be called."""
+    refuse_second_names([tool["function"]["name"] for tool in tools])
     if choice is None:
-        return "auto", True
-    kind = choice.choice("type", ("auto", "any", "tool", "none"))
-    wanted: ToolChoice = {"any": "required"}.get(kind, kind)
-    if kind == "tool":
-        wanted = choice.text("name")
-        if wanted not in names:
-            raise choice.error("name", f"is {shown(wanted)}, and no tool has that name")
-        if wanted in ("none", "auto", "required"):
-            raise choice.error("name", f"is {wanted!r}, which is no name for a tool here")
-    elif kind == "any" and not tools:
-        raise fields.error("tool_choice", "is 'any', and there are no tools; send some")
-    is_parallel = not choice.boolean("disable_parallel_tool_use", False)
-    choice.accept("name")
-    choice.refuse_rest()
-    return wanted, is_parallel
+        return "auto"
+    if choice.type == "tool":
+        if choice.name is None:
+            raise refused("tool_choice.name", "is missing")
+        return checked_tool_choice(choice.name, "tool_choice.name", tools)
+    if choice.type == "any" and not tools:
+        raise refused("tool_choice", "is 'any', and there are no tools; send some")
+    return "required" if choice.type == "any" else choice.type
 
 
 # Messages
 
 
-def _read_system(fields: Fields) -> list[dict[str, Any]]:
-    if not fields.has("system"):
-        return []
-    texts = [text for text in _read_texts(fields, "system") if not text.startswith(_BILLING)]
+def _read_system(system: Content) -> list[dict[str, Any]]:
+    texts = [
+        text for text in texts_of(system, "system", is_last=True) if not text.startswith(_BILLING)
+    ]
     text = "\n\n".join(texts)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _read_texts(fields: Fields, name: str, is_last: bool = True) -> list[str]:
-    """The texts of a field that is one, or a list of blocks that have one each."""
-    if isinstance(fields.raw(name), str):
-        return [fields.text(name)]
-    texts = []
-    for block in fields.children(name):
-        kind = _read_kind(block, ("text",), is_last)
-        texts.append(_text_of(block, kind))
-        block.leave_out_rest()
-    return texts
-
-
-def _read_kind(block: Fields, kinds: tuple[str, ...], is_last: bool) -> str:
-    """One of these kinds, or, in a message that is not the last, one that is no text."""
-    kind = block.text("type")
-    if kind in _OTHER_BLOCKS:
-        what, way_out = _OTHER_BLOCKS[kind]
-        if is_last:
-            text = f"is {kind!r}, and models are text-only here: no {what}{way_out}"
-            raise block.error("type", text)
-    elif kind not in kinds:
-        raise block.error("type", f"must be {' or '.join(map(repr, kinds))}, got {shown(kind)}")
-    return kind
-
-
-def _text_of(block: Fields, kind: str) -> str:
-    if kind not in _OTHER_BLOCKS:
-        return block.text("text")
-    what, _ = _OTHER_BLOCKS[kind]
-    return left_out_text(what)
-
-
-def _read_messages(fields: Fields) -> list[dict[str, Any]]:
+def _read_messages(told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
     """The conversation; what one side says in several messages becomes one.
 
     A content is the list of its texts until all of them are there: to join them one by one would
@@ -292,24 +307,19 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
-    children = list(fields.children("messages"))
-    for each in children:
-        is_last = each is children[-1]
-        role = each.choice("role", ("user", "assistant", "system", "ctx", "msg"))
-        if role == "assistant":
-            new = [_read_answer(each, names, is_last)]
-        elif role in ("user", "msg"):
-            new = _read_question(each, names, is_last)
+    for index, each in enumerate(told):
+        place, is_last = f"messages[{index}].content", index == len(told) - 1
+        if isinstance(each, Answer):
+            new = [_read_answer(each, names, place, is_last)]
+        elif isinstance(each, Question):
+            new = _read_question(each, names, place, is_last)
         else:
             # Few templates know a system's message in the middle.
-            text = "\n\n".join(_read_texts(each, "content", is_last))
+            text = "\n\n".join(texts_of(each.content, place, is_last))
             text = f"<system-reminder>\n{text}\n</system-reminder>"
             new = [{"role": "user", "content": [text]}]
-        each.leave_out_rest()
         for message in new:
             _append(messages, message)
-    if not messages:
-        raise fields.error("messages", "is empty; give at least one message")
     for message in messages:
         message["content"] = "\n\n".join(filter(None, message["content"]))
     return messages
@@ -327,61 +337,54 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
         last["reasoning_content"] = message["reasoning_content"]
 
 
-def _read_question(fields: Fields, names: dict[str, str], is_last: bool) -> list[dict[str, Any]]:
-    """What the user says, and results of tools, in their order."""
-    if isinstance(fields.raw("content"), str):
-        return [{"role": "user", "content": [fields.text("content")]}]
+def _read_question(
+    question: Question, names: dict[str, str], place: str, is_last: bool
+) -> list[dict[str, Any]]:
+    if isinstance(question.content, str):
+        return [{"role": "user", "content": [question.content]}]
     messages: list[dict[str, Any]] = []
-    for block in fields.children("content"):
-        kind = _read_kind(block, ("text", "tool_result"), is_last)
-        if kind == "tool_result":
-            messages.append(_read_result(block, names, is_last))
+    for index, block in enumerate(question.content):
+        here = f"{place}[{index}]"
+        if isinstance(block, ResultBlock):
+            messages.append(_read_result(block, names, here, is_last))
         else:
-            _append(messages, {"role": "user", "content": [_text_of(block, kind)]})
-        block.leave_out_rest()
+            text = block.told(here, is_last)
+            _append(messages, {"role": "user", "content": [text]})
     return messages or [{"role": "user", "content": []}]
 
 
-def _read_result(block: Fields, names: dict[str, str], is_last: bool) -> dict[str, Any]:
-    call_id = block.text("tool_use_id")
+def _read_result(
+    block: ResultBlock, names: dict[str, str], place: str, is_last: bool
+) -> dict[str, Any]:
+    call_id = block.tool_use_id
     if call_id not in names:
-        raise block.error("tool_use_id", f"is {shown(call_id)}, and no tool_use has that id")
-    texts = _read_texts(block, "content", is_last) if block.has("content") else ()
-    text = "\n".join(texts)
-    if block.boolean("is_error", False) and "error" not in text[:40].lower():
+        words = f"is {shown(call_id)}, and no tool_use has that id"
+        raise refused(f"{place}.tool_use_id", words)
+    text = "\n".join(texts_of(block.content, f"{place}.content", is_last))
+    if block.is_error and "error" not in text[:40].lower():
         # Templates have no word for it.
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": [text]}
 
 
-def _read_answer(fields: Fields, names: dict[str, str], is_last: bool) -> dict[str, Any]:
-    """What the model said."""
-    if isinstance(fields.raw("content"), str):
-        return {"role": "assistant", "content": [fields.text("content")]}
+def _read_answer(
+    answer: Answer, names: dict[str, str], place: str, is_last: bool
+) -> dict[str, Any]:
+    if isinstance(answer.content, str):
+        return {"role": "assistant", "content": [answer.content]}
     texts, reasoning, calls = [], [], []
-    for block in fields.children("content"):
-        kinds = ("text", "thinking", "redacted_thinking", "tool_use")
-        kind = _read_kind(block, kinds, is_last)
-        if kind == "thinking":
-            reasoning.append(block.text("thinking"))
-            block.accept("signature")
-        elif kind == "redacted_thinking":
-            block.accept("data")  # is Anthropic's, and says nothing here
-        elif kind == "tool_use":
-            calls.append(_read_call(block))
-            names[calls[-1]["id"]] = calls[-1]["function"]["name"]
-        else:
-            texts.append(_text_of(block, kind))
-        block.leave_out_rest()
+    for index, block in enumerate(answer.content):
+        if isinstance(block, ThinkingBlock):
+            reasoning.append(block.thinking)
+        elif isinstance(block, CallBlock):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+            names[block.id] = block.name
+        elif not isinstance(block, RedactedBlock):
+            texts.append(block.told(f"{place}[{index}]", is_last))
     message: dict[str, Any] = {"role": "assistant", "content": ["".join(texts)]}
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _read_call(block: Fields) -> dict[str, Any]:
-    block.child("input")
-    function = {"name": block.text("name"), "arguments": block.raw("input")}
-    return {"id": block.text("id"), "type": "function", "function": function}

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError
+from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.grammars.tool_call_grammars import ToolCallFormat
 from mlx_paged.server.grammars.tool_grammar import (
     ToolGrammar,
-    reasoning_marks,
+    reasoning_before,
     required_calls,
     strict_calls,
 )
@@ -25,8 +24,8 @@ _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexib
 
 
 def chat_grammar(
-    tokenizer: TokenizerWrapper,
-    prompt_token_ids: Sequence[int],
+    dialect: ModelDialect,
+    prompt: str,
     tools: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
     parallel_tool_calls: bool,
@@ -36,6 +35,7 @@ def chat_grammar(
     :mod:`mlx_paged.server.grammars.tool_grammar` describes it.
 
     Args:
+        prompt: as the chat template wrote it.
         wanted: the format that the request asks for. With tools that may be called, the answer is
             in that format, or it calls tools.
 
@@ -43,19 +43,19 @@ def chat_grammar(
         ApiError: what can't be kept to, by the field's name; 400.
     """
     try:
-        grammar = _tool_grammar(tokenizer, tools, tool_choice, parallel_tool_calls, wanted)
+        grammar = _tool_grammar(dialect.tools, tools, tool_choice, parallel_tool_calls, wanted)
     except ArgumentError as error:
         raise ApiError(400, str(error), param=error.argument) from error
     if grammar is not None:
         wanted = grammar.structured_outputs
     if wanted is not None:
-        marks: dict[str, Any] = {**reasoning_marks(tokenizer, prompt_token_ids)}
+        marks: dict[str, Any] = {**reasoning_before(dialect.reasoning, prompt)}
         wanted = replace(wanted, **marks)
     return wanted, grammar is not None and grammar.is_json
 
 
 def _tool_grammar(
-    tokenizer: TokenizerWrapper,
+    call_format: ToolFormat | None,
     tools: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
     parallel_tool_calls: bool,
@@ -64,7 +64,6 @@ def _tool_grammar(
     """The grammar of the calls of an answer; ``None`` where they need none."""
     if not tools or tool_choice == "none":
         return None
-    call_format = ToolCallFormat.of(tokenizer)
     if tool_choice == "auto":
         if wanted is not None:
             return _format_or_calls(tools, call_format, parallel_tool_calls, wanted)
@@ -81,7 +80,7 @@ def _tool_grammar(
 
 def _format_or_calls(
     tools: Sequence[Mapping[str, Any]],
-    call_format: ToolCallFormat | None,
+    call_format: ToolFormat | None,
     parallel_tool_calls: bool,
     wanted: StructuredOutputsParams,
 ) -> ToolGrammar:
@@ -95,7 +94,7 @@ def _format_or_calls(
         )
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     schema = schema if isinstance(schema, dict) else {}
-    schema = {**schema, "x-guidance": _ONE_LINE}
+    schema = {**one_of_as_any_of(schema), "x-guidance": _ONE_LINE}
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
     lark = f"start: calls | formatted\nformatted: %json {json.dumps(schema)}\n{lark}"
     return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json=False)

@@ -1,112 +1,151 @@
 """What an answer has to be, as requests say it: OpenAI's ``response_format`` and ``text.format``,
 vLLM's ``structured_outputs`` and ``guided_*``, and llama.cpp's ``json_schema`` and ``grammar``.
-Pure functions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
+from mlx_paged.server.schemas import Body, Fixed, OneOf, refused
 from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
-# vLLM's fields and llama.cpp's, by the name of what they mean.
-_PLAIN = {
-    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
-    "json_schema": "json",
-    "grammar": "grammar",
-}
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+    def wanted(self, place: str) -> StructuredOutputsParams | None:
+        """What it says; ``None``: any text.
+
+        Args:
+            place: of the format in the body.
+
+        Raises:
+            ApiError: it can't be used; 400.
+        """
+        return None
 
 
-def read_structured_outputs(body: Fields) -> StructuredOutputsParams | None:
-    """What ``response_format``, ``structured_outputs``, ``guided_*``, ``json_schema`` and
-    ``grammar`` of a request say; ``None``: any text.
+class JsonFormat(Body):
+    """Of OpenAI, and of llama.cpp, which has a schema."""
 
-    Raises:
-        ApiError: one of them is wrong, or there are several; it names the field.
-    """
-    found: dict[str, StructuredOutputsParams] = {}
-    for name in ("response_format", "structured_outputs", *_PLAIN):
-        if not body.has(name):
-            continue
-        if name == "response_format":
-            wanted = read_format(body.child(name))
-        elif name == "structured_outputs":
-            wanted = _read_structured_outputs(body.child(name))
-        else:
-            value = _lark_of(body, name) if name == "grammar" else body.raw(name)
-            wanted = _made(body, name, **{_PLAIN[name]: value})
-        if wanted is not None:
-            found[name] = wanted
-    if len(found) > 1:
-        first, second, *_ = found
-        raise body.error(second, f"does not go with {first}; give one of them")
-    return next(iter(found.values()), None)
+    type: Literal["json_object"]
+    schema_: Any = Field(None, alias="schema")
+
+    def wanted(self, place: str) -> StructuredOutputsParams:
+        if self.schema_ is None:
+            return StructuredOutputsParams(json_object=True)
+        return _made(f"{place}.schema", json=self.schema_)
 
 
-def read_format(fields: Fields) -> StructuredOutputsParams | None:
-    """What OpenAI's ``response_format`` says, or ``text.format`` of its responses, which has the
-    schema beside the type; ``None``: any text.
-
-    Raises:
-        ApiError: a field is wrong; it names the field.
-    """
-    kind = fields.choice("type", ("text", "json_object", "json_schema"))
-    wanted = None
-    if kind == "json_object" and fields.has("schema"):  # as llama.cpp has it
-        wanted = _made(fields, "schema", json=fields.raw("schema"))
-    elif kind == "json_object":
-        wanted = StructuredOutputsParams(json_object=True)
-    elif kind == "json_schema":
-        has_child = fields.has("json_schema")
-        inner = fields.child("json_schema") if has_child or not fields.has("schema") else fields
-        inner.text("name", None)
-        inner.accept("description")
-        inner.boolean("strict", None)
-        if not inner.has("schema"):
-            raise inner.error("schema", "is missing")
-        wanted = _made(inner, "schema", json=inner.raw("schema"))
-        inner.refuse_rest()
-    fields.refuse_rest()
-    return wanted
+class JsonSchema(Body):
+    name: str | None = None
+    description: Any = None
+    strict: bool | None = None
+    schema_: Any = Field(alias="schema")
 
 
-def _lark_of(body: Fields, name: str) -> str:
+class SchemaFormat(Body):
+    """Of chat, with the schema inside, and of responses, with the schema beside the type."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema | None = None
+    name: str | None = None
+    description: Any = None
+    strict: bool | None = None
+    schema_: Any = Field(None, alias="schema")
+
+    def wanted(self, place: str) -> StructuredOutputsParams:
+        if self.json_schema is not None:
+            return _made(f"{place}.json_schema.schema", json=self.json_schema.schema_)
+        if self.schema_ is None:
+            raise refused(f"{place}.json_schema", "is missing")
+        return _made(f"{place}.schema", json=self.schema_)
+
+
+Format = Annotated[TextFormat | JsonFormat | SchemaFormat, OneOf("type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's field of this name."""
+
+    json_: Any = Field(None, alias="json")
+    regex: Any = None
+    choice: Any = None
+    grammar: Any = None
+    json_object: Any = None
+    structural_tag: Annotated[Any, Fixed()] = None
+    # That there is no white space is the default here; vLLM would fall back to another engine.
+    disable_any_whitespace: Annotated[Any, Fixed(True)] = None
+    disable_fallback: Any = None
+    whitespace_flexible: bool = False
+
+    def wanted(self, place: str) -> StructuredOutputsParams:
+        options = {name: getattr(self, "json_" if name == "json" else name) for name in KINDS}
+        given = {name: value for name, value in options.items() if value is not None}
+        return _made(place, whitespace_flexible=self.whitespace_flexible, **given)
+
+
+class FormatFields(Body):
+    """The fields that say what an answer has to be, one of which may be given."""
+
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    grammar: str | None = None
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """What they say; ``None``: any text.
+
+        Raises:
+            ApiError: one of them is wrong, or there are several; it names the field.
+        """
+        found: dict[str, StructuredOutputsParams] = {}
+        for name in FormatFields.model_fields:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, Body):
+                wanted = value.wanted(name)  # type: ignore[attr-defined]
+            else:
+                kind = "json" if name == "json_schema" else name.removeprefix("guided_")
+                wanted = _made(name, **{kind: _lark_of(value) if name == "grammar" else value})
+            if wanted is not None:
+                found[name] = wanted
+        if len(found) > 1:
+            first, second, *_ = found
+            raise refused(second, f"does not go with {first}; give one of them")
+        return next(iter(found.values()), None)
+
+
+def _lark_of(text: str) -> str:
     """A grammar in llama.cpp's GBNF, or in llguidance's Lark, as Lark."""
     from llguidance.gbnf_to_lark import any_to_lark
 
-    text = body.text(name)
     if len(text) > MAX_GRAMMAR_LEN:
-        raise body.error(
-            name, f"has {len(text):,} characters, and {MAX_GRAMMAR_LEN:,} are the most"
+        raise refused(
+            "grammar", f"has {len(text):,} characters, and {MAX_GRAMMAR_LEN:,} are the most"
         )
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # Its parser is recursive, and the text may be anything.
-        raise body.error(name, f"can't be used: it is no GBNF: {one_line(error)}") from None
+        raise refused("grammar", f"can't be used: it is no GBNF: {one_line(error)}") from None
     return lark
 
 
-def _read_structured_outputs(fields: Fields) -> StructuredOutputsParams:
-    # That there is no white space is the default here; vLLM would fall back to another engine.
-    fields.only("disable_any_whitespace", True)
-    fields.accept("disable_fallback")
-    options: dict[str, Any] = {name: fields.raw(name) for name in KINDS if fields.has(name)}
-    options["whitespace_flexible"] = fields.boolean("whitespace_flexible", False)
-    fields.refuse_rest()
-    return _made(fields, "", **options)
-
-
-def _made(fields: Fields, name: str, **options: Any) -> StructuredOutputsParams:
+def _made(place: str, **options: Any) -> StructuredOutputsParams:
+    """What the options say; a field at ``place`` says them, or has them as its fields."""
     try:
         return StructuredOutputsParams(**options)
     except ArgumentError as error:
-        if not name:  # The error knows which.
-            is_ours = error.argument in (*KINDS, "whitespace_flexible")
-            full = fields.name_of(str(error.argument)) if is_ours else fields.path
-        else:
-            full = fields.name_of(name)
+        if "whitespace_flexible" in options and error.argument in (*KINDS, "whitespace_flexible"):
+            place = f"{place}.{error.argument}"
         message = str(error).removeprefix("[structured_outputs] ")
-        raise ApiError(400, f"{full} can't be used: {message}", param=full) from error
+        raise ApiError(400, f"{place} can't be used: {message}", param=place) from error

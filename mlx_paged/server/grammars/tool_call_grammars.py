@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from json import dumps
 from typing import Any, TypeAlias
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_paged.engine.one_of import one_of_as_any_of
+from mlx_paged.model_dialect import ToolFormat
 
 # JSON on one line, with or without a space after a comma and a colon.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -41,63 +42,26 @@ class Function:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON of a schema in Lark."""
         options = {**_ONE_LINE, "lenient": not self.is_strict}
-        return "%json " + dumps({**schema, "x-guidance": options})
+        return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": options})
 
 
-@dataclass(frozen=True)
-class ToolCallFormat:
-    """How a model writes calls.
-
-    Args:
-        name: of mlx-lm's parser, such as ``"json_tools"``.
-        start: the mark before a call, and ``end`` the one behind it, which may be empty.
-        arguments: the mark between the name and the arguments; empty where there is none.
-        token_ids: of each mark that is a special token. Others are text.
+def call_rules(
+    call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
+) -> str | None:
+    """The rules ``call``, ``rest_of_call`` and ``separator``, which stands between two calls;
+    ``None`` for a format, or for parameters, for which no grammar is written.
     """
-
-    name: str
-    start: str
-    end: str
-    arguments: str = ""
-    token_ids: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> ToolCallFormat | None:
-        """That of a model, as mlx-lm inferred it; ``None`` if it has none."""
-        if not tokenizer.has_tool_calling:
-            return None
-        name = tokenizer.tool_parser.__module__.rpartition(".")[2]
-        start, end = str(tokenizer.tool_call_start), str(tokenizer.tool_call_end)
-        vocabulary = tokenizer.get_vocab()
-        arguments = "[ARGS]" if "[ARGS]" in vocabulary else ""
-        added = tokenizer.added_tokens_decoder
-        # Tokens in angle brackets are special to llguidance, whatever the tokenizer says.
-        token_ids = {
-            mark: vocabulary[mark]
-            for mark in (start, end, arguments)
-            if (token := added.get(vocabulary.get(mark)))
-            and (token.special or (mark[0], mark[-1]) == ("<", ">"))
-        }
-        return cls(name, start, end, arguments, token_ids)
-
-    @property
-    def start_is_token(self) -> bool:
-        return self.start in self.token_ids
-
-    def mark(self, text: str) -> str:
-        """A mark in Lark."""
-        token = self.token_ids.get(text)
-        return dumps(text) if token is None else f"<[{token}]>"
-
-    def rules(self, functions: Sequence[Function], may_be_several: bool) -> str | None:
-        """The rules ``call``, ``rest_of_call`` and ``separator``, which stands between two calls;
-        ``None`` for a format, or for parameters, that nobody wrote a grammar for.
-        """
-        write = _WRITERS.get(self.name)
-        return None if write is None else write(self, functions, may_be_several)
+    write = _WRITERS.get(call_format.name)
+    return None if write is None else write(call_format, functions, may_be_several)
 
 
-_Writer: TypeAlias = Callable[[ToolCallFormat, Sequence[Function], bool], str | None]
+def _mark(call_format: ToolFormat, text: str) -> str:
+    """A mark in Lark."""
+    token = call_format.token_ids.get(text)
+    return dumps(text) if token is None else f"<[{token}]>"
+
+
+_Writer: TypeAlias = Callable[[ToolFormat, Sequence[Function], bool], str | None]
 
 
 def json_objects(functions: Sequence[Function]) -> str:
@@ -114,26 +78,26 @@ def _alternatives(rule: str, count: int) -> str:
 
 
 def _write_json_tools(
-    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+    call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str:
     """Qwen 2.5 and 3, Hermes."""
     return (
-        f"call: {call_format.mark(call_format.start)} rest_of_call\n"
-        f'rest_of_call: "\\n" object "\\n" {call_format.mark(call_format.end)}\n'
+        f"call: {_mark(call_format, call_format.start)} rest_of_call\n"
+        f'rest_of_call: "\\n" object "\\n" {_mark(call_format, call_format.end)}\n'
         'separator: "\\n"\n' + json_objects(functions)
     )
 
 
 def _write_mistral(
-    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+    call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str:
     """Mistral's: a name and its arguments where there is a mark for these; before, a list."""
-    call = f"call: {call_format.mark(call_format.start)} rest_of_call\n"
+    call = f"call: {_mark(call_format, call_format.start)} rest_of_call\n"
     if not call_format.arguments:
         more = ' (", " object)*' if may_be_several else ""
         rest = f'rest_of_call: "[" object{more} "]"\n'
         return call + rest + 'separator: ""\n' + json_objects(functions)
-    mark = call_format.mark(call_format.arguments)
+    mark = _mark(call_format, call_format.arguments)
     rules = [_alternatives("rest_of_call", len(functions)), 'separator: ""']
     for index, function in enumerate(functions):
         rules.append(f"rest_of_call_{index}: {dumps(function.name)} {mark} {function.arguments}")
@@ -141,7 +105,7 @@ def _write_mistral(
 
 
 def _write_qwen3_coder(
-    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+    call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str | None:
     """Qwen3 Coder: a tag for each parameter, around text as it is or around JSON."""
     rules = [_alternatives("function", len(functions))]
@@ -152,8 +116,8 @@ def _write_qwen3_coder(
         begin = dumps(f"<function={function.name}>\n")
         rules.append(f'function_{index}: {begin} {parameters} "</function>"')
     return (
-        f"call: {call_format.mark(call_format.start)} rest_of_call\n"
-        f'rest_of_call: "\\n" function "\\n" {call_format.mark(call_format.end)}\n'
+        f"call: {_mark(call_format, call_format.start)} rest_of_call\n"
+        f'rest_of_call: "\\n" function "\\n" {_mark(call_format, call_format.end)}\n'
         'separator: "\\n"\n'
         "text_value[lazy]: /(.|\\n)*<\\/parameter>/\n" + "\n".join(rules) + "\n"
     )

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.server.grammars.tool_call_grammars import Function, ToolCallFormat, json_objects
+from mlx_paged.model_dialect import ToolFormat
+from mlx_paged.reasoning import ReasoningMarks
+from mlx_paged.server.grammars.tool_call_grammars import Function, call_rules, json_objects
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
@@ -37,7 +37,7 @@ class ToolGrammar:
 
 def required_calls(
     tools: Sequence[Mapping[str, Any]],
-    call_format: ToolCallFormat | None,
+    call_format: ToolFormat | None,
     *,
     name: str | None = None,
     parallel_tool_calls: bool = True,
@@ -65,7 +65,7 @@ def required_calls(
             )
     if not functions:
         raise ArgumentError("tool_choice wants a call, and there are no tools", "tools")
-    rules = None if call_format is None else call_format.rules(functions, parallel_tool_calls)
+    rules = None if call_format is None else call_rules(call_format, functions, parallel_tool_calls)
     if rules is None:
         more = ' (", " object)*' if parallel_tool_calls else ""
         return _grammar(f'start: "[" object{more} "]"\n' + json_objects(functions), is_json=True)
@@ -75,7 +75,7 @@ def required_calls(
 
 def strict_calls(
     tools: Sequence[Mapping[str, Any]],
-    call_format: ToolCallFormat | None,
+    call_format: ToolFormat | None,
     *,
     parallel_tool_calls: bool = True,
 ) -> ToolGrammar | None:
@@ -93,7 +93,7 @@ def strict_calls(
     strict = next((each for each in functions if each.is_strict), None)
     if strict is None:
         return None
-    rules = None if call_format is None else call_format.rules(functions, parallel_tool_calls)
+    rules = None if call_format is None else call_rules(call_format, functions, parallel_tool_calls)
     if call_format is None or rules is None:
         how = "that calls no tools" if call_format is None else f"that writes {call_format.name}"
         raise ArgumentError(
@@ -102,7 +102,7 @@ def strict_calls(
             f"{strict.path}.strict",
         )
     times = "*" if parallel_tool_calls else "?"
-    if call_format.start_is_token:
+    if call_format.start in call_format.token_ids:
         # Text has no special tokens, so where the mark comes, a call does.
         calls = f"(call TEXT){times}" if call_format.end else f"call{times}"
         return _grammar(f"start: TEXT {calls}\nTEXT: /(.|\\n)*/\n{rules}", is_json=False)
@@ -114,28 +114,15 @@ def strict_calls(
     )
 
 
-def reasoning_marks(
-    tokenizer: TokenizerWrapper, prompt_token_ids: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
+def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, tuple[int, ...]]:
     """``reasoning_start`` and ``begin_after`` of :class:`StructuredOutputsParams` for the answer to
     a prompt: what opens the model's reasoning, unless the prompt has opened it, and what closes it.
     Both are empty for a model without marks, and where the prompt has closed it.
     """
-    nothing: tuple[int, ...] = ()
-    if not tokenizer.has_thinking:
-        return {"reasoning_start": nothing, "begin_after": nothing}
-    prompt = list(prompt_token_ids)
-    start, end = tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ())
-    if _is_last(tokenizer, prompt, tokenizer.rfind_think_end(prompt), len(end)):
-        return {"reasoning_start": nothing, "begin_after": nothing}
-    if _is_last(tokenizer, prompt, tokenizer.rfind_think_start(prompt), len(start)):
-        return {"reasoning_start": nothing, "begin_after": end}
-    return {"reasoning_start": start, "begin_after": end}
-
-
-def _is_last(tokenizer: TokenizerWrapper, prompt: list[int], place: int, length: int) -> bool:
-    """Whether a mark stands at the end of a prompt, but for white space."""
-    return place >= 0 and not str(tokenizer.decode(prompt[place + length :])).strip()
+    if marks is None or marks.are_closed_by(prompt):
+        return {"reasoning_start": (), "begin_after": ()}
+    start = () if marks.are_opened_by(prompt) else marks.start_token_ids
+    return {"reasoning_start": start, "begin_after": marks.end_token_ids}
 
 
 def _grammar(lark: str, is_json: bool) -> ToolGrammar:

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, error_response
-from mlx_paged.server.settings import ApiKey, ServerSettings
+from mlx_paged.server.http.api_keys import KeyFile
+from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
 
 # The state of the server in a word, and the page, which is the same for everybody: what it shows
 # comes from paths that need a key.
@@ -59,15 +60,24 @@ NOBODY = Principal()
 class Access:
     """Middleware: a request needs a key, if there are any, and leaves its user in
     ``scope["state"]["principal"]``.
+
+    Args:
+        key_file: has the keys in the place of ``settings.api_keys``, and may get others.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings):
+    def __init__(self, app: ASGIApp, settings: ServerSettings, key_file: KeyFile | None = None):
         self._app = app
+        self._share_cache = settings.share_cache
+        self._key_file = key_file
+        self._read(settings.api_keys if key_file is None else key_file.keys)
+
+    def _read(self, keys: tuple[ApiKey, ...]) -> None:
         # Digests have one length, so comparing them tells nothing about a key.
-        is_alone = settings.num_users == 1
+        is_alone = num_users(keys) == 1
+        self._keys = keys
         self._principals = [
-            (_digest(key.key.encode()), _principal_of(key, settings.share_cache, is_alone))
-            for key in settings.api_keys
+            (_digest(key.key.encode()), _principal_of(key, self._share_cache, is_alone))
+            for key in keys
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,13 +90,14 @@ class Access:
         if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
             principal = NOBODY
         if principal is None:
-            error = error_response(_refusal(key), scope["path"], state.get("request_id"))
-            await error(scope, receive, send)
+            await error_response(_refusal(key), scope)(scope, receive, send)
             return
         state["principal"] = principal
         await self._app(scope, receive, send)
 
     def _principal_with(self, key: bytes | None) -> Principal | None:
+        if self._key_file is not None and self._key_file.keys is not self._keys:
+            self._read(self._key_file.keys)
         if not self._principals:
             return NOBODY
         if key is None:
@@ -151,16 +162,17 @@ class OriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._refusal(scope["method"], dict(scope["headers"]))
+            error = self._refusal(scope["method"], scope["path"], dict(scope["headers"]))
             if error is not None:
-                request_id = scope.get("state", {}).get("request_id")
-                await error_response(error, scope["path"], request_id)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, method: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if not self._is_allowed_host(host):
+        # HTTP/1.0 has requests without the header, which no page sends: supervisors that look.
+        is_plain_look = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
+        if not is_plain_look and not self._is_allowed_host(host):
             return ApiError(
                 421,
                 f"the Host header {shown(host)} is no name of this server; --allowed-host allows "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
 from collections.abc import Sequence
 
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.server.settings import ApiKey
+from mlx_paged.server.settings import ApiKey, num_users
+
+logger = logging.getLogger("mlx_paged.server")
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")  # what a header can hold: ASCII without blanks
@@ -40,6 +43,57 @@ def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey
             raise ArgumentError(f"[server] {argument}: key {index} is given twice", argument)
         keys.append(key)
     return tuple(keys)
+
+
+def in_words(keys: Sequence[ApiKey]) -> str:
+    """How many keys there are, and whose: those of one name are one user's."""
+    num_keys, users = len(keys), num_users(keys)
+    of_users = f" of {users} user{'s' * (users > 1)}" if users < num_keys else ""
+    return f"{num_keys} key{'s' * (num_keys > 1)}{of_users}"
+
+
+class KeyFile:
+    """The keys of ``--api-key`` and of a file that is read again while the server runs.
+
+    A file that can't be used, because it is gone, has no key or can be read by others, changes
+    nothing, and the log says so.
+
+    Args:
+        texts, file: as for :func:`read_api_keys`.
+        keys: what they are now.
+    """
+
+    def __init__(self, texts: Sequence[str], file: str, keys: tuple[ApiKey, ...]):
+        self.keys = keys
+        self._texts = texts
+        self._file = file
+        self._read = self._seen = _state_of(file)
+
+    def look(self) -> None:
+        """Read the file again if it has changed, and was not written to since the last look."""
+        now = _state_of(self._file)
+        is_settled, self._seen = now == self._seen, now
+        if is_settled and now != self._read:
+            self.read_again()
+
+    def read_again(self) -> None:
+        self._read = _state_of(self._file)
+        try:
+            self.keys = read_api_keys(self._texts, self._file)
+        except ArgumentError as error:
+            what = str(error).removeprefix("[server] ")
+            logger.error("the keys stay as they were: %s", what)
+        else:
+            logger.info("the keys were read again: %s", in_words(self.keys))
+
+
+def _state_of(file: str) -> tuple[int, ...] | None:
+    """What changes when a file does; ``None`` where there is none."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def seems_named_by_equals(key: ApiKey) -> bool:

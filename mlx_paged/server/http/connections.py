@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 import h11
+from starlette.types import Message, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_paged.server.errors import ApiError, error_body
@@ -34,12 +36,20 @@ class Connection(H11Protocol):
     head_seconds = 30.0
     stall_seconds = 60.0
 
+    reset_seconds = 0.1  # between two looks whether a client that says no more has left
+
     _is_refused = False
+    _says_no_more = False
+    _was_cut = False
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Writing is paused exactly while something waits to be sent.
+        transport.set_write_buffer_limits(high=0)
+        self.app_state = {**self.app_state, "connection": self}
+        self._is_lost = asyncio.Event()
         if len(self.connections) > self.max_connections:
             self._refuse(transport)
         self._watch()
@@ -51,11 +61,43 @@ class Connection(H11Protocol):
             super().data_received(data)
             self._watch()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client says no more: it has left, or it waits for its answer. Its system tells, by a
+        reset, once something was sent to it.
+
+        Returns:
+            Whether the connection stays open: there is a whole request that is not answered.
+        """
+        if not self._is_answering() or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
+            return False
+        self._says_no_more = True
+        if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+            # All clients read over it. HTTP/1.0 has nothing like it.
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(event))
+        self._look_for_reset()
+        return True
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._says_no_more and not self._is_answering():
+            self.transport.close()
         self._watch()
 
+    async def has_sent(self, send: Send, message: Message) -> bool:
+        """Send the last message of a response, wait until nothing of it waits to be sent, and say
+        whether all of it has left for the client.
+        """
+        is_open = not self.transport.is_closing()
+        await send(message)
+        await self.flow.drain()
+        if self.transport.is_closing():  # by the server, or because the client can't be reached
+            await self._is_lost.wait()
+        return is_open and not self._was_cut
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._was_cut = exc is not None or self.flow.write_paused
+        self._is_lost.set()
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -78,6 +120,18 @@ class Connection(H11Protocol):
             return
         self.transport.write(_plain_response(ApiError(400, msg)))
         self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+
+    def _look_for_reset(self) -> None:
+        client: socket.socket = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or not self._is_answering():
+            return
+        if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._give_up("has left")
+        else:
+            self.loop.call_later(self.reset_seconds, self._look_for_reset)
 
     def _watch(self) -> None:
         """Run the clock exactly while the client is to say something."""
@@ -121,7 +175,7 @@ def connection_class(max_connections: int) -> type[Connection]:
 
 def _plain_response(error: ApiError) -> bytes:
     """An answer of HTTP where no request could be read."""
-    body = json.dumps(error_body(error, "")).encode()
+    body = json.dumps(error_body(error)).encode()
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),

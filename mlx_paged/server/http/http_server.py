@@ -21,6 +21,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import is_loopback_name
+from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.connections import Connection, connection_class
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.standard_streams import say
@@ -29,6 +30,7 @@ logger = logging.getLogger("mlx_paged.server")
 
 BACKLOG = 2048
 LAST_WORDS_SECONDS = 5.0  # for answers that were aborted to say so
+_TICKS_PER_LOOK = 10  # at the file of keys; uvicorn's ticks are 0.1 seconds apart
 _RETRY_AFTER = "10"  # seconds in which a server is there again
 
 
@@ -126,8 +128,7 @@ class Gate:
             what = "the server is shutting down" if self.is_closed else "the engine stopped"
             headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
             error = ApiError(503, f"{what}; come back later", headers=headers)
-            request_id = scope.get("state", {}).get("request_id")
-            await error_response(error, scope["path"], request_id)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -141,9 +142,11 @@ class HttpServer(uvicorn.Server):
     Args:
         app: with ``gate`` in it.
         announce: called when requests are served.
+        key_file: whose keys are read again when it changes, and by SIGHUP.
 
     Attributes:
         has_failed: the engine stopped by itself.
+        is_hung_up: a SIGHUP came, and nothing was done about it yet.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class HttpServer(uvicorn.Server):
         settings: ServerSettings,
         max_connections: int = Connection.max_connections,
         announce: Callable[[], None] = lambda: None,
+        key_file: KeyFile | None = None,
     ):
         super().__init__(
             uvicorn.Config(
@@ -173,6 +177,9 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.has_failed = False
+        self.is_hung_up = False
+        self._key_file = key_file
+        self._had_terminal = has_terminal()
         self._gate = gate
         self._engine = engine
         self._drain_seconds = settings.drain_seconds
@@ -194,7 +201,21 @@ class HttpServer(uvicorn.Server):
             self.has_failed = True
             return True
         self._look_at_step()
+        if self.is_hung_up and self._ends_with_terminal():
+            return True
+        if self._key_file is not None:
+            if self.is_hung_up:
+                self._key_file.read_again()
+            elif counter % _TICKS_PER_LOOK == 0:
+                self._key_file.look()
+        self.is_hung_up = False
         return await super().on_tick(counter)
+
+    def _ends_with_terminal(self) -> bool:
+        """Whether a SIGHUP ends the server. The end of its terminal sends one; any other asks a
+        server with a file of keys to read it.
+        """
+        return self._key_file is None or (self._had_terminal and not has_terminal())
 
     def _look_at_step(self) -> None:
         """Say once of a step that it hangs, and that it ended after all."""
@@ -228,10 +249,19 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.05)
 
 
+def has_terminal() -> bool:
+    """Whether the process has a controlling terminal, which it loses when that is closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
-def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, SIGINT (Ctrl-C) and SIGHUP, which the end of a terminal sends, call ``end``; a
-    second SIGINT ends the process at once. A SIGHUP that is ignored, as ``nohup`` has it, stays so.
+def ended_by_signals(server: HttpServer) -> Iterator[None]:
+    """SIGTERM and SIGINT (Ctrl-C) end the server; a second SIGINT ends the process at once. SIGHUP
+    is left to the server; where it is ignored, as ``nohup`` has it, it stays so.
     """
     interrupts: list[int] = []
 
@@ -244,7 +274,10 @@ def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
         if number == signal.SIGINT:
             interrupts.append(number)
             say("[running answers may end; Ctrl-C again to end at once]")
-        end()
+        if number == signal.SIGHUP:
+            server.is_hung_up = True
+        else:
+            server.should_exit = True
 
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

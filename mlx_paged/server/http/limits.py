@@ -62,8 +62,7 @@ class Limits:
             except _DisconnectedError:
                 return
             except ApiError as error:
-                request_id = scope.get("state", {}).get("request_id")
-                await error_response(error, scope["path"], request_id)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
         finally:

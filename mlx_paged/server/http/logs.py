@@ -38,7 +38,7 @@ class RequestLine:
         request_id: of the header ``x-request-id``, or made here.
         user: the name of the key that it came with.
         status: of HTTP; 0 while there is no response.
-        is_complete: whether the client was sent the whole response.
+        is_complete: whether the whole response has left for the client.
     """
 
     request_id: str
@@ -88,6 +88,7 @@ def log_text(what: str, text: Callable[[], object]) -> None:
 class RequestLog:
     """Middleware: gives each request an id, and writes a line when it is over.
 
+    ``scope["state"]["is_complete"]`` says whether the whole response has left for the client.
     The id is in ``scope["state"]["request_id"]``, in the headers ``x-request-id`` and
     ``request-id`` of the response, where the clients of OpenAI and Anthropic look for it, and in
     each line that is logged on the way.
@@ -103,7 +104,7 @@ class RequestLog:
             return
         line = RequestLine(self._id_of(dict(scope["headers"])))
         state = scope.setdefault("state", {})
-        state["request_id"] = line.request_id
+        state["request_id"], state["is_complete"] = line.request_id, False
         # It is this task's alone, and stays: uvicorn logs what fails here.
         _current.set(line)
         self._ids_in_use.add(line.request_id)
@@ -114,9 +115,13 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                line.is_complete = True
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            if is_last and "connection" in state:
+                line.is_complete = await state["connection"].has_sent(send, message)
+            else:
+                await send(message)
+                line.is_complete = is_last
+            state["is_complete"] = line.is_complete
 
         try:
             await self._app(scope, receive, send_noting)

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_paged.server.errors import ANTHROPIC_PATHS, FAILED, ApiError, error_body
+from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_body, protocol_of
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 
 logger = logging.getLogger("mlx_paged.server")
 
-RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LIFE = b": the answer is on its way\n\n"
 
 _HEADERS = {
@@ -35,7 +35,7 @@ class Closable(Protocol):
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """An event with a JSON object, on one line; named for protocols that name theirs."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = _ENCODER.encode(data)
     head = "" if name is None else f"event: {name}\n"
     # Half a character, which tokens may leave, has no UTF-8.
     return f"{head}data: {text}\n\n".encode(errors="replace")
@@ -66,7 +66,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send, scope["path"]))
+            await until_disconnect(receive, self._send_all(send, protocol_of(scope)))
         except ClientLeftError:
             pass
         finally:
@@ -74,7 +74,7 @@ class EventStream(Response):
             for source in self._sources:
                 await source.aclose()
 
-    async def _send_all(self, send: Send, path: str) -> None:
+    async def _send_all(self, send: Send, protocol: WireProtocol) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
         self._num_sent = 0
@@ -84,7 +84,7 @@ class EventStream(Response):
                 self._num_sent += 1
                 await send({"type": "http.response.body", "body": each, "more_body": True})
         except Exception as error:
-            last = _error_event(error, path)
+            last = _error_event(error, protocol)
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             pulse.cancel()
@@ -98,20 +98,22 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": _LIFE, "more_body": True})
 
 
-def _error_event(error: Exception, path: str) -> bytes:
+def _error_event(error: Exception, protocol: WireProtocol) -> bytes:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
-    if path.startswith(RESPONSES_PATH):
+    if protocol is WireProtocol.RESPONSES:
         data = responses_error(error)
         return event(data, data["type"])
-    return event(error_body(error, path), "error" if path.startswith(ANTHROPIC_PATHS) else None)
+    return event(
+        error_body(error, protocol), "error" if protocol is WireProtocol.ANTHROPIC else None
+    )
 
 
 def responses_error(error: ApiError) -> dict[str, Any]:
     """The event of ``/v1/responses`` that says what went wrong: as the protocol describes it, and
     with the object that OpenAI's clients look for in any event.
     """
-    body = error_body(error, RESPONSES_PATH)["error"]
+    body = error_body(error)["error"]
     said = {name: body[name] for name in ("code", "message", "param")}
     return {"type": "error", **said, "error": body}

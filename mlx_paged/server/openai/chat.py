@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from starlette.requests import Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import prepare_chat
+from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.grammars.response_format import read_structured_outputs
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.openai.chat_answers import ChatAnswers, chat_events, whole_chat
-from mlx_paged.server.openai.messages import read_messages, read_tool_choice, read_tools
-from mlx_paged.server.openai.options import (
-    ADVICE,
-    Head,
-    Options,
-    read_cache_salt,
-    read_max_tokens,
-    read_no_store,
-    read_options,
+from mlx_paged.server.openai.chat_answers import ChatRenderer, chat_events
+from mlx_paged.server.openai.messages import (
+    Conversation,
+    NamedFunction,
+    Tool,
+    checked_tool_choice,
+    read_messages,
+    read_tools,
 )
-from mlx_paged.server.sampling_fields import read_sampling
+from mlx_paged.server.openai.options import Head, OpenAIFields, Options, first_given
+from mlx_paged.server.schemas import Body, Children, Fixed, OneOf, refused
 from mlx_paged.server.service import Service
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What would be taken for a parameter of the function that applies a template, or has a field.
 _NO_TEMPLATE_VARIABLES = {
     "add_generation_prompt": "send add_generation_prompt beside it",
@@ -53,6 +49,65 @@ _NO_TEMPLATE_VARIABLES = {
 }
 
 
+class TemplateFields(Body):
+    """Variables of the chat template."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """``chat_template_kwargs``, and those that have a field.
+
+        ``reasoning_effort`` is one that some templates know; ``"none"`` turns thinking off, and all
+        others turn it on, unless ``enable_thinking`` says something else.
+
+        Raises:
+            ApiError: a variable that can't be set, or two that exclude each other; 400.
+        """
+        options: dict[str, Any] = {}
+        effort = self.reasoning_effort
+        if effort is not None:
+            options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & self.chat_template_kwargs.keys()):
+            way_out = _NO_TEMPLATE_VARIABLES[name]
+            raise refused(f"chat_template_kwargs.{name}", f"can't be set; {way_out}")
+        options |= self.chat_template_kwargs
+        if self.enable_thinking is not None:
+            options["enable_thinking"] = self.enable_thinking
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise refused("continue_final_message", "excludes add_generation_prompt")
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif self.add_generation_prompt is False:
+            options["add_generation_prompt"] = False
+        return options
+
+
+class ChatRequest(OpenAIFields, TemplateFields):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Conversation
+    tools: Children[Tool] = Field(default_factory=list)
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, OneOf("type")] = (
+        "auto"
+    )
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    include_reasoning: bool = True
+    modalities: Annotated[Any, Fixed(["text"])] = None
+    verbosity: Annotated[Any, Fixed("medium")] = None
+    echo: Annotated[Any, Fixed(False)] = None
+    add_special_tokens: Annotated[Any, Fixed(False)] = None
+
+
 @dataclass(frozen=True)
 class ChatBody:
     """A body of chat, read.
@@ -68,13 +123,13 @@ class ChatBody:
     has_reasoning: bool
 
 
-async def chat_completions(request: Request, fields: Fields) -> Response:
+async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     """An answer to a conversation, whole or in parts."""
-    service: Service = request.app.state.service
-    body, generation, answer_format = await prepare_chat(request, fields, read_chat)
+    service = context.service
+    body, generation, answer_format = await context.prepare_chat(read_chat)
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
-    head = Head.of(request, body.options, "chatcmpl", kind)
-    answers = ChatAnswers(
+    head = Head.of(context.request_id, body.options, "chatcmpl", kind)
+    renderer = ChatRenderer(
         service,
         head.values,
         body.options,
@@ -84,82 +139,43 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
     )
     if not body.options.is_streamed:
         [output] = await service.whole([generation], head.request_id)
-        return JSONResponse(whole_chat(answers, output))
+        return JSONResponse(renderer.whole(output))
     answer = await service.start(generation, head.request_id)
-    return EventStream(chat_events(answers, answer), answer)
+    return EventStream(chat_events(renderer, answer), answer)
 
 
-def read_chat(fields: Fields, service: Service) -> ChatBody:
+def read_chat(request: ChatRequest, service: Service) -> ChatBody:
     """Everything that the body says.
 
     Raises:
-        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    options = read_options(fields, service)
-    tools = read_tools(fields)
-    num_top_logprobs = _read_num_top_logprobs(fields)
+    options = request.options(service)
+    tools = read_tools(request.tools)
+    num_top_logprobs = request.top_logprobs or 0 if request.logprobs else None
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refused("top_logprobs", "is given, and logprobs is not true")
+    max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
     job = ChatJob(
-        messages=read_messages(fields),
-        params=_read_params(fields, service, num_top_logprobs),
+        messages=read_messages(request.messages),
+        params=request.sampling(
+            service.default_params,
+            max_tokens=max_tokens,
+            logprobs=num_top_logprobs,
+            structured_outputs=request.structured(),
+        ),
         tools=tools,
-        tool_choice=read_tool_choice(fields, tools),
-        parallel_tool_calls=fields.boolean("parallel_tool_calls", True),
-        template_options=read_template_options(fields),
-        priority=fields.integer("priority", 0),
-        cache_salt=read_cache_salt(fields),
-        no_store=read_no_store(fields),
+        tool_choice=_read_tool_choice(request.tool_choice, tools),
+        parallel_tool_calls=request.parallel_tool_calls,
+        template_options=request.template_options(),
+        **request.job_fields(),
     )
     if options.is_streamed and job.params.prompt_logprobs is not None:
-        raise fields.error("prompt_logprobs", "can't be streamed")
-    has_reasoning = fields.boolean("include_reasoning", True)
-    fields.only("modalities", ["text"])
-    fields.only("verbosity", "medium")
-    fields.only("echo", False)
-    fields.only("add_special_tokens", False)
-    fields.refuse_rest(ADVICE)
-    return ChatBody(job, options, num_top_logprobs, has_reasoning)
+        raise refused("prompt_logprobs", "can't be streamed")
+    return ChatBody(job, options, num_top_logprobs, request.include_reasoning)
 
 
-def _read_num_top_logprobs(fields: Fields) -> int | None:
-    has_logprobs = fields.boolean("logprobs", False)
-    if fields.has("top_logprobs") and not has_logprobs:
-        raise fields.error("top_logprobs", "is given, and logprobs is not true")
-    return fields.integer("top_logprobs", 0) if has_logprobs else None
-
-
-def _read_params(fields: Fields, service: Service, num_top_logprobs: int | None) -> SamplingParams:
-    names = ("max_completion_tokens", "max_tokens")
-    return read_sampling(
-        fields,
-        service.default_params,
-        max_tokens=read_max_tokens(fields, *names, default=service.max_tokens),
-        logprobs=num_top_logprobs,
-        structured_outputs=read_structured_outputs(fields),
-    )
-
-
-def read_template_options(fields: Fields) -> dict[str, Any]:
-    """Variables of the chat template: ``chat_template_kwargs``, and those that have a field.
-
-    ``reasoning_effort`` is one that some templates know; ``"none"`` turns thinking off, and all
-    others turn it on, unless ``enable_thinking`` says something else.
-    """
-    options: dict[str, Any] = {}
-    effort = fields.choice("reasoning_effort", _EFFORTS, None)
-    if effort is not None:
-        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    given = fields.raw("chat_template_kwargs")
-    if given is not None:
-        child = Fields(given, fields.name_of("chat_template_kwargs"))
-        for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & given.keys()):
-            raise child.error(name, f"can't be set; {_NO_TEMPLATE_VARIABLES[name]}")
-        options |= given
-    if fields.has("enable_thinking"):
-        options["enable_thinking"] = fields.boolean("enable_thinking")
-    if fields.boolean("continue_final_message", False):
-        if fields.boolean("add_generation_prompt", False):
-            raise fields.error("continue_final_message", "excludes add_generation_prompt")
-        options |= {"continue_final_message": True, "add_generation_prompt": False}
-    elif not fields.boolean("add_generation_prompt", True):
-        options["add_generation_prompt"] = False
-    return options
+def _read_tool_choice(choice: str | NamedFunction, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+    if isinstance(choice, NamedFunction):
+        return checked_tool_choice(choice.function.name, "tool_choice.function.name", tools)
+    return checked_tool_choice(choice, "", tools)

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
-from starlette.requests import Request
+from pydantic import WithJsonSchema
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.prompts import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import cache_salt_of, no_store_of, user_of
+from mlx_paged.server.answers.state import AnswerState, Usage
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
-from mlx_paged.server.grammars.response_format import read_structured_outputs
 from mlx_paged.server.http.sse import DONE, EventStream, event
 from mlx_paged.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from mlx_paged.server.openai.options import (
-    ADVICE,
-    Head,
-    Options,
-    read_cache_salt,
-    read_max_tokens,
-    read_no_store,
-    read_options,
-    usage,
-)
+from mlx_paged.server.openai.options import Head, OpenAIFields, Options, first_given, usage_of
 from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
-from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
+from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
+from mlx_paged.server.schemas import Fixed, OneOf, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids
 
@@ -41,6 +32,23 @@ MAX_CHOICES = 1024  # prompts times completions
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 Prompt = str | tuple[int, ...]
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKEN_IDS}
+_PROMPT = {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]}
+_PROMPTS = {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+class CompletionRequest(OpenAIFields):
+    """The body of ``POST /v1/completions``."""
+
+    # A text, token ids, or a list of either.
+    prompt: Annotated[str | list[Any], OneOf(), WithJsonSchema({"anyOf": [_PROMPT, _PROMPTS]})]
+    max_tokens: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: Annotated[Any, Fixed("")] = None
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,97 +74,97 @@ class CompletionBody:
     no_store: bool = False
 
 
-async def completions(request: Request, fields: Fields) -> Response:
+async def completions(context: RequestContext[CompletionRequest]) -> Response:
     """How the prompts go on, whole or in parts."""
-    service: Service = request.app.state.service
-    user = user_of(request)
-    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, service, fields)
-    salt = cache_salt_of(request, body.cache_salt)
-    no_store = no_store_of(request, body.no_store)
+    service, user = context.service, context.user
+    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, context)
+    salt = context.cache_salt(body.cache_salt)
+    no_store = context.no_store(body.no_store)
     generations = [
         Generation(token_ids, body.params, body.priority, salt, no_store, user=user)
         for token_ids in encoded
     ]
-    head = Head.of(request, body.options, "cmpl", "text_completion")
-    texts = Continuations(service, body, encoded)
+    head = Head.of(context.request_id, body.options, "cmpl", "text_completion")
+    renderer = CompletionsRenderer(head.values, service, body, encoded)
     if not body.options.is_streamed:
         outputs = await service.whole(generations, head.request_id)
-        return JSONResponse(whole_completions(head.values, texts, outputs))
+        return JSONResponse(renderer.whole(outputs))
     answers = await service.start_all(generations, head.request_id)
-    return EventStream(completion_events(head.values, texts, answers), *answers)
+    return EventStream(renderer.events(answers), *answers)
 
 
 def _prepared(
-    work: Work, service: Service, fields: Fields
+    work: Work, context: RequestContext[CompletionRequest]
 ) -> tuple[CompletionBody, list[list[int]]]:
     """The body, and the tokens of its prompts."""
-    body = read_completions(fields, service)
-    return body, encode_all(work, service, body)
+    body = read_completions(context.read_body(), context.service)
+    return body, encode_all(work, context.service, body)
 
 
-def read_completions(fields: Fields, service: Service) -> CompletionBody:
+def read_completions(request: CompletionRequest, service: Service) -> CompletionBody:
     """Everything that the body says.
 
     Raises:
-        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    options = read_options(fields, service)
-    prompts = read_prompts(fields)
-    echoes = fields.boolean("echo", False)
-    num_logprobs = fields.integer("logprobs", None)
-    default = DEFAULT_MAX_TOKENS if service.max_tokens is None else service.max_tokens
-    max_tokens = read_max_tokens(fields, "max_tokens", default=default)
-    fields.only("suffix", "")
+    options = request.options(service)
+    prompts = read_prompts(request.prompt)
+    max_tokens = first_given(request.max_tokens, service.max_tokens, DEFAULT_MAX_TOKENS)
     values: dict[str, Any] = {
-        "logprobs": num_logprobs,
-        "structured_outputs": read_structured_outputs(fields),
+        "logprobs": request.logprobs,
+        "structured_outputs": request.structured(),
+        # The engine makes a token in any case.
+        "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
-    if echoes and num_logprobs is not None:
-        values["prompt_logprobs"] = num_logprobs
-    # The engine makes a token in any case.
-    values["max_tokens"] = 1 if echoes and max_tokens == 0 else max_tokens
-    params = read_sampling(fields, service.default_params, **values)
+    if request.echo and request.logprobs is not None:
+        values["prompt_logprobs"] = request.logprobs
+    params = request.sampling(service.default_params, **values)
     if len(prompts) * params.n > MAX_CHOICES:
-        raise fields.error("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
-    if options.is_streamed and params.prompt_logprobs is not None and not echoes:
-        raise fields.error("prompt_logprobs", "can't be streamed")
-    body = CompletionBody(
+        raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
+    if options.is_streamed and params.prompt_logprobs is not None and not request.echo:
+        raise refused("prompt_logprobs", "can't be streamed")
+    return CompletionBody(
         prompts,
         params,
         options,
-        adds_special_tokens=fields.boolean("add_special_tokens", True),
-        echoes=echoes,
+        adds_special_tokens=request.add_special_tokens,
+        echoes=request.echo,
         has_answer=max_tokens != 0,
-        priority=fields.integer("priority", 0),
-        cache_salt=read_cache_salt(fields),
-        no_store=read_no_store(fields),
+        **request.job_fields(),
     )
-    fields.refuse_rest(ADVICE)
-    return body
 
 
-def read_prompts(fields: Fields) -> list[Prompt]:
-    """The prompts: a text, token ids, or a list of either."""
-    prompt = fields.raw("prompt")
+def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts: a text, token ids, or a list of either.
+
+    Raises:
+        ApiError: something else, by its place; 400.
+    """
     if isinstance(prompt, str):
         return [prompt]
-    values = fields.items("prompt")
-    if values and all(isinstance(value, int) for value in values):
-        return [fields.integers("prompt", MAX_TOKEN_IDS)]
-    if not 0 < len(values) <= MAX_PROMPTS:
-        raise fields.error(
-            "prompt", f"has {len(values):,} entries, and may have 1 to {MAX_PROMPTS:,}"
-        )
+    if prompt and all(isinstance(value, int) for value in prompt):
+        return [_token_ids(prompt, "prompt")]
+    if not 0 < len(prompt) <= MAX_PROMPTS:
+        raise refused("prompt", f"has {len(prompt):,} entries, and may have 1 to {MAX_PROMPTS:,}")
     prompts: list[Prompt] = []
-    for index, value in enumerate(values):
-        name = f"prompt[{index}]"
+    for index, value in enumerate(prompt):
+        place = f"prompt[{index}]"
         if isinstance(value, list):
-            prompts.append(Fields({name: value}).integers(name, MAX_TOKEN_IDS))
+            prompts.append(_token_ids(value, place))
         elif isinstance(value, str):
             prompts.append(value)
         else:
-            raise fields.error(name, f"must be a text or token ids, got {shown(value)}")
+            raise refused(place, f"must be a text or token ids, got {shown(value)}")
     return prompts
+
+
+def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
+    if len(values) > MAX_TOKEN_IDS:
+        raise refused(place, f"has {len(values):,} entries, and {MAX_TOKEN_IDS:,} are the most")
+    for index, value in enumerate(values):
+        if type(value) is not int:
+            raise refused(f"{place}[{index}]", f"must be a whole number, got {shown(value)}")
+    return tuple(values)
 
 
 def encode_all(work: Work, service: Service, body: CompletionBody) -> list[list[int]]:
@@ -200,122 +208,104 @@ def _encoded(service: Service, body: CompletionBody, prompt: Prompt, name: str) 
     return list(service.tokenizer.encode(prompt, add_special_tokens=False))
 
 
-class Continuations:
-    """The completions of all prompts, as far as they have come. Those of the first prompt come
-    first in the order of choices.
+class CompletionsRenderer:
+    """Writes the completions of all prompts. Those of the first prompt come first in the order of
+    choices.
     """
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]]):
-        self.body = body
-        self.names = TokenNames(service.token_texts, body.options.has_tokens_as_ids)
-        self.prompts = prompts
-        self.choices: dict[int, Continuation] = {}
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        service: Service,
+        body: CompletionBody,
+        prompts: list[list[int]],
+    ):
+        self._head = head
+        self._body = body
+        self._names = TokenNames(service.token_texts, body.options.has_tokens_as_ids)
         self._tokenizer = service.tokenizer
-        self._num_cached_tokens = [0] * len(prompts)
+        self._prompts = prompts
+        self._states = [AnswerState() for _ in prompts]
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by the choice
 
-    def choice(self, prompt_index: int, completion: CompletionOutput) -> Continuation:
-        """The state of a completion."""
-        index = prompt_index * self.body.params.n + completion.index
-        if index not in self.choices:
-            self.choices[index] = Continuation(self, index, prompt_index)
-        return self.choices[index]
+    async def events(self, answers: list[Answer]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        options = self._body.options
+        async for prompt_index, output in parts_of(answers):
+            for piece in self._pieces(prompt_index, output):
+                chunk = {**self._head, "choices": [piece]}
+                if options.has_usage:
+                    chunk["usage"] = self._usage() if options.has_usage_always else None
+                yield event(chunk)
+        if options.has_usage:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+        yield DONE
 
-    def note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take the numbers of the prompt's tokens."""
-        self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """All completions as one object."""
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            for piece in self._pieces(prompt_index, output):
+                if output.prompt_logprobs is not None:
+                    piece["prompt_logprobs"] = prompt_logprobs(self._names, output.prompt_logprobs)
+                choices.append(piece)
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
-    def prompt_text(self, prompt_index: int) -> str:
-        """The prompt as text."""
-        prompt = self.body.prompts[prompt_index]
+    def _pieces(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The choices that a part of the answer to a prompt makes."""
+        for completion, part in self._states[prompt_index].parts(output):
+            is_first = not completion.has_begun
+            completion.count(part)
+            index = prompt_index * self._body.params.n + completion.index
+            yield self._piece(index, prompt_index if is_first else None, part, output)
+
+    def _piece(
+        self, index: int, prompt_index: int | None, part: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """The choice of a part; the first one, which has a prompt's index, has what is echoed."""
+        body = self._body
+        text, token_ids, entries = "", [], []
+        if prompt_index is not None and body.echoes:
+            text = self._prompt_text(prompt_index)
+            token_ids = list(output.prompt_token_ids)
+            entries = list(output.prompt_logprobs or [])
+        if body.has_answer:
+            text += part.text
+            token_ids += part.token_ids
+            entries += part.logprobs or []
+        is_finished = part.finish_reason is not None
+        piece: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason if is_finished else None,
+        }
+        if body.params.logprobs is not None:
+            if index not in self._logprobs:
+                self._logprobs[index] = CompletionLogprobs(self._names, body.params.logprobs)
+            piece["logprobs"] = self._logprobs[index].of(token_ids, entries)
+        if body.options.has_token_ids:
+            piece["token_ids"] = part.token_ids if body.has_answer else []
+            is_first = prompt_index is not None
+            piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        return piece
+
+    def _prompt_text(self, prompt_index: int) -> str:
+        prompt = self._body.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
         text: str = self._tokenizer.decode(list(prompt))
         return text
 
-    def usage(self) -> dict[str, Any]:
-        """The tokens so far."""
-        num_tokens = sum(choice.num_tokens for choice in self.choices.values())
-        return usage(sum(map(len, self.prompts)), sum(self._num_cached_tokens), num_tokens)
-
-
-class Continuation:
-    """One completion.
-
-    Attributes:
-        num_tokens: that were generated and wanted.
-        is_finished: its end was seen.
-    """
-
-    def __init__(self, texts: Continuations, index: int, prompt_index: int):
-        self.num_tokens = 0
-        self.is_finished = False
-        self._is_begun = False
-        self._texts = texts
-        self._index = index
-        self._prompt_index = prompt_index
-        num_top = texts.body.params.logprobs
-        self._logprobs = None if num_top is None else CompletionLogprobs(texts.names, num_top)
-
-    def piece(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        """The choice that a part of the completion makes; the first one has what is echoed."""
-        body = self._texts.body
-        text, token_ids, entries = "", [], []
-        is_first, self._is_begun = not self._is_begun, True
-        if is_first and body.echoes:
-            text = self._texts.prompt_text(self._prompt_index)
-            token_ids = list(output.prompt_token_ids)
-            entries = list(output.prompt_logprobs or [])
-        if body.has_answer:
-            text += completion.text
-            token_ids += completion.token_ids
-            entries += completion.logprobs or []
-            self.num_tokens += len(completion.token_ids)
-        self.is_finished = completion.finish_reason is not None
-        piece: dict[str, Any] = {
-            "index": self._index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason if self.is_finished else None,
-        }
-        if self._logprobs is not None:
-            piece["logprobs"] = self._logprobs.of(token_ids, entries)
-        if body.options.has_token_ids:
-            piece["token_ids"] = completion.token_ids if body.has_answer else []
-            piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
-        return piece
-
-
-async def completion_events(
-    head: Mapping[str, Any], texts: Continuations, answers: list[Answer]
-) -> AsyncGenerator[bytes, None]:
-    """The events of a stream."""
-    options = texts.body.options
-    async for prompt_index, part in parts_of(answers):
-        texts.note_prompt(prompt_index, part)
-        for completion in part.outputs:
-            choice = texts.choice(prompt_index, completion)
-            if choice.is_finished:
-                continue  # The last part of a request has all completions.
-            chunk = {**head, "choices": [choice.piece(completion, part)]}
-            if options.has_usage:
-                chunk["usage"] = texts.usage() if options.has_usage_always else None
-            yield event(chunk)
-    if options.has_usage:
-        yield event({**head, "choices": [], "usage": texts.usage()})
-    yield DONE
-
-
-def whole_completions(
-    head: Mapping[str, Any], texts: Continuations, outputs: list[RequestOutput]
-) -> dict[str, Any]:
-    """All completions as one object."""
-    choices = []
-    for prompt_index, output in enumerate(outputs):
-        texts.note_prompt(prompt_index, output)
-        for completion in output.outputs:
-            piece = texts.choice(prompt_index, completion).piece(completion, output)
-            if output.prompt_logprobs is not None:
-                piece["prompt_logprobs"] = prompt_logprobs(texts.names, output.prompt_logprobs)
-            choices.append(piece)
-    return {**head, "choices": choices, "usage": texts.usage()}
+    def _usage(self) -> dict[str, Any]:
+        """The tokens so far, of all prompts from the start."""
+        whole = sum((state.usage for state in self._states), Usage())
+        num_output_tokens = whole.num_output_tokens if self._body.has_answer else 0
+        return usage_of(
+            replace(
+                whole,
+                num_prompt_tokens=sum(map(len, self._prompts)),
+                num_output_tokens=num_output_tokens,
+            )
+        )

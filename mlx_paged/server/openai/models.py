@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import mlx_paged
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import api_error
 from mlx_paged.server.openai.options import check_model_name
+from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
 
-async def models(request: Request) -> Response:
+async def models(context: RequestContext[Body]) -> Response:
     """The names that clients may use."""
-    service: Service = request.app.state.service
+    service = context.service
     data = [_model(name, service) for name in service.model_names]
     return JSONResponse({"object": "list", "data": data})
 
 
-async def model(request: Request) -> Response:
+async def model(context: RequestContext[Body]) -> Response:
     """One of them."""
-    service: Service = request.app.state.service
-    name = request.path_params["name"]
+    service = context.service
+    name = context.request.path_params["name"]
     check_model_name(name, service)
     return JSONResponse(_model(name, service))
 
@@ -41,9 +42,9 @@ def _model(name: str, service: Service) -> dict[str, Any]:
     }
 
 
-async def health(request: Request) -> Response:
+async def health(context: RequestContext[Body]) -> Response:
     """Whether requests are answered: 503 once the engine has stopped, and while a step hangs."""
-    service: Service = request.app.state.service
+    service = context.service
     reason = service.engine.stopped()
     if reason is not None:
         raise api_error(reason)
@@ -58,5 +59,6 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def version(request: Request) -> Response:
+async def version(context: RequestContext[Body]) -> Response:
+    """The version of the package."""
     return JSONResponse({"version": mlx_paged.__version__})

@@ -6,37 +6,114 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request
+from pydantic import AfterValidator
 
 import mlx_paged
 from mlx_paged.errors import shown
-from mlx_paged.server.callers import request_id_of
+from mlx_paged.server.answers.state import Usage
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
+from mlx_paged.server.grammars.response_format import FormatFields
+from mlx_paged.server.sampling_fields import SamplingFields
+from mlx_paged.server.schemas import Body, Fixed, refused, wrong
 from mlx_paged.server.service import Service
 
 _MAX_NAME_LEN = 256  # of a model, by which each event of an answer calls it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-# They say nothing about the answer: whose request it is, where a cache of other servers may look
-# for it, and for how long it may be kept, which nothing is here.
-_WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
-ADVICE = {
-    "functions": "send tools",
-    "function_call": "send tool_choice",
-    "max_output_tokens": "send max_tokens",
-    "adapters": "start a server with --adapter-path",
-    "draft_model": "start a server with a draft model",
-    "chat_template": "start the server with --chat-template",
-}
+
+def _check_request_id(text: str) -> str:
+    if not _REQUEST_ID.fullmatch(text):
+        raise wrong("must be 1 to 128 letters, digits and ._:-")
+    return text
+
+
+class ModelFields(Body):
+    """The field that all bodies have."""
+
+    model: str | None = None
+
+    def model_name(self, service: Service) -> str:
+        """The name of the model that is asked for.
+
+        Raises:
+            ApiError: there is no such model; 404.
+        """
+        name = service.model_names[0] if self.model is None else self.model
+        check_model_name(name, service)
+        return name
+
+
+class CacheFields(Body):
+    """Who shares cached K/V with a request, how soon it runs, and what is kept of it."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+    no_store: bool = False
+    # llama.cpp's: whether anything that is cached may be used.
+    cache_prompt: bool = True
+    # OpenAI's: for how long others would keep it. "in_memory" is not on disk, here neither.
+    prompt_cache_retention: Any = None
+
+    def job_fields(self) -> dict[str, Any]:
+        """These as :class:`~mlx_paged.server.chat_jobs.ChatJob` has them."""
+        if self.cache_salt == "":
+            raise refused("cache_salt", "must not be empty")
+        is_in_memory = self.prompt_cache_retention == "in_memory"
+        return {
+            "priority": self.priority,
+            # A salt that no other request has.
+            "cache_salt": self.cache_salt if self.cache_prompt else uuid.uuid4().hex,
+            "no_store": self.no_store or is_in_memory or not self.cache_prompt,
+        }
+
+
+class StreamOptions(Body):
+    include_obfuscation: Any = None
+
+
+class UsageOptions(StreamOptions):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+    """What chat and completions share."""
+
+    stream: bool = False
+    stream_options: UsageOptions | None = None
+    request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    # They say nothing about the answer: whose request it is, and where a cache of other servers may
+    # look for it.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    store: Annotated[Any, Fixed(False)] = None
+    service_tier: Annotated[Any, Fixed("auto", "default")] = None
+
+    def options(self, service: Service) -> Options:
+        """What the client wants to hear.
+
+        Raises:
+            ApiError: 404 for an unknown model, and else 400.
+        """
+        model, stream = self.model_name(service), self.stream_options
+        if stream is not None and not self.stream:
+            raise refused("stream_options", "is given, and stream is not true")
+        has_usage = stream is not None and stream.include_usage
+        return Options(
+            model,
+            self.request_id,
+            self.stream,
+            has_usage,
+            stream is not None and stream.continuous_usage_stats and has_usage,
+            self.return_token_ids,
+            self.return_tokens_as_token_ids,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,50 +139,6 @@ class Options:
     has_tokens_as_ids: bool = False
 
 
-def read_options(fields: Fields, service: Service) -> Options:
-    """What the body says beside its prompt and sampling.
-
-    Raises:
-        ApiError: 404 for an unknown model, and else 400.
-    """
-    is_streamed = fields.boolean("stream", False)
-    has_usage = has_usage_always = False
-    if fields.has("stream_options"):
-        if not is_streamed:
-            raise fields.error("stream_options", "is given, and stream is not true")
-        stream_options = fields.child("stream_options")
-        has_usage = stream_options.boolean("include_usage", False)
-        has_usage_always = stream_options.boolean("continuous_usage_stats", False) and has_usage
-        stream_options.accept("include_obfuscation")
-        stream_options.refuse_rest()
-    request_id = fields.text("request_id", None)
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
-        raise fields.error("request_id", "must be 1 to 128 letters, digits and ._:-")
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.only("store", False)
-    fields.only("service_tier", "auto", "default")
-    return Options(
-        read_model(fields, service),
-        request_id,
-        is_streamed,
-        has_usage,
-        has_usage_always,
-        fields.boolean("return_token_ids", False),
-        fields.boolean("return_tokens_as_token_ids", False),
-    )
-
-
-def read_model(fields: Fields, service: Service) -> str:
-    """The name of the model that is asked for.
-
-    Raises:
-        ApiError: there is no such model; 404.
-    """
-    name = fields.text("model", service.model_names[0])
-    check_model_name(name, service)
-    return name
-
-
 def check_model_name(name: str, service: Service) -> None:
     """Raise unless the server has a model of this name.
 
@@ -119,29 +152,9 @@ def check_model_name(name: str, service: Service) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-def read_no_store(fields: Fields) -> bool:
-    """Whether nothing of the request is written to disk: the body says so, or its
-    ``prompt_cache_retention``, which is OpenAI's word for it.
-    """
-    is_in_memory = fields.raw("prompt_cache_retention") == "in_memory"
-    is_fresh = not fields.boolean("cache_prompt", True)
-    return fields.boolean("no_store", False) or is_in_memory or is_fresh
-
-
-def read_cache_salt(fields: Fields) -> str | None:
-    """The salt of the body; one that no other request has, if nothing cached is to be used:
-    ``cache_prompt`` is llama.cpp's word for it.
-    """
-    salt = fields.text("cache_salt", None)
-    if salt == "":
-        raise fields.error("cache_salt", "must not be empty")
-    return salt if fields.boolean("cache_prompt", True) else uuid.uuid4().hex
-
-
-def read_max_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
-    """The most tokens of an answer: the first of these fields that says it."""
-    values = [fields.integer(name) for name in names if fields.has(name)]
-    return values[0] if values else default
+def first_given(*values: int | None) -> int | None:
+    """The first value that is not ``None``."""
+    return next((value for value in values if value is not None), None)
 
 
 @dataclass(frozen=True)
@@ -152,14 +165,15 @@ class Head:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, options: Options, prefix: str, kind: str) -> Head:
+    def of(cls, request_id: str, options: Options, prefix: str, kind: str) -> Head:
         """The head of the answer to a request.
 
         Args:
+            request_id: of the request, unless its body says another.
             prefix: of the answer's id.
             kind: of object.
         """
-        request_id = request_id_of(request, options.request_id)
+        request_id = options.request_id or request_id
         values = {
             "id": f"{prefix}-{request_id}",
             "object": kind,
@@ -170,19 +184,17 @@ class Head:
         return cls(request_id, values)
 
 
-def usage(
-    num_prompt_tokens: int,
-    num_cached_tokens: int,
-    num_completion_tokens: int,
-    num_reasoning_tokens: int | None = None,
-) -> dict[str, Any]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """How many tokens were read and written."""
-    counts: dict[str, Any] = {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
-    if num_reasoning_tokens is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-    return counts
+
+
+def usage_with_reasoning(usage: Usage) -> dict[str, Any]:
+    """The same, and how many of the tokens are reasoning."""
+    details = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return {**usage_of(usage), "completion_tokens_details": details}

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
+from typing import Annotated, Any
+
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.callers import user_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.openai.chat import read_template_options
-from mlx_paged.server.openai.messages import read_messages, read_tools
-from mlx_paged.server.openai.options import read_model
-from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
-from mlx_paged.server.service import Service
+from mlx_paged.server.openai.chat import TemplateFields
+from mlx_paged.server.openai.messages import Conversation, Tool, read_messages, read_tools
+from mlx_paged.server.openai.options import ModelFields
+from mlx_paged.server.sampling_fields import TokenIds
+from mlx_paged.server.schemas import Children, Fixed
 from mlx_paged.token_ids import check_token_ids
 
 
-async def tokenize(request: Request, fields: Fields) -> Response:
+class TokenizeRequest(ModelFields):
+    """The body of ``POST /tokenize``: one of its variants."""
+
+    return_token_strs: bool = False
+
+    @classmethod
+    def variants(cls) -> tuple[type[Any], ...]:
+        return (TokenizeChat, TokenizeText) if cls is TokenizeRequest else (cls,)
+
+
+class TokenizeText(TokenizeRequest):
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChat(TokenizeRequest, TemplateFields):
+    messages: Conversation
+    tools: Children[Tool] = Field(default_factory=list)
+    add_special_tokens: Annotated[Any, Fixed(False)] = None
+
+
+class DetokenizeRequest(ModelFields):
+    """The body of ``POST /detokenize``."""
+
+    tokens: TokenIds
+
+
+async def tokenize(context: RequestContext[TokenizeRequest]) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
-    service: Service = request.app.state.service
-    token_ids, names = await service.run_in_tokenizer_pool(
-        user_of(request), _tokens, request, fields
-    )
+    service = context.service
+    token_ids, names = await service.run_in_tokenizer_pool(context.user, _tokens, context)
     return JSONResponse(
         {
             "count": len(token_ids),
@@ -34,51 +60,40 @@ async def tokenize(request: Request, fields: Fields) -> Response:
     )
 
 
-def _tokens(work: Work, request: Request, fields: Fields) -> tuple[list[int], list[str] | None]:
+def _tokens(
+    work: Work, context: RequestContext[TokenizeRequest]
+) -> tuple[list[int], list[str] | None]:
     """The token ids that a body asks for, and what they are called if it asks for that."""
-    service: Service = request.app.state.service
-    read_model(fields, service)
-    has_names = fields.boolean("return_token_strs", False)
-    if fields.has("messages"):
-        token_ids = _conversation(work, request, fields)
+    service, body = context.service, context.read_body()
+    body.model_name(service)
+    tokenizer = service.tokenizer
+    if isinstance(body, TokenizeText):
+        service.length_limit(work).check(body.prompt)
+        token_ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        text = fields.text("prompt")
-        adds = fields.boolean("add_special_tokens", True)
-        fields.refuse_rest()
-        service.length_limit(work).check(text)
-        token_ids = service.tokenizer.encode(text, add_special_tokens=adds)
-    return token_ids, service.tokenizer.convert_ids_to_tokens(token_ids) if has_names else None
+        assert isinstance(body, TokenizeChat)
+        job = ChatJob(
+            messages=read_messages(body.messages),
+            params=service.default_params,
+            tools=read_tools(body.tools),
+            template_options=body.template_options(),
+        )
+        token_ids = prepare(work, service, job)[0].prompt_token_ids
+    return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
 
 
-def _conversation(work: Work, request: Request, fields: Fields) -> list[int]:
-    service: Service = request.app.state.service
-    job = ChatJob(
-        messages=read_messages(fields),
-        params=service.default_params,
-        tools=read_tools(fields),
-        template_options=read_template_options(fields),
-    )
-    fields.only("add_special_tokens", False)
-    fields.refuse_rest()
-    generation, _ = prepare(work, service, job)
-    return generation.prompt_token_ids
-
-
-async def detokenize(request: Request, fields: Fields) -> Response:
+async def detokenize(context: RequestContext[DetokenizeRequest]) -> Response:
     """The text of tokens."""
-    service: Service = request.app.state.service
-    text = await service.run_in_tokenizer_pool(user_of(request), _text, service, fields)
+    text = await context.service.run_in_tokenizer_pool(context.user, _text, context)
     return JSONResponse({"prompt": text})
 
 
-def _text(work: Work, service: Service, fields: Fields) -> str:
+def _text(work: Work, context: RequestContext[DetokenizeRequest]) -> str:
     """The text of the tokens in a body."""
-    read_model(fields, service)
-    fields.items("tokens")
-    token_ids = fields.integers("tokens", MAX_TOKEN_IDS)
-    fields.refuse_rest()
+    service, body = context.service, context.read_body()
+    body.model_name(service)
     try:
-        checked = check_token_ids(token_ids, len(service.tokenizer), "tokens")
+        checked = check_token_ids(body.tokens, len(service.tokenizer), "tokens")
     except ValueError as error:
         raise api_error(error) from error
     return str(service.tokenizer.decode(checked))

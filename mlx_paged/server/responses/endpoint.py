@@ -5,34 +5,31 @@ from __future__ import annotations
 from functools import partial
 from typing import NoReturn
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.callers import cache_salt_of, prepare_chat, request_id_of
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fields import Fields
 from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.responses.answers import ResponseAnswer, response_events, whole_response
-from mlx_paged.server.responses.body import read_responses_body
-from mlx_paged.server.service import Service
+from mlx_paged.server.responses.answers import ResponseRenderer
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body
+from mlx_paged.server.schemas import Body
 
 
-async def responses(request: Request, fields: Fields) -> Response:
+async def responses(context: RequestContext[ResponsesRequest]) -> Response:
     """An answer to a conversation, whole or as events."""
-    service: Service = request.app.state.service
-    owner = cache_salt_of(request, None)
+    service, request_id = context.service, context.request_id
+    owner = context.cache_salt()
     read = partial(read_responses_body, owner=owner)
-    body, generation, answer_format = await prepare_chat(request, fields, read)
-    request_id = request_id_of(request)
-    answer = ResponseAnswer(service, body, answer_format, request_id, owner)
+    body, generation, answer_format = await context.prepare_chat(read)
+    renderer = ResponseRenderer(service, body, answer_format, request_id, owner)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
-        return JSONResponse(whole_response(answer, output))
-    parts = await service.start(generation, request_id)
-    return EventStream(response_events(answer, parts), parts)
+        return JSONResponse(renderer.whole(output))
+    answer = await service.start(generation, request_id)
+    return EventStream(renderer.events(answer), answer)
 
 
-async def stored_response(request: Request) -> NoReturn:
+async def stored_response(context: RequestContext[Body]) -> NoReturn:
     """There is none."""
     raise ApiError(
         404,

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prefix_report import PrefixReport
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.service import Service
+from mlx_paged.server.schemas import Body
 from mlx_paged.server.watching.prefix_reports import report_body
 
 DEFAULT_LIMIT = 20
 
 
-async def cache(request: Request) -> Response:
-    """``GET /v1/cache?limit=20&request_id=...&text=true``."""
-    service: Service = request.app.state.service
-    query = dict(request.query_params)
+async def cache(context: RequestContext[Body]) -> Response:
+    """What the prefix cache holds: ``?limit=20&request_id=...&text=true``."""
+    service, owns = context.service, context.principal.owns
+    query = dict(context.request.query_params)
     limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
     request_id = query.pop("request_id", None)
     wants_text = _truth(query.pop("text", "false"))
@@ -32,12 +30,11 @@ async def cache(request: Request) -> Response:
         )
     for name in query:
         raise ApiError(400, f"{name} is not supported; limit, request_id and text are", param=name)
-    is_own = _owner(request)
     history = service.engine.engine.prefix_history
     reports = [
         report
         for report in reversed(list(history.reports))
-        if is_own(report) and request_id in (None, report.request_id)
+        if owns(report.cache_salt) and request_id in (None, report.request_id)
     ]
     stats = service.engine.stats()
     body = {
@@ -63,14 +60,6 @@ async def cache(request: Request) -> Response:
         ],
     }
     return JSONResponse(body)
-
-
-def _owner(request: Request) -> Callable[[PrefixReport], bool]:
-    """Which reports the user of this request may see: those of prompts under the user's salt."""
-    principal = getattr(request.state, "principal", None)
-    if principal is None:
-        return lambda report: True
-    return lambda report: bool(principal.owns(report.cache_salt))
 
 
 def _limit(text: str) -> int:

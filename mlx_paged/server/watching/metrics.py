@@ -21,8 +21,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,17 +28,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram
 from mlx_paged.engine.stats import DiskTierStats, EngineStats
+from mlx_paged.server.context import RequestContext
+from mlx_paged.server.routes import Endpoint
+from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER = "other"
 _OPENMETRICS = "application/openmetrics-text"
 CLIENT_CLOSED = 499
-"""The status that is counted where a client left before there was one; nginx's number."""
+"""The status that is counted where a client left, or was cut, before it had its whole answer;
+nginx's number.
+"""
 
 
 class HttpCounts:
-    """Middleware: counts HTTP requests, when they end, by method, path and status.
+    """Middleware: counts HTTP requests, when they end, by method, path and status. Around it,
+    :class:`~mlx_paged.server.http.logs.RequestLog` knows whether an answer was complete.
 
     A path is that of the route, so that clients can't make new ones up; any other is ``"other"``.
 
@@ -73,6 +77,9 @@ class HttpCounts:
         except Exception:
             status = 500
             raise
+        else:
+            if not scope.get("state", {}).get("is_complete", True):
+                status = CLIENT_CLOSED
         finally:
             method = scope["method"] if scope["method"] in _METHODS else _OTHER
             self._counts[method, self._path_of(scope), status] += 1
@@ -293,7 +300,7 @@ class EngineCollector(Collector):
         labels = ("method", "path", "status")
         metric = CounterMetricFamily(
             "mlx_paged:http_requests",
-            "HTTP requests that ended; 499 is a client that left first.",
+            "HTTP requests that ended; 499 is a client that left or was cut before it had all.",
             labels=labels,
         )
         for (method, path, status), count in sorted(dict(self._http_counts).items()):
@@ -337,25 +344,24 @@ class EngineCollector(Collector):
         return metric
 
 
-def add_metrics(app: Starlette, service: Service) -> None:
-    """Let an application answer ``GET /metrics``."""
-    counts = app.state.http_counts = Counter[tuple[str, str, int]]()
-    registry = CollectorRegistry()  # of its own, so that several servers fit in a process
-    registry.register(EngineCollector(service.engine.engine, service.model_names[0], counts))
+def metrics_endpoint(
+    service: Service, http_counts: Mapping[tuple[str, str, int], int]
+) -> Endpoint[Body]:
+    """The endpoint of the metrics of a service.
 
-    async def metrics(request: Request) -> Response:
-        body, content_type = exposition(registry, request.headers.get("accept", ""))
+    Args:
+        http_counts: by method, path and status.
+    """
+    registry = CollectorRegistry()  # of its own, so that several servers fit in a process
+    registry.register(EngineCollector(service.engine.engine, service.model_names[0], http_counts))
+
+    async def metrics(context: RequestContext[Body]) -> Response:
+        """Metrics for Prometheus."""
+        body, content_type = exposition(registry, context.request.headers.get("accept", ""))
         headers = {"Content-Type": content_type, "Cache-Control": "no-store"}
         return Response(body, headers=headers)
 
-    app.router.routes.append(Route("/metrics", metrics))
-
-
-def counted(app: ASGIApp, inner: Starlette) -> HttpCounts:
-    """Count the HTTP requests of ``app``, which is the application ``inner`` and what is around it:
-    also those that don't come that far.
-    """
-    return HttpCounts(app, inner.state.http_counts, inner.routes)
+    return metrics
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:

@@ -11,15 +11,16 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram
 from mlx_paged.engine.view import CACHED, MAX_HOLDERS, EngineView
 from mlx_paged.errors import shown
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.routes import Endpoint
+from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
 MAX_CELLS = 16384
@@ -28,8 +29,8 @@ MAX_ROWS = 200
 _STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
 
 
-def page_routes() -> list[Route]:
-    """``GET /`` and ``GET /v1/pool``."""
+def page_endpoint() -> Endpoint[Body]:
+    """The endpoint of the page."""
     html = resources.files("mlx_paged.server.watching").joinpath("page.html").read_text("utf-8")
     page_headers = {
         "Content-Security-Policy": security_policy(html),
@@ -38,19 +39,20 @@ def page_routes() -> list[Route]:
         "Cache-Control": "no-cache",
     }
 
-    async def page(request: Request) -> Response:
+    async def page(context: RequestContext[Body]) -> Response:
+        """A page that shows the pool."""
         return HTMLResponse(html, headers=page_headers)
 
-    return [Route("/", page), Route("/v1/pool", pool)]
+    return page
 
 
-async def pool(request: Request) -> Response:
+async def pool(context: RequestContext[Body]) -> Response:
     """What is in the pool, who is there, and what was done so far.
 
     ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
     """
-    num_cells = _num_cells(request.query_params.get("cells", str(DEFAULT_CELLS)))
-    body = pool_report(request.app.state.service, num_cells)
+    num_cells = _num_cells(context.request.query_params.get("cells", str(DEFAULT_CELLS)))
+    body = pool_report(context.service, num_cells)
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
 

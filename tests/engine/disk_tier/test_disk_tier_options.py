@@ -102,17 +102,19 @@ def test_a_number_of_bytes_is_written_as_in_a_budget():
 def test_an_engine_that_has_no_blocks_to_find_again_is_refused():
     tier, config = DiskTierOptions(Path("/kv"), 2**20), SchedulerConfig()
     check = partial(check_engine, "cache_dir")
-    check("paged", config, 1, None)
-    tier.check_block(2**20)
+    check("paged", config, 1)
+    tier.check_holds("block", 2**20)
     refused = [
-        (lambda: check("basic", config, 1, None), "needs blocks, which kv='basic' does not"),
+        (lambda: check("basic", config, 1), "needs blocks, which kv='basic' does not"),
         (
-            lambda: check("paged", SchedulerConfig(enable_prefix_caching=False), 1, None),
+            lambda: check("paged", SchedulerConfig(enable_prefix_caching=False), 1),
             "needs the prefix cache, and enable_prefix_caching is False",
         ),
-        (lambda: check("paged", config, 2, None), "can't be combined with 2 ranks"),
-        (lambda: check("paged", config, 1, "mamba"), "combined with a mamba: blocks on disk"),
-        (lambda: tier.check_block(2**20 + 1), "cache_dir_size of 1048576 bytes is too small"),
+        (lambda: check("paged", config, 2), "can't be combined with 2 ranks"),
+        (
+            lambda: tier.check_holds("recurrent state", 2**20 + 1),
+            "cache_dir_size of 1048576 bytes is too small: a recurrent state takes 1048577",
+        ),
     ]
     for refuse, message in refused:
         with pytest.raises(ArgumentError, match=message) as refusal:

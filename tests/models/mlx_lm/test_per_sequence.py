@@ -302,7 +302,6 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
             {"window": 64},
             r"window can't be had with a falcon_h1: .*; leave it out",
         ),
-        ("falcon_h1", {"num_draft_tokens": 2}, r"num_draft_tokens must be 0 with a falcon_h1"),
         (
             "falcon_h1",
             {"kv_cache_bytes": 40000},

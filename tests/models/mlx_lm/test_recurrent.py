@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.adapted_models import adapted_model, greedy_answer, mlx_lm_model
+from helpers.adapted_models import WIDE, adapted_model, greedy_answer, mlx_lm_model
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.model_zoo import config_of as zoo_config_of
 from helpers.model_zoo import make, make_from_config
@@ -156,15 +156,12 @@ def test_states_are_part_of_the_budget():
     assert num_kv_states(2000, max_num_seqs=90, run_ahead=False) == 2000 - 90 * 4 - 320
     no_prefixes = {"enable_prefix_caching": False}
     assert num_kv_states(200, max_num_seqs=9, run_ahead=True, **no_prefixes) == 200 - 9 * 4
+    # A copy more with drafts.
+    with_drafts = {"num_draft_tokens": 3, "run_ahead": True}
+    assert num_kv_states(200, max_num_seqs=8, **with_drafts) == 200 - 8 * 6 - 32
     with pytest.warns(UserWarning, match="2 sequences run at once instead of max_num_seqs 9: 5 co"):
         assert num_kv_states(40, max_num_seqs=9, run_ahead=True) == 40 - 2 * 5 - 10
     assert num_kv_states(20, max_num_seqs=1, run_ahead=True) == 20 - 5 - 5
-
-
-def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
-    for name, draft in (("gpt_bigcode", "mamba2"), ("mamba2", "gpt_bigcode")):
-        with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
-            make_engine(adapted_model(name), draft_model=adapted_model(draft))
 
 
 def test_a_hit_that_is_lost_for_want_of_a_state_is_told_and_the_next_one_is_not_lost():
@@ -203,27 +200,6 @@ def test_quantised_kv_beside_states_give_the_same_side_by_side_as_alone(kv_forma
         alone = ragged("qwen3_next", kv_format=kv_format)
         alone.add_request(name, tokens, greedy(12))
         assert answers(alone)[name] == found[name]
-
-
-# A model whose states are much of the memory that it works in.
-WIDE = {
-    "model_type": "mamba2",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 16,
-    "num_heads": 16,
-    "head_dim": 64,
-    "intermediate_size": 1024,
-    "state_size": 64,
-    "layer_norm_epsilon": 1e-5,
-    "conv_kernel": 4,
-    "n_groups": 1,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "tie_word_embeddings": False,
-    "time_step_limit": [0.0, 100.0],
-    "time_step_rank": 8,
-}
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""What K/V take, lose and survive: formats, windows, files, restarts."""

@@ -1,0 +1,1 @@
+"""What benchmarks share; nothing here imports one of them."""

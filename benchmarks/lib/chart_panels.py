@@ -1,0 +1,197 @@
+"""The charts themselves: from the JSON lines of benchmarks to figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.lib import chart_style as style
+
+MIB = 2**20
+MLX_LM = "mlx-lm"
+
+
+def setting_line(result: dict[str, Any], *names: str) -> str:
+    """The machine, and what these entries of a setting say."""
+    setting = result["setting"]
+    machine = f"{setting['processor']}, {setting['cores']} cores, {setting['device']}"
+    versions = f"MLX {setting['mlx']}, mlx-lm {setting['mlx_lm']}, BLAS: {setting['blas']}"
+    return "\n".join([f"{machine}; {versions}", *(f"{name}: {setting[name]}" for name in names)])
+
+
+# Approaches
+
+
+def draw_approaches(results: list[dict[str, Any]]) -> Figure:
+    (result,) = results
+    rows: dict[str, dict[str, Any]] = result["results"]["approaches"]
+    names = list(rows)
+    figure, panels = style.make_panels(4, 4.9, sharey=True)
+    context, speed, first, memory = panels
+    context.set_yticks(range(len(names)), names)
+    context.invert_yaxis()
+    _draw_contexts(context, rows)
+    together = [row["tokens_per_second"]["together"] for row in rows.values()]
+    _draw_bars(speed, together, names, [f"{value:,.0f}" for value in together])
+    speed.set_title("tokens/s, together")
+    _draw_first_tokens(first, rows)
+    held = [row["kv_nbytes"] / MIB for row in rows.values()]
+    _draw_bars(memory, held, names, [f"{value:.1f}" for value in held])
+    memory.set_title("K/V at peak, MiB")
+    for panel in panels:
+        panel.tick_params(axis="y", length=0)
+        panel.grid(visible=False, axis="y")
+    style.write_setting(figure, setting_line(result, "model", "budget", "together", "first tokens"))
+    return figure
+
+
+def _colour(name: str) -> str:
+    if name == MLX_LM:
+        return style.THEIRS
+    return style.NEUTRAL if name == "no cache" else style.OURS
+
+
+def _draw_bars(axes: Axes, values: list[float], names: list[str], labels: list[str]) -> None:
+    bars = axes.barh(range(len(values)), values, color=[_colour(name) for name in names])
+    axes.bar_label(bars, labels, padding=3, fontsize=9)
+    axes.set_xlim(0, max(values) * 1.25)
+    style.plain_numbers(axes.xaxis)
+
+
+def _draw_contexts(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
+    """Bars; those without a limit reach the edge."""
+    contexts = {name: row["longest_context"] for name, row in rows.items()}
+    limits = [each["num_tokens"] for each in contexts.values()]
+    edge = 1.25 * max([each for each in limits if each] or [1])
+    values = [edge if limit is None else limit for limit in limits]
+    labels = ["" if limit is None else f"{limit:,}" for limit in limits]
+    _draw_bars(axes, values, list(rows), labels)
+    axes.set_xlim(0, edge)
+    for place, limit in enumerate(limits):
+        if limit is None:
+            axes.text(edge * 0.96, place, "no limit", color="white", ha="right", va="center")
+    axes.set_title("longest context, tokens")
+
+
+def _draw_first_tokens(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
+    """Of an approach that forgets with its process, the time after a restart is the cold one."""
+    for place, row in enumerate(rows.values()):
+        times = [1e3 * row["ttft"][key] for key in ("cold", "warm")]
+        axes.plot(times, [place, place], color=style.GRID, zorder=1)
+    kinds = [
+        ("cold", "cold", style.NEUTRAL, "o"),
+        ("warm", "warm", style.OURS, "s"),
+        ("restarted", "restarted", style.OTHER, "D"),
+    ]
+    for key, label, colour, marker in kinds:
+        shown = [
+            (1e3 * row["ttft"][key], place)
+            for place, row in enumerate(rows.values())
+            if key != "restarted" or row["survives"]
+        ]
+        axes.plot(*zip(*shown, strict=True), marker, color=colour, label=label, zorder=2)
+    axes.set_xscale("log")
+    style.plain_numbers(axes.xaxis)
+    axes.set_title("first token, ms")
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.07),
+        ncols=3,
+        columnspacing=0.8,
+        handletextpad=0.1,
+        borderpad=0,
+    )
+
+
+# Serving
+
+
+def draw_serving(results: list[dict[str, Any]]) -> Figure:
+    (result,) = results
+    counted, shared = result["results"]["at_once"], result["results"]["shared_prefix"]
+    figure, (speed, memory, first) = style.make_panels(3, 3.6)
+    counts = [each["num_requests"] for each in counted]
+    sides = (("mlx_paged", style.OURS, "o-"), ("mlx-lm", style.THEIRS, "s-"))
+    for name, colour, line in sides:
+        own = [each["sides"][name] for each in counted]
+        speeds = [each["tokens_per_second"] for each in own]
+        speed.plot(counts, speeds, line, color=colour, label=name)
+        memory.plot(counts, [each["kv_peak"] / MIB for each in own], line, color=colour, label=name)
+    live = [each["sides"]["mlx_paged"]["live_kv_peak"] / MIB for each in counted]
+    memory.plot(counts, live, ":", color=style.FAINT, label="tokens alone")
+    for axes, title in ((speed, "tokens/s"), (memory, "K/V at peak, MiB")):
+        style.powers_of_two(axes, counts)
+        style.plain_numbers(axes.yaxis)
+        axes.set_title(title)
+        axes.set_xlabel("requests at once")
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper left")
+    _draw_shared_prefix(first, shared)
+    style.write_setting(figure, setting_line(result, "shape", "at once", "shared prefix"))
+    return figure
+
+
+def _draw_shared_prefix(axes: Axes, shared: list[dict[str, Any]]) -> None:
+    prefixes = [each["prefix"] for each in shared]
+    for when, name, label, colour, line in (
+        ("new", "mlx-lm", "mlx-lm", style.THEIRS, "s-"),
+        ("seen", "mlx-lm + prompt cache", "mlx-lm, seen before", style.THEIRS, "s--"),
+        ("new", "mlx_paged", "mlx_paged", style.OURS, "o-"),
+        ("seen", "mlx_paged", "mlx_paged, seen before", style.OURS, "o--"),
+    ):
+        times = [1e3 * each[when][name]["ttft_median"] for each in shared]
+        axes.plot(prefixes, times, line, color=colour, label=label)
+    axes.set_yscale("log")
+    longest = max(prefixes)  # labels of short ones would overlap
+    axes.set_xticks(
+        prefixes, [f"{each:,}" if not 0 < each < longest / 4 else "" for each in prefixes]
+    )
+    style.plain_numbers(axes.yaxis)
+    axes.set_title("first token, median, ms")
+    axes.set_xlabel("shared prefix, tokens")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.5)
+
+
+# Restart
+
+AIMS = {"demo": (1000, 5.0), "qwen3-0.6b": (4000, 20.0)}
+MODEL_NAMES = {"demo": "demo model", "qwen3-0.6b": "shape of Qwen3-0.6B"}
+FROM_CACHE, COMPUTED = "page cache", "computed"
+
+
+def model_of(result: dict[str, Any]) -> str:
+    return str(result["setting"]["model"]).split(",")[0]
+
+
+def name_of(result: dict[str, Any]) -> str:
+    return MODEL_NAMES.get(model_of(result), model_of(result))
+
+
+def draw_restart(results: list[dict[str, Any]]) -> Figure:
+    figure, (times, ratios) = style.make_panels(2, 3.9)
+    colours = (style.OURS, style.OTHER)
+    for result, colour in zip(results, colours, strict=True):
+        rows, model, name = result["results"], model_of(result), name_of(result)
+        lengths = [row["length"] for row in rows]
+        for way, label, line in ((COMPUTED, "computed", "o--"), (FROM_CACHE, "from disk", "o-")):
+            seconds = [row["seconds"][way] for row in rows]
+            times.plot(lengths, seconds, line, color=colour, label=f"{name}, {label}")
+        over = [row["computed_over"][FROM_CACHE] for row in rows]
+        ratios.plot(lengths, over, "o-", color=colour, label=name)
+        if model in AIMS:
+            length, aim = AIMS[model]
+            label = f"aim at {length:,} tokens: {aim:g}"
+            ratios.plot([length], [aim], "_", color=colour, markersize=16, label=label)
+    for axes, title in ((times, "first token, s"), (ratios, "computed / from disk")):
+        axes.set_yscale("log")
+        style.plain_numbers(axes.yaxis)
+        axes.set_title(title)
+        axes.set_xlabel("tokens of the prompt")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=3)
+    shapes = [f"{name_of(result)}: {result['setting']['shape']}" for result in results]
+    style.write_setting(figure, "\n".join([setting_line(results[0]), *shapes]))
+    return figure

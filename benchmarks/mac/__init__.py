@@ -1,0 +1,1 @@
+"""What has to be run on a Mac, with one command."""

@@ -1,0 +1,1 @@
+"""Many requests at once, through the engine and over HTTP."""

@@ -1,0 +1,128 @@
+// Latents, and the rotated keys that all heads share, which lie in a slab of their own (multi-head
+// latent attention, DeepSeek-V2, 2024). Queries have a part for both, and values are the latents
+// again: their loads are those of the keys.
+//
+// The latents lie over all lanes. Of rotated keys a lane holds one load, of the key whose score it
+// will have: the rest of that key. It enters where the products of all lanes are added up, so that no
+// lane multiplies what is not there.
+template <typename Latent, typename Rope>
+struct Latents {
+  struct Rows {
+    typename Latent::Rows latents;
+    typename Rope::Rows rope_keys;
+  };
+  using Element = typename Latent::Element;
+  using Load = typename Latent::Load;
+  static constant constexpr int WIDTH = Latent::WIDTH;
+  static constant constexpr int QUERY_WIDTH = Latent::WIDTH + Rope::WIDTH;
+  static constant constexpr int LOAD_SIZE = Latent::LOAD_SIZE, QUERY_LOADS = Latent::QUERY_LOADS;
+  static constant constexpr int ROPE_LOADS = Rope::WIDTH / Rope::LOAD_SIZE;
+  static constant constexpr int REST_LOADS = Latent::REST_LOADS;
+  static constant constexpr int MAX_SHARERS = SIMDGROUP_LANES / ROPE_LOADS;
+  static constant constexpr bool NEIGHBOURS = Latent::NEIGHBOURS;
+  static constant constexpr int CHUNK_LOADS = Latent::LATENT_CHUNK_LOADS;
+  struct Rest {
+    typename Latent::Rest latent;
+    typename Rope::Load rope_load;
+    typename Rope::Rest rope;
+  };
+  struct QueryRest {
+    typename Latent::QueryRest latent;
+    uint4 rope_loads[Rope::QUERY_LOADS];
+    typename Rope::QueryRest rope;
+    float rope_factor;
+  };
+
+  template <int BLOCK_SIZE>
+  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
+    Rows rows;
+    rows.latents = Latent::template block_rows<BLOCK_SIZE>(slab.latents, block_id, offset, kv_head,
+                                                           num_kv_heads);
+    rows.rope_keys = Rope::template block_rows<BLOCK_SIZE>(slab.rope_keys, block_id, offset,
+                                                           kv_head, num_kv_heads);
+    return rows;
+  }
+  static Rows newest(bool has_rows, Rows rows, int token, int kv_head, int num_kv_heads,
+                     Rows slot) {
+    rows.latents =
+        Latent::newest(has_rows, rows.latents, token, kv_head, num_kv_heads, slot.latents);
+    rows.rope_keys =
+        Rope::newest(has_rows, rows.rope_keys, token, kv_head, num_kv_heads, slot.rope_keys);
+    return rows;
+  }
+  static Load load(Rows rows, uint row, int place) {
+    return Latent::load(rows.latents, row, place);
+  }
+  static void store(Rows rows, int place, Load value) {
+    Latent::store(rows.latents, place, value);
+  }
+  static Rest rest(Rows rows, uint row, int place, int lane) {
+    Rest rest;
+    const int rope_place = lane / MAX_SHARERS;
+    rest.latent = Latent::rest(rows.latents, row, place, lane);
+    rest.rope_load = Rope::load(rows.rope_keys, row, rope_place);
+    rest.rope = Rope::rest(rows.rope_keys, row, rope_place, lane);
+    return rest;
+  }
+  static void store_rest(Rows rows, int lane, Rest rest) {
+    if (lane % MAX_SHARERS == 0) {
+      Rope::store(rows.rope_keys, lane / MAX_SHARERS, rest.rope_load);
+    }
+  }
+
+  static float4 floats(Load load, int part) {
+    return Latent::floats(load, part);
+  }
+  static void load_query_rest(const device Element* query, int lane, thread QueryRest& rest) {
+    const device uint4* from = (const device uint4*)(query + Latent::WIDTH);
+    UNROLL
+    for (int n = 0; n < Rope::QUERY_LOADS; n++) {
+      rest.rope_loads[n] = from[lane / MAX_SHARERS * Rope::QUERY_LOADS + n];
+    }
+  }
+  template <int LANES, int SHARERS, int LOADS>
+  static float prepare_query(thread uint4 (&query)[LOADS], thread QueryRest& rest) {
+    const float factor = Latent::template prepare_query<LANES, SHARERS>(query, rest.latent);
+    rest.rope_factor = Rope::template prepare_query<LANES, 1>(rest.rope_loads, rest.rope) / factor;
+    return factor;
+  }
+  static float scaled(float product, Rest rest, const thread QueryRest& query_rest) {
+    constexpr int PARTS = Rope::LOAD_SIZE / 4, QUERY_PARTS = PARTS / Rope::QUERY_LOADS;
+    float rope = 0;
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+      const uint4 four = query_rest.rope_loads[part / QUERY_PARTS];
+      rope = multiply_add(Rope::query_floats(four, part % QUERY_PARTS),
+                          Rope::floats(rest.rope_load, part), rope);
+    }
+    return fma(Rope::scaled(rope, rest.rope, query_rest.rope), query_rest.rope_factor,
+               Latent::scaled(product, rest.latent, query_rest.latent));
+  }
+};
+
+// What attention reads: keys and values as they are stored, or latents in the place of both.
+template <typename Key, typename Value, bool HOLDS_LATENTS>
+struct Attended {
+  using Keys = Key;
+  using Values = Value;
+  static typename Keys::Rows keys(typename Key::Rows rows, typename Value::Rows) {
+    return rows;
+  }
+  static typename Values::Rows values(typename Key::Rows, typename Value::Rows rows) {
+    return rows;
+  }
+};
+template <typename Key, typename Value>
+struct Attended<Key, Value, true> {
+  using Keys = Latents<Key, Value>;
+  using Values = Key;
+  static typename Keys::Rows keys(typename Key::Rows latents, typename Value::Rows rope_keys) {
+    typename Keys::Rows rows;
+    rows.latents = latents;
+    rows.rope_keys = rope_keys;
+    return rows;
+  }
+  static typename Values::Rows values(typename Key::Rows latents, typename Value::Rows) {
+    return latents;
+  }
+};

@@ -1,0 +1,116 @@
+"""A person at a terminal: several lines in one message, pasted or typed, history, Tab.
+
+Imported only where there is one: prompt_toolkit takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth, create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from mlx_paged.chat.terminal import Screen, clean
+
+PROMPT = ">> "
+# The words that may follow a text which was typed so far, or "path" where a file name does.
+Completions = Callable[[str], Iterable[str]]
+
+
+class LineEditor:
+    """Reads messages that are typed; a :class:`Reader`.
+
+    Args:
+        completions: what Tab offers.
+        screen: knows what the terminal can show.
+        history_file: keeps what was sent, over sessions; ``None`` keeps it for this one.
+    """
+
+    is_interactive = True
+
+    def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
+        # The answer goes to stdout, so the prompt goes to stderr where both are terminals. On a
+        # terminal that can't move its cursor, prompt_toolkit has a prompt of its own, which it
+        # takes only without an output given.
+        stream = sys.stderr if screen.stderr_is_terminal else sys.stdout
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=_continuation,
+            key_bindings=_keys,
+            history=InMemoryHistory() if history_file is None else _History(str(history_file)),
+            completer=_CommandCompleter(completions),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            enable_suspend=True,
+            color_depth=None if screen.has_colour else ColorDepth.DEPTH_1_BIT,
+            output=create_output(stream) if screen.can_move else None,
+        )
+
+    def read(self, text: str = "") -> str | None:
+        try:
+            return clean(self._session.prompt(default=text))
+        except EOFError:
+            return None
+
+
+def _continuation(width: int, line_number: int, is_soft_wrap: int) -> str:
+    return " " * width if is_soft_wrap else ".. ".rjust(width)
+
+
+_keys = KeyBindings()
+
+
+@_keys.add("enter")
+def _send(event: KeyPressEvent) -> None:
+    buffer = event.current_buffer
+    if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+        buffer.delete_before_cursor()
+        buffer.newline(copy_margin=False)
+    else:
+        buffer.validate_and_handle()
+
+
+@_keys.add("escape", "enter")
+def _begin_line(event: KeyPressEvent) -> None:
+    event.current_buffer.newline(copy_margin=False)
+
+
+class _History(FileHistory):
+    """A history whose disk may be full: what can't be kept is not kept."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            super().store_string(string)
+
+    def load_history_strings(self) -> Iterable[str]:
+        with contextlib.suppress(OSError):
+            yield from super().load_history_strings()
+
+
+class _CommandCompleter(Completer):
+    def __init__(self, completions: Completions):
+        self._completions = completions
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
+        typed = document.text_before_cursor
+        if not typed.startswith("/") or "\n" in typed:
+            return
+        word = typed.rpartition(" ")[2]
+        for offered in self._completions(typed):
+            if offered == "path":
+                name = typed.partition(" ")[2]
+                yield from self._paths.get_completions(Document(name, len(name)), complete_event)
+            elif offered.startswith(word.lower()):
+                yield Completion(offered, start_position=-len(word))

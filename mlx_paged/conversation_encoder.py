@@ -1,0 +1,324 @@
+"""``ConversationEncoder``: conversations to tokens, so that one that comes back begins with the
+tokens that were generated, and is found in the cache.
+
+An answer that comes back is text, without its reasoning where the client has no place for it, and
+with its calls as JSON. The template then writes other text than the model did, or the same text as
+other tokens, and the cache misses from there on. So each answer is kept, under the conversation
+that it ends. When it comes back, its reasoning is given to the template, which may write it or
+leave it out; and where the text that the template writes says what was generated, the prompt goes
+on with the generated tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from mlx_paged.chat_template import encode_text, normalise_messages, render_chat
+from mlx_paged.model_dialect import ModelDialect
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# Of answers and of what stands between them; about 40 MB with the text of the reasoning.
+MAX_KEPT_TOKENS = 4_000_000
+_NUM_CONTEXT_TOKENS = 4  # how an answer's first token is written may depend on those before it
+
+
+class Said(Protocol):
+    """What an answer says."""
+
+    @property
+    def reasoning(self) -> str:
+        """What comes back in a field of its own, or not at all."""
+        ...
+
+    def find_end(
+        self,
+        tokenizer: TokenizerWrapper,
+        template_options: Mapping[str, Any],
+        text: str,
+        begin: int,
+    ) -> int | None:
+        """Where the answer ends in a text in which a template wrote it from ``begin`` on; ``None``
+        if what stands there says something else.
+        """
+
+
+class Verbatim(NamedTuple):
+    """An answer that comes back as the text that was generated."""
+
+    text: str
+    reasoning: str = ""
+
+    def find_end(
+        self,
+        tokenizer: TokenizerWrapper,
+        template_options: Mapping[str, Any],
+        text: str,
+        begin: int,
+    ) -> int | None:
+        """See :class:`Said`."""
+        return begin + len(self.text) if text.startswith(self.text, begin) else None
+
+
+class _Beginning(NamedTuple):
+    """The text of a prompt, of which a template may write more later."""
+
+    num_characters: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> _Beginning:
+        return cls(len(text), hashlib.blake2b(text.encode(errors="surrogatepass")).digest())
+
+
+@dataclass(frozen=True)
+class KeptAnswer:
+    """An answer, and the prompt that it answers.
+
+    Args:
+        said: what it says.
+        beginnings: what its prompt may be in a conversation that goes on: as the template wrote
+            it, and without an empty pair of reasoning marks at its end.
+        before: the answer that the prompt goes on from.
+        token_ids: those of prompt and answer that follow ``before``, without the end of sequence.
+        num_tokens: of the whole prompt and the answer.
+    """
+
+    said: Said
+    beginnings: tuple[_Beginning, ...]
+    before: KeptAnswer | None
+    token_ids: array[int]
+    num_tokens: int
+
+    def all_token_ids(self) -> list[int]:
+        """Of the prompt and the answer."""
+        parts = []
+        answer: KeptAnswer | None = self
+        while answer is not None:
+            parts.append(answer.token_ids)
+            answer = answer.before
+        return [token for part in reversed(parts) for token in part]
+
+    def find_end(
+        self, tokenizer: TokenizerWrapper, template_options: Mapping[str, Any], text: str
+    ) -> int | None:
+        """Where the answer ends in the text of a conversation; ``None`` if the template writes
+        another prompt than it did then, or an answer that says something else.
+        """
+        for beginning in self.beginnings:
+            place = beginning.num_characters
+            if place <= len(text) and _Beginning.of(text[:place]) == beginning:
+                end = self.said.find_end(tokenizer, template_options, text, place)
+                if end is not None:
+                    return end
+        return None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as a prompt.
+
+    Args:
+        text: as the template wrote it.
+        token_ids: of the prompt, which may be those of a text that says the same.
+        before: the kept answer that it goes on from.
+        key: names the conversation.
+    """
+
+    text: str
+    token_ids: list[int]
+    before: KeptAnswer | None
+    key: bytes
+
+
+class ConversationEncoder:
+    """Encodes conversations, and keeps the last answers. Any thread may use it.
+
+    Args:
+        max_tokens: that are kept; the answers that no conversation came back to for longest go
+            first.
+
+    Attributes:
+        num_tokens: that are kept. Those of a conversation count once.
+    """
+
+    def __init__(self, max_tokens: int = MAX_KEPT_TOKENS):
+        self.max_tokens = max_tokens
+        self._answers: OrderedDict[bytes, KeptAnswer] = OrderedDict()
+        self.num_tokens = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def encode(
+        self,
+        tokenizer: TokenizerWrapper,
+        messages: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any],
+        cache_salt: str | None = None,
+        check_length: Callable[[str, int], None] = lambda text, num_tokens: None,
+        write: Callable[..., str] = render_chat,
+    ) -> Prompt:
+        """The prompt that a conversation makes, from the generated tokens as far as they are known.
+
+        Args:
+            messages, template_options: as :func:`render_chat`. ``reasoning_content`` of an
+                assistant's message is what the client says, also if that is nothing (``""``).
+            cache_salt: answers of other salts are never used.
+            check_length: called before a text is encoded, with the number of tokens before it;
+                raises if it is too long.
+            write: makes the text, with the arguments of :func:`render_chat`.
+
+        Raises:
+            ChatTemplateError: as :func:`render_chat`, or the tokenizer can't encode the text.
+        """
+        normal = normalise_messages(messages)
+        keys = _keys(normal, cache_salt)
+        kept = [
+            (message, answer)
+            for message, key in zip(normal, keys, strict=True)
+            if (answer := self._get(key)) is not None
+        ]
+        for message, answer in kept:
+            if message.get("reasoning_content") is None and answer.said.reasoning:
+                message["reasoning_content"] = answer.said.reasoning
+        for message in normal:
+            if message.get("reasoning_content"):
+                message["reasoning"] = message["reasoning_content"]  # as other templates call it
+        text = write(tokenizer, normal, template_options)
+        for _, answer in reversed(kept):
+            end = answer.find_end(tokenizer, template_options, text)
+            if end is not None:
+                token_ids = answer.all_token_ids()
+                check_length(text[end:], len(token_ids))
+                token_ids += encode_text(tokenizer, text[end:])
+                return Prompt(text, token_ids, answer, keys[-1])
+        check_length(text, 0)
+        return Prompt(text, encode_text(tokenizer, text), None, keys[-1])
+
+    def keep(
+        self,
+        tokenizer: TokenizerWrapper,
+        prompt: Prompt,
+        token_ids: Sequence[int],
+        message: Mapping[str, Any],
+        said: Said,
+    ) -> None:
+        """Keep the answer to a prompt.
+
+        Args:
+            token_ids: of the answer, without the end of sequence.
+            message: in which it comes back.
+        """
+        texts, marks = [prompt.text], ModelDialect.of(tokenizer).reasoning
+        if marks is not None and (text := marks.without_empty_pair(prompt.text)) is not None:
+            # Of a history, templates write no such pair.
+            texts.append(text)
+        num_before = 0 if prompt.before is None else prompt.before.num_tokens
+        answer = KeptAnswer(
+            said,
+            tuple(map(_Beginning.of, texts)),
+            prompt.before,
+            array("i", [*prompt.token_ids[num_before:], *token_ids]),
+            len(prompt.token_ids) + len(token_ids),
+        )
+        self._put(_next_key(prompt.key, message), answer)
+
+    def keep_tokens(
+        self,
+        tokenizer: TokenizerWrapper,
+        messages: Sequence[Mapping[str, Any]],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Keep the tokens that the text of a conversation begins with, however they came to be."""
+        beginning = _Beginning.of(decoded(tokenizer, (), token_ids))
+        tokens = array("i", token_ids)
+        answer = KeptAnswer(Verbatim(""), (beginning,), None, tokens, len(tokens))
+        self._put(_keys(normalise_messages(messages), None)[-1], answer)
+
+    def _get(self, key: bytes) -> KeptAnswer | None:
+        with self._lock:
+            answer = self._answers.get(key)
+            if answer is not None:
+                self._answers.move_to_end(key)
+            return answer
+
+    def _put(self, key: bytes, answer: KeptAnswer) -> None:
+        with self._lock:
+            replaced = self._answers.pop(key, None)
+            if replaced is not None:
+                self.num_tokens -= len(replaced.token_ids)
+            self._answers[key] = answer
+            self.num_tokens += len(answer.token_ids)
+            while self.num_tokens > self.max_tokens:
+                _, oldest = self._answers.popitem(last=False)
+                self.num_tokens -= len(oldest.token_ids)
+
+
+def decoded(tokenizer: TokenizerWrapper, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of tokens that follow others."""
+    context = list(before[-_NUM_CONTEXT_TOKENS:])
+    first, whole = (
+        str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+        for ids in (context, [*context, *token_ids])
+    )
+    return whole[len(first) :]
+
+
+def same_message(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> bool:
+    """Whether two messages of the assistant say the same, but for their reasoning."""
+    if first is None or second is None:
+        return first is second
+    return _next_key(b"", first) == _next_key(b"", second)
+
+
+def _keys(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> list[bytes]:
+    """For each message, what names the conversation up to it: what everybody said, but no
+    reasoning.
+    """
+    key = hashlib.blake2b(_json(cache_salt)).digest()
+    keys = []
+    for message in messages:
+        key = _next_key(key, message)
+        keys.append(key)
+    return keys
+
+
+def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
+    said = {
+        name: value
+        for name, value in message.items()
+        if name not in ("reasoning", "reasoning_content", "tool_calls", "tool_call_id")
+    }
+    if message["role"] == "assistant":
+        # Space around it may have been a mark's, or the client's.
+        said["content"] = message["content"].strip()
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said["calls"] = [(call["name"], _plain(call.get("arguments"))) for call in calls]
+    return hashlib.blake2b(key + _json(said)).digest()
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value as it is after a way through JavaScript, which writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, default=repr).encode()

@@ -1,0 +1,51 @@
+"""``fingerprint_of``: what the bytes of an engine's blocks and states depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from mlx_paged.block_store import Fingerprint
+from mlx_paged.cache import LayerSpec, PagedKVCache
+from mlx_paged.core import KEEP_ALL, Retention
+from mlx_paged.models.identity import KV_VERSION, ModelIdentity
+
+
+def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
+    """What the bytes of a block depend on beside its tokens. Versions of MLX, backends and devices
+    round in different places, and an answer is to be the one that would be computed here.
+    """
+    config = cache.config
+    layers = tuple(
+        f"group {index}: {_described(config.layers[layer])}, {_kept(group.retention)}"
+        for index, group in enumerate(config.groups)
+        for layer in group.layers
+    )
+    layers += tuple(f"state {index}: {text}" for index, text in enumerate(config.state_layout))
+    digests = "\n".join(each.digest for each in identity)
+    formats = dict.fromkeys(str(spec.format) for spec in config.layers)
+    return Fingerprint(
+        model=hashlib.sha256(digests.encode()).hexdigest(),
+        model_name=" + ".join(each.name for each in identity),
+        layers=layers,
+        kv_format=", ".join(formats),
+        block_size=config.block_size,
+        code=f"mlx_paged {KV_VERSION}, mlx {version('mlx')}, {_computer(cache)}",
+    )
+
+
+def _computer(cache: PagedKVCache) -> str:
+    return f"{cache.backend.name} backend on a {mx.default_device().type.name}"
+
+
+def _described(spec: LayerSpec) -> str:
+    window = "" if spec.window is None else f", window {spec.window}"
+    widths = f"K {spec.key_dim} and V {spec.value_dim} wide"
+    return f"{spec.num_kv_heads} heads, {widths}{window}, {spec.format.description}"
+
+
+def _kept(retention: Retention) -> str:
+    return "all tokens" if retention == KEEP_ALL else str(retention)

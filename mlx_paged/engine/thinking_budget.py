@@ -1,0 +1,54 @@
+"""``ThinkingBudget``: ends a model's reasoning after so many tokens, by the token that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.reasoning import ReasoningLimit, ReasoningTokens
+from mlx_paged.request import Request
+
+
+class ThinkingBudget:
+    """Where an answer is in its reasoning. Tokens of an answer only grow; each is read once."""
+
+    def __init__(self, limit: ReasoningLimit):
+        self._limit = limit
+        self._reasoning = ReasoningTokens(limit.marks, limit.is_open)
+        self._num_read = 0  # tokens of the answer
+
+    def forced_token(self, request: Request) -> int | None:
+        """The token that has to come next; ``None``: any may."""
+        self._reasoning.add(request.token_ids[request.num_prompt_tokens + self._num_read :])
+        self._num_read = request.num_output_tokens
+        if not self._reasoning.is_thinking or self._reasoning.num_within < self._limit.num_tokens:
+            return None
+        end = self._limit.marks.end_token_ids
+        for length in range(min(len(end) - 1, self._num_read), 0, -1):
+            if tuple(request.token_ids[-length:]) == end[:length]:
+                return end[length]  # The mark has begun.
+        return end[0]
+
+
+def force_tokens(
+    logits: mx.array,  # [num_requests, vocab_size]
+    requests: Sequence[Request],
+    budgets: Sequence[ThinkingBudget | None],  # [num_requests]
+) -> mx.array:
+    """The logits, with nothing but the forced token for requests that have one. The array that was
+    given stays as it is.
+    """
+    forced = {
+        entry: token
+        for entry, (request, budget) in enumerate(zip(requests, budgets, strict=True))
+        if budget is not None and (token := budget.forced_token(request)) is not None
+    }
+    if not forced:
+        return logits
+    rows = np.full((len(forced), logits.shape[-1]), -np.inf, np.float32)
+    rows[np.arange(len(forced)), list(forced.values())] = 0
+    logits = mx.array(logits)
+    logits[mx.array(list(forced))] = mx.array(rows).astype(logits.dtype)
+    return logits

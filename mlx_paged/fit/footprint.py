@@ -1,0 +1,173 @@
+"""What a model takes of memory, and how long its steps are, by arithmetic on its shapes alone."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_paged.cache import KVCacheConfig, group_layers
+from mlx_paged.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    KVBits,
+    KVBudget,
+    SchedulerConfig,
+)
+from mlx_paged.core.block_need import BlockNeed
+from mlx_paged.engine.draft_options import num_parameters_of
+from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD, room_for_states
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models.activations import activation_nbytes, num_experts_per_token
+from mlx_paged.models.context_length import context_length
+from mlx_paged.models.kv_cache import weight_nbytes
+from mlx_paged.models.kv_format import stored_as
+from mlx_paged.models.language_model import LanguageModel
+
+# Kernels of a layer's decode that wait for one another, and what one takes to begin; both assumed.
+LAUNCHES_PER_LAYER = 14
+LAUNCH_SECONDS = 4e-6
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model with its K/V in a format.
+
+    Args:
+        model: whose weights need not be read.
+        kv_bits: of K and V; ``None`` is as the model computes them.
+
+    Raises:
+        ArgumentError: rows of the model can't be stored in these bits.
+    """
+
+    model: LanguageModel
+    kv_bits: KVBits | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.one_block
+
+    @cached_property
+    def one_block(self) -> KVCacheConfig:
+        layers = stored_as(self.kv_bits, self.model.layer_specs)
+        groups = group_layers(layers, DEFAULT_BLOCK_SIZE, None)
+        return KVCacheConfig(tuple(layers), DEFAULT_BLOCK_SIZE, 1, groups)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return num_parameters_of(self.model)
+
+    @cached_property
+    def weight_nbytes(self) -> int:
+        return weight_nbytes(self.model)
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that the model was made for."""
+        return context_length(self.model.args)
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """K/V of a token in all layers that keep it."""
+        return self.one_block.nbytes_per_token
+
+    def state_nbytes(self, num_seqs: int) -> int:
+        """States of recurrent layers, in all copies that are alive at once."""
+        return num_seqs * (NUM_COPIES_AHEAD + 1) * self.model.state_nbytes
+
+    def kv_nbytes(self, num_tokens: int, num_seqs: int) -> int:
+        """K/V of sequences of ``num_tokens`` each, in whole blocks."""
+        blocks = num_seqs * self._need.max_num_held_blocks(num_tokens) + 1  # the null block
+        return blocks * self.one_block.nbytes_per_block
+
+    def activation_nbytes(self, num_tokens: int, num_seqs: int, is_cpu: bool | None = None) -> int:
+        """An estimate for the largest step of an engine with its default options.
+
+        Args:
+            num_tokens: of the longest sequence.
+            is_cpu: of the machine that is meant; ``None`` is this one.
+        """
+        largest = DEFAULT_MAX_NUM_BATCHED_TOKENS
+        context = min(largest, num_tokens)
+        return activation_nbytes(self.model, largest, num_seqs, context, is_cpu)
+
+    def num_tokens(self, nbytes: int, num_seqs: int) -> int:
+        """How long each of ``num_seqs`` sequences may be in a budget of ``nbytes`` for K/V and
+        states, up to the context of the model; 0 where the budget holds none.
+        """
+        if self.model.state_nbytes:
+            config = SchedulerConfig(
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=max(DEFAULT_MAX_NUM_BATCHED_TOKENS, num_seqs),
+                max_num_mixed_tokens=max(512, num_seqs),
+            )
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    room = room_for_states(self.model, config, KVBudget(nbytes=nbytes), True)
+            except ArgumentError:
+                return 0
+            if room.max_num_seqs < num_seqs:
+                return 0
+            nbytes = int(room.kv_cache_bytes)
+        blocks = (nbytes // self.one_block.nbytes_per_block - 1) // num_seqs
+        if blocks < 1:
+            return 0
+        return min(self._need.max_num_tokens(blocks), self.context_length, sys.maxsize)
+
+    @cached_property
+    def _need(self) -> BlockNeed:
+        return BlockNeed(self.one_block.retentions, DEFAULT_BLOCK_SIZE)
+
+    # Speed
+
+    def tokens_per_second(self, bandwidth: float, num_tokens: int, num_seqs: int) -> float:
+        """An estimate of what ``num_seqs`` sequences of ``num_tokens`` get together: the bytes of a
+        step over ``bandwidth``, in bytes per second, and its launches.
+        """
+        nbytes = self._weights_read(num_seqs)
+        nbytes += self.kv_nbytes(num_tokens, num_seqs) + 2 * num_seqs * self.model.state_nbytes
+        seconds = nbytes / bandwidth + self.model.num_layers * LAUNCHES_PER_LAYER * LAUNCH_SECONDS
+        return num_seqs / seconds
+
+    def _weights_read(self, num_seqs: int) -> int:
+        """Bytes of weights that a step reads: of experts those that its tokens choose, taken to be
+        independent of each other, and of a table of embeddings nothing, unless it gives the logits.
+        """
+        share = _share_of_experts(self.model, num_seqs)
+        modules = [each for _, each in self.model.named_modules() if "weight" in each]
+        vocab_size = self.model.args.vocab_size
+        has_head = any(
+            isinstance(each, nn.Linear | nn.QuantizedLinear) and each.weight.shape[0] == vocab_size
+            for each in modules
+        )
+        total = 0.0
+        for each in modules:
+            nbytes = _nbytes_of(each)
+            if isinstance(each, _EXPERTS):
+                nbytes = int(share * nbytes)
+            elif has_head and isinstance(each, nn.Embedding | nn.QuantizedEmbedding):
+                nbytes = 0
+            total += nbytes
+        return int(total)
+
+
+def _nbytes_of(module: Module) -> int:
+    """Of its own arrays, those of modules in it left out."""
+    return sum(value.nbytes for value in module.values() if isinstance(value, mx.array))
+
+
+def _share_of_experts(model: LanguageModel, num_seqs: int) -> float:
+    """Of the experts of a layer, how many the tokens of a step choose."""
+    chosen = num_experts_per_token(model)
+    modules = [each for _, each in model.named_modules() if isinstance(each, _EXPERTS)]
+    if not chosen or not modules:
+        return 1.0
+    num_experts = max(each.weight.shape[0] for each in modules)
+    return float(1 - (1 - min(1.0, chosen / num_experts)) ** num_seqs)

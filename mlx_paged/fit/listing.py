@@ -1,0 +1,90 @@
+"""The models that are on this machine, a line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_paged.config import KVBits
+from mlx_paged.errors import ArgumentError
+from mlx_paged.fit.machine import Machine
+from mlx_paged.fit.verdict import Fit
+from mlx_paged.loading import LoadError
+from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
+from mlx_paged.loading.outline import read_outline
+from mlx_paged.memory import format_nbytes
+
+_HEADS = ("model", "weights", "runs", "fits")
+
+
+class _Row(NamedTuple):
+    name: str
+    size: str
+    runs: str
+    fits: str
+
+
+def list_models(
+    folders: Sequence[str], machine: Machine, kv_bits: KVBits | None = None
+) -> Iterator[str]:
+    """The lines of a table: the models in the hub's cache, and those in ``folders``.
+
+    Raises:
+        ArgumentError: something is not a folder.
+    """
+    found: list[tuple[str, str | Path]] = [(repo, repo) for repo in local_repositories()]
+    for name in folders:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise ArgumentError(f"{name!r} is not a folder")
+        found += [(str(path), path) for path in _models_in(folder)]
+    rows = [_Row(*_HEADS), *(_row(name, where, machine, kv_bits) for name, where in found)]
+    if not found:
+        yield "no models: neither in the hub's cache nor in a folder that was given"
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        name, size, runs = (
+            row.name.ljust(widths[0]),
+            row.size.rjust(widths[1]),
+            row.runs.ljust(widths[2]),
+        )
+        yield f"{name}  {size}  {runs}  {row.fits}".rstrip()
+
+
+def _models_in(folder: Path) -> list[Path]:
+    """The folder itself if it is a model, else the folders and GGUF files in it that are."""
+    if (folder / "config.json").is_file():
+        return [folder]
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if (path / "config.json").is_file()
+        or (path.suffix.lower() == GGUF_SUFFIX and _is_first_part(path))
+    ]
+
+
+def _is_first_part(path: Path) -> bool:
+    part = re.search(r"-(\d+)-of-\d+$", path.stem)
+    return path.is_file() and (part is None or int(part[1]) == 1)
+
+
+def _row(name: str, where: str | Path, machine: Machine, kv_bits: KVBits | None) -> _Row:
+    try:
+        if find_local_model(where) is None:
+            return _Row(name, "", "", "not downloaded whole")
+        outline = read_outline(where)
+        fit = Fit.of(outline.model, machine, kv_bits)
+    except LoadError as error:
+        return _Row(name, "", "refused", str(error).removeprefix("[load] "))
+    size = format_nbytes(fit.footprint.weight_nbytes)
+    return _Row(name, size, outline.model.description, _how_it_fits(fit))
+
+
+def _how_it_fits(fit: Fit) -> str:
+    held = fit.longest_context(1)
+    if fit.is_yes:
+        return f"yes, with all {fit.context:,} tokens of context"
+    return f"yes, with {held:,} of {fit.context:,} tokens" if held and fit.loads else "no"

@@ -1,0 +1,113 @@
+"""The memory of a machine, this one or another, and how fast its GPU reads it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_paged.memory import memory_size, recommended_memory, usable_share
+
+# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the
+# smaller M5 Max, for which no figure of Apple's was at hand.
+BANDWIDTHS = {
+    "M1": 68.25,
+    "M1 Pro": 200,
+    "M1 Max": 400,
+    "M1 Ultra": 800,
+    "M2": 100,
+    "M2 Pro": 200,
+    "M2 Max": 400,
+    "M2 Ultra": 800,
+    "M3": 100,
+    "M3 Pro": 150,
+    "M3 Max (30-core GPU)": 300,
+    "M3 Max (40-core GPU)": 400,
+    "M3 Ultra": 819,
+    "M4": 120,
+    "M4 Pro": 273,
+    "M4 Max (32-core GPU)": 410,
+    "M4 Max (40-core GPU)": 546,
+    "M5": 153.6,
+    "M5 Pro": 307,
+    "M5 Max (40-core GPU)": 614,
+}
+# What Metal recommends of a Mac's memory as working set, as users report it: two thirds up to
+# 36 GiB, three quarters above.
+_SMALL = 36 * 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's memory, in bytes.
+
+    Attributes:
+        memory: all of it.
+        recommended: what Metal recommends as working set; 0 for a machine without Metal.
+        free: what no program uses now; ``None`` for a machine that is not this one.
+        chip: such as ``"M2 Max"``; ``None`` where it is not one of Apple's, or not known.
+    """
+
+    memory: int
+    recommended: int
+    free: int | None = None
+    chip: str | None = None
+
+    @classmethod
+    def here(cls, chip: str | None = None) -> Machine:
+        return cls(memory_size(), recommended_memory(), free_memory(), chip or _chip_here())
+
+    @classmethod
+    def mac(cls, memory: int, chip: str | None = None) -> Machine:
+        """A Mac with this memory, of which Metal's share is assumed."""
+        return cls(memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4, None, chip)
+
+    @property
+    def usable(self) -> int:
+        """What weights and K/V may take together by default."""
+        return usable_share(self.recommended, self.memory)
+
+    @property
+    def limit(self) -> int:
+        """What all that a model needs has to fit into."""
+        return self.recommended or self.memory
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second that the GPU reads at most, as published: of several GPUs that a chip
+        may have, the slowest one.
+        """
+        found = [each for name, each in BANDWIDTHS.items() if name.partition(" (")[0] == self.chip]
+        return min(found) * 1e9 if found else None
+
+
+def free_memory() -> int | None:
+    """Bytes that programs could have without others losing theirs: what is unused, or holds files
+    that can be read again; ``None`` where the system does not say.
+    """
+    try:
+        if sys.platform == "darwin":
+            said = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=5).stdout
+            return _free_of_vm_stat(said)
+        said = Path("/proc/meminfo").read_text(encoding="ascii")
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", said, re.MULTILINE)
+        return None if found is None else int(found[1]) * 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _free_of_vm_stat(said: str) -> int | None:
+    size = re.search(r"page size of (\d+) bytes", said)
+    kinds = ("free", "inactive", "speculative", "purgeable")
+    pages = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in kinds]
+    counts = [int(found[1]) for found in pages if found is not None]
+    return int(size[1]) * sum(counts) if size is not None and counts else None
+
+
+def _chip_here() -> str | None:
+    name = mx.device_info().get("device_name") if mx.metal.is_available() else None
+    return name.removeprefix("Apple ") if isinstance(name, str) else None

@@ -1,0 +1,122 @@
+"""Whether a model fits for so many conversations of a length, or what would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_paged.config import KVBits
+from mlx_paged.errors import ArgumentError
+from mlx_paged.fit.footprint import Footprint
+from mlx_paged.fit.machine import Machine
+from mlx_paged.models.language_model import LanguageModel
+
+# From what costs least in quality.
+_FEWER_BITS = (("8", KVBits(8, 8)), ("K:8,V:4", KVBits(8, 4)), ("4", KVBits(4, 4)))
+# What a conversation is good for: one that is shorter is not offered.
+_LEAST_CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What conversations with a model take of a machine.
+
+    Attributes:
+        context: tokens of each conversation.
+        num_seqs: conversations that go on at once.
+        activations: bytes, an estimate.
+    """
+
+    footprint: Footprint
+    machine: Machine
+    context: int
+    num_seqs: int
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        machine: Machine,
+        kv_bits: KVBits | None = None,
+        context: int | None = None,
+        num_seqs: int = 1,
+    ) -> Fit:
+        """For conversations of ``context`` tokens, by default what the model was made for.
+
+        Raises:
+            ArgumentError: a context that the model was not made for, or bits that its K/V can't
+                have.
+        """
+        footprint = Footprint(model, kv_bits)
+        most = footprint.context_length
+        if context is not None and context > most:
+            raise ArgumentError(
+                f"max_model_len: the model was made for {most:,} tokens, got {context:,}",
+                "max_model_len",
+            )
+        return cls(footprint, machine, context or most, num_seqs)
+
+    @property
+    def budget(self) -> int:
+        """What weights leave to K/V and states by default; may be negative."""
+        return self.machine.usable - self.footprint.weight_nbytes
+
+    @property
+    def activations(self) -> int:
+        is_cpu = None if self.machine.free is not None else False
+        return self.footprint.activation_nbytes(self.context, self.num_seqs, is_cpu)
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.footprint.kv_nbytes(self.context, self.num_seqs)
+
+    @property
+    def state_nbytes(self) -> int:
+        return self.footprint.state_nbytes(self.num_seqs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.footprint.weight_nbytes + self.kv_nbytes + self.state_nbytes + self.activations
+
+    def longest_context(self, num_seqs: int) -> int:
+        """Tokens that each of so many conversations may have; 0 where weights leave too little."""
+        return self.footprint.num_tokens(self.budget, num_seqs) if self.budget > 0 else 0
+
+    @property
+    def is_yes(self) -> bool:
+        return self.longest_context(self.num_seqs) >= self.context and self._leaves_activations
+
+    @property
+    def loads(self) -> bool:
+        """Whether the machine can hold the weights at all."""
+        return self.footprint.weight_nbytes <= self.machine.limit
+
+    @property
+    def _leaves_activations(self) -> bool:
+        return self.nbytes <= self.machine.limit
+
+    def ways_out(self) -> list[str]:
+        """Flags of this program with which it fits, from the one that costs least; empty where none
+        helps.
+        """
+        found = []
+        for flag, bits in _FEWER_BITS:
+            footprint = _stored(self.footprint.model, bits)
+            if footprint is None or footprint.nbytes_per_token >= self.footprint.nbytes_per_token:
+                continue
+            if Fit(footprint, self.machine, self.context, self.num_seqs).is_yes:
+                found.append(f"--kv-bits {flag}")
+                break
+        for num_seqs in dict.fromkeys((self.num_seqs, 1)):
+            context = min(self.longest_context(num_seqs), self.context) // 256 * 256
+            shorter = Fit(self.footprint, self.machine, context, num_seqs)
+            if context >= _LEAST_CONTEXT and shorter.is_yes:
+                parallel = "" if num_seqs == self.num_seqs else f" --parallel {num_seqs}"
+                found.append(f"--context {context}{parallel}")
+        return found
+
+
+def _stored(model: LanguageModel, bits: KVBits) -> Footprint | None:
+    try:
+        return Footprint(model, bits)
+    except ArgumentError:
+        return None

@@ -1,0 +1,133 @@
+"""Models without their weights: what shapes alone say, before anything is read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mlx_paged.errors import one_line
+from mlx_paged.loading.folder import LoadError, find_local_model, find_model, load_errors
+from mlx_paged.loading.gguf import is_gguf
+from mlx_paged.loading.loader import build_model, model_name
+from mlx_paged.memory import format_nbytes, why_too_large
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt_unread
+
+if TYPE_CHECKING:
+    from huggingface_hub import SafetensorsFileMetadata
+
+
+class Outline(NamedTuple):
+    """A model none of whose weights is read, nor ever may be."""
+
+    model: LanguageModel
+    config: dict[str, Any]
+    name: str
+    num_bytes_to_download: int  # 0 for one that is on this machine
+
+
+def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Outline:
+    """The outline of a model that :func:`mlx_paged.load` would find: of a folder or a GGUF file,
+    from its configuration and the headers of its weights; of a repository that is not on this
+    machine, from what the hub says of these.
+
+    The model has the layers, dtypes and sizes that it would have loaded, and the way in which it
+    would run, tried with a small copy. Arrays are lazy: to evaluate one reads weights, or what is
+    not there.
+
+    Raises:
+        LoadError: nothing is there, neither here nor on the hub, or the model does not run here.
+    """
+    path = find_local_model(path_or_hf_repo, revision)
+    if path is not None:
+        return Outline(*_outline_of(path), model_name(path), 0)
+    repo = str(path_or_hf_repo)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        with load_errors(f"no folder {one_line(repr(repo))}, and the hub does not say"):
+            num_bytes = _write_headers(repo, revision, folder)
+        return Outline(*_outline_of(folder), repo, num_bytes)
+
+
+def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
+    """As :func:`find_model`, and unless ``force`` a repository whose weights this machine can't
+    hold is not downloaded.
+
+    Raises:
+        LoadError: as it does; or the weights are too large.
+    """
+    if not force and find_local_model(path_or_hf_repo) is None:
+        from huggingface_hub import HfApi
+
+        try:
+            files = HfApi().get_safetensors_metadata(str(path_or_hf_repo)).files_metadata
+        except Exception:  # What the hub does not say is no reason to refuse.
+            files = {}
+        check_size(sum(map(_num_bytes, files.values())))
+    return find_model(path_or_hf_repo)
+
+
+def check_size(weight_nbytes: int) -> None:
+    """Refuse weights that this machine can't hold.
+
+    Raises:
+        LoadError: which has both sizes, and the way out.
+    """
+    reason = why_too_large(weight_nbytes, has_default_budget=False)
+    if reason is not None:
+        raise LoadError(
+            f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; take a smaller "
+            "model or one of fewer bits (mlx-paged fit says what fits), or go on with force",
+            "force",
+        )
+
+
+def _outline_of(path: Path) -> tuple[LanguageModel, dict[str, Any]]:
+    if is_gguf(path):
+        from mlx_paged.loading.gguf.loader import build_unread
+
+        model, config = build_unread(path)
+    else:
+        model, config = build_model(path)
+    if isinstance(model, LanguageModel):
+        return model, config
+    try:
+        return adapt_unread(model, config), config
+    except UnsuitableModelError as error:
+        raise LoadError(
+            f"[load] model type {config.get('model_type')!r} can't run on a paged cache: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def _write_headers(repo: str, revision: str | None, folder: Path) -> int:
+    """Write the configuration of a repository, and files of weights that have headers and no data;
+    returns how many bytes the hub has in their place.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    hf_hub_download(repo, "config.json", revision=revision, local_dir=folder)
+    files = HfApi().get_safetensors_metadata(repo, revision=revision).files_metadata
+    return sum(_write_header(folder / name, file) for name, file in files.items())
+
+
+def _write_header(path: Path, file: SafetensorsFileMetadata) -> int:
+    tensors: dict[str, Any] = {
+        name: {"dtype": each.dtype, "shape": each.shape, "data_offsets": each.data_offsets}
+        for name, each in file.tensors.items()
+    }
+    header = json.dumps({"__metadata__": file.metadata or {}, **tensors}).encode()
+    end = _num_bytes(file)
+    with path.open("wb") as written:
+        written.write(struct.pack("<Q", len(header)) + header)
+        # A file with a hole takes no space, and MLX wants it to be as long as its header says.
+        written.truncate(8 + len(header) + end)
+    return 8 + len(header) + end
+
+
+def _num_bytes(file: SafetensorsFileMetadata) -> int:
+    """Of all tensors."""
+    return max((each.data_offsets[1] for each in file.tensors.values()), default=0)

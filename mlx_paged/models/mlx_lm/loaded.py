@@ -1,0 +1,53 @@
+"""Models that ``mlx_lm.load`` returned, taken as they are."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.trial import adapt
+
+# An attribute of a model: the model as it runs here, which was tried once.
+_ADAPTED = "_mlx_paged_model"
+
+
+def is_called_as_mlx_lm(model: object) -> bool:
+    """Whether a model is called as those of mlx-lm are."""
+    if not isinstance(model, Module) or isinstance(model, LanguageModel):
+        return False
+    has_caches = hasattr(model, "make_cache") or hasattr(model, "layers")
+    return has_caches and "cache" in inspect.signature(type(model).__call__).parameters
+
+
+def config_of(model: Module) -> dict[str, Any]:
+    """The configuration that a model of mlx-lm was made with."""
+    config = {"model_type": getattr(model, "model_type", kind_of(model))}
+    config.update(vars(getattr(model, "args", None) or object))
+    return config
+
+
+def adapted(model: Module) -> LanguageModel:
+    """A model of mlx-lm as one that runs here, tried the first time; its weights stay its own.
+
+    Raises:
+        ArgumentError: it can't run here, with the reason.
+    """
+    found = vars(model).get(_ADAPTED)
+    if not isinstance(found, LanguageModel):
+        config = config_of(model)
+        try:
+            found = adapt(model, config)
+        except UnsuitableModelError as error:
+            raise ArgumentError(
+                f"[model] model type {config['model_type']} can't run on a paged cache: "
+                f"{one_line(error)}",
+                "model",
+            ) from error
+        # Not one of its modules, as which it would have itself in it.
+        object.__setattr__(model, _ADAPTED, found)
+    return found

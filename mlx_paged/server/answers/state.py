@@ -1,0 +1,184 @@
+"""``AnswerState``: what the engine has said of a request so far, in blocks and in numbers. Every
+protocol renders it in its own words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from mlx_paged.reasoning import ReasoningTokens
+from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
+from mlx_paged.server.answers.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.generations import check_end
+
+Kind: TypeAlias = Literal["reasoning", "text", "call"]
+PLAIN = AnswerFormat()
+
+
+@dataclass
+class Block:
+    """A part of an answer that is of one kind.
+
+    Args:
+        index: of the block in its answer.
+        call: the name and the id of a call, and which one of the answer it is.
+        is_json: whether the text of a call is JSON as far as it came.
+        pieces: of its text.
+    """
+
+    index: int
+    kind: Kind
+    call: ToolCallStart | None = None
+    is_json: bool = True
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What it says so far: reasoning, text, or the arguments of a call."""
+        return "".join(self.pieces)
+
+
+class BlockEvent(NamedTuple):
+    """What happens to a block: it begins, its text goes on, or it ends. The block is as it is when
+    all events of a part have happened.
+    """
+
+    what: Literal["start", "delta", "end"]
+    block: Block
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How many tokens were read and written."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class CompletionState:
+    """One completion.
+
+    Attributes:
+        blocks: that it has so far.
+        num_tokens: that were generated.
+        has_begun: a part of it came.
+        finish_reason: why it ended: ``"stop"``, ``"length"``, or ``"tool_calls"`` where it stopped
+            with calls; ``None`` before that.
+        stop_reason: the stop text or tokens that ended it.
+    """
+
+    def __init__(self, index: int, answer_format: AnswerFormat):
+        self.index = index
+        self.blocks: list[Block] = []
+        self.num_tokens = 0
+        self.has_begun = False
+        self.finish_reason: str | None = None
+        self.stop_reason: StopReason = None
+        self._open_block: Block | None = None
+        self._reader = answer_format.reader()
+        self._reasoning = ReasoningTokens(answer_format.reasoning, answer_format.is_thinking)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those between marks of reasoning, the marks included."""
+        return self._reasoning.count
+
+    def count(self, completion: CompletionOutput) -> None:
+        """Count the tokens of the next part, and note whether it is the last one."""
+        self.has_begun = True
+        self.num_tokens += len(completion.token_ids)
+        self._reasoning.add(completion.token_ids)
+        self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
+
+    def add(self, completion: CompletionOutput) -> list[BlockEvent]:
+        """What the next part says."""
+        self.count(completion)
+        events: list[BlockEvent] = []
+        for each in self._reader.read(completion):
+            block, kind = self._open_block, _KINDS[type(each)]
+            if block is None or block.kind != kind or isinstance(each, ToolCallStart):
+                self._end_block(events)
+                call = each if isinstance(each, ToolCallStart) else None
+                block = self._open_block = Block(len(self.blocks), kind, call)
+                self.blocks.append(block)
+                events.append(BlockEvent("start", block))
+            if isinstance(each, ToolCallStart):
+                continue
+            if isinstance(each, ToolCallArguments):
+                block.is_json = each.is_json
+            if each.text:
+                block.pieces.append(each.text)
+                events.append(BlockEvent("delta", block, each.text))
+        if self.finish_reason is not None:
+            self._end_block(events)
+            if self.finish_reason == "stop" and self._reader.num_tool_calls:
+                self.finish_reason = "tool_calls"
+        return events
+
+    def _end_block(self, events: list[BlockEvent]) -> None:
+        block, self._open_block = self._open_block, None
+        if block is not None:
+            events.append(BlockEvent("end", block))
+
+
+_KINDS: dict[type[Event], Kind] = {
+    Reasoning: "reasoning",
+    Text: "text",
+    ToolCallStart: "call",
+    ToolCallArguments: "call",
+}
+
+
+class AnswerState:
+    """The answer to one prompt, which may be several completions.
+
+    Args:
+        answer_format: how the text is read. By default it is text as it is.
+
+    Attributes:
+        completions: by their index, as far as they have begun.
+    """
+
+    def __init__(self, answer_format: AnswerFormat = PLAIN):
+        self.completions: dict[int, CompletionState] = {}
+        self._format = answer_format
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+
+    def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
+        """The completions that a part of the answer is about, for :meth:`CompletionState.add`.
+
+        Raises:
+            ApiError: one of them ended before its end.
+        """
+        check_end(output)
+        self._num_prompt_tokens = len(output.prompt_token_ids)
+        self._num_cached_tokens = output.num_cached_tokens
+        parts = []
+        for part in output.outputs:
+            completion = self.completions.get(part.index)
+            if completion is None:
+                completion = CompletionState(part.index, self._format)
+                self.completions[part.index] = completion
+            # The last part of a request has all completions.
+            if completion.finish_reason is None:
+                parts.append((completion, part))
+        return parts
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        completions = self.completions.values()
+        return Usage(
+            self._num_prompt_tokens,
+            self._num_cached_tokens,
+            sum(each.num_tokens for each in completions),
+            sum(each.num_reasoning_tokens for each in completions),
+        )

@@ -1,0 +1,80 @@
+"""``ApiRoute``: a path, its endpoint, the protocol that it speaks and the body that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeAlias, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_paged.server.context import RequestContext
+from mlx_paged.server.errors import WireProtocol
+from mlx_paged.server.http.bodies import read_json
+from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.schemas import Body
+from mlx_paged.server.service import Service
+
+B = TypeVar("B", bound=Body)
+Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
+CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the log
+
+
+class ApiRoute(Route):
+    """A route whose endpoint takes a :class:`RequestContext`.
+
+    Args:
+        body: what requests have; ``None``: nothing that is read. An endpoint with a body is
+            cancelled when the client leaves before there is a response.
+
+    Attributes:
+        service: that answers, before the first request.
+    """
+
+    service: Service
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint[Any],
+        *,
+        methods: Iterable[str],
+        body: type[Body] | None = None,
+        protocol: WireProtocol = WireProtocol.OPENAI,
+    ):
+        super().__init__(path, self._respond, methods=list(methods))
+        self.body = body
+        self.protocol = protocol
+        self.summary = (endpoint.__doc__ or "").strip().partition("\n")[0]
+        self._endpoint = endpoint
+
+    async def _respond(self, request: Request) -> Response:
+        if self.body is None:
+            return await self._endpoint(self._context(request, None))
+        try:
+            return await until_disconnect(request.receive, self._answer(request))
+        except (ClientDisconnect, ClientLeftError):
+            return Response(status_code=CLIENT_LEFT)
+
+    async def _answer(self, request: Request) -> Response:
+        value = await read_json(request, self.service, request.state.principal.name)
+        return await self._endpoint(self._context(request, value))
+
+    def _context(self, request: Request, value: Any) -> RequestContext[Any]:
+        state = request.state
+        return RequestContext(
+            request, self.service, self.body or Body, value, state.principal, state.request_id
+        )
+
+
+def get(path: str, endpoint: Endpoint[Body]) -> ApiRoute:
+    """A route that is asked."""
+    return ApiRoute(path, endpoint, methods=("GET",))
+
+
+def post(
+    path: str, endpoint: Endpoint[B], body: type[B], protocol: WireProtocol = WireProtocol.OPENAI
+) -> ApiRoute:
+    """A route that is sent a JSON object."""
+    return ApiRoute(path, endpoint, methods=("POST",), body=body, protocol=protocol)

@@ -1,0 +1,382 @@
+"""What a body may hold, declared as pydantic models, and the words for what is wrong with one.
+
+The words are made of the place and the kind of what is wrong, never of pydantic's texts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from mlx_paged.errors import shown
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.server.errors import ApiError
+
+T = TypeVar("T")
+# Messages of a conversation, parts of one, tools. To read one takes some ten microseconds.
+MAX_CHILDREN = 2**13
+
+LOG = logging.getLogger("mlx_paged.server")
+_MAX_LOGGED = 256  # names of fields that were left out
+_logged: set[str] = set()
+# Begins the names of unions' members in pydantic's places.
+_MEMBER = "::"
+_OURS = "mlx_paged"  # the type of errors that have words of ours
+_EXPECTED = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+# What protocols call the same thing: the first of these names that a body has is what to send.
+# What others call sampling parameters is said where these are declared.
+_SYNONYMS = (
+    ("messages", "input", "prompt"),
+    ("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens"),
+    ("tools", "functions"),
+    ("tool_choice", "function_call"),
+    ("stop", "stop_sequences"),
+    ("response_format", "text.format", "output_config.format"),
+    ("reasoning_effort", "reasoning.effort", "output_config.effort"),
+)
+_ADVICE = {
+    "adapters": "start a server with --adapter-path",
+    "draft_model": "start a server with a draft model",
+    "chat_template": "start the server with --chat-template",
+    "previous_response_id": "nothing is stored here; send the whole conversation as input",
+    "conversation": "nothing is stored here; send the whole conversation as input",
+    "container": "containers run on Anthropic's servers; leave it out",
+}
+
+
+class Body(BaseModel):
+    """A JSON object of a request. A field that it does not declare is refused by name; one that is
+    ``null`` is as if it were not there.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, defer_build=True, protected_namespaces=()
+    )
+
+    # Whether fields that it does not declare are left out, and of what in a body the log says so.
+    leaves_out: ClassVar[bool] = False
+    place: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any, info: ValidationInfo) -> Any:
+        """The object without what is ``null``, and without unknown fields that are left out."""
+        if not isinstance(value, dict):
+            return value
+        kept = {name: each for name, each in value.items() if each is not None}
+        if cls.leaves_out or info.context:
+            for name in kept.keys() - _names_of(cls):
+                if cls.leaves_out or _advice(cls, name) is None:
+                    log_left_out(f"{cls.place}.{name}" if cls.place else name)
+                    del kept[name]
+        return kept
+
+    @classmethod
+    def read(cls, value: object, leaves_out: bool = False) -> Self:
+        """The body as a value of this class.
+
+        Args:
+            leaves_out: unknown fields are left out, and logged once, but for those that there is
+                an advice for.
+
+        Raises:
+            ApiError: the first thing that is wrong, by its place; 400.
+        """
+        *others, last = cls.variants()
+        schema = next((each for each in others if each.fits(value)), last)
+        try:
+            body: Self = schema.model_validate(value, context=leaves_out or None)
+            return body
+        except ValidationError as error:
+            raise _refusal(schema, value, error) from None
+
+    @classmethod
+    def variants(cls) -> tuple[type[Any], ...]:
+        """The classes one of which a body is: the first that fits, or the last."""
+        return (cls,)
+
+    @classmethod
+    def fits(cls, value: object) -> bool:
+        """Whether what the class requires is there."""
+        required = (name for name, field in cls.model_fields.items() if field.is_required())
+        return isinstance(value, dict) and all(value.get(name) is not None for name in required)
+
+
+class Repeated(Body):
+    """An object in which clients repeat what some server said, or give hints to others: fields that
+    it does not declare are left out, and each is logged once.
+    """
+
+    leaves_out = True
+
+
+@cache
+def _names_of(cls: type[Body]) -> frozenset[str]:
+    """The names that fields have in JSON."""
+    return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+
+def wrong(words: str, code: str | None = None) -> PydanticCustomError:
+    """What a validator raises.
+
+    Args:
+        words: that follow the name of the field.
+        code: of the :class:`ApiError`.
+    """
+    return PydanticCustomError(_OURS, "{words}", {"words": words, "code": code})
+
+
+def refused(place: str, words: str, code: str | None = None) -> ApiError:
+    """The error of a field at a place in the body."""
+    return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
+
+
+class Fixed:
+    """``Annotated[Any, Fixed(False)]``: a field that is refused unless it says what happens in any
+    case.
+
+    Args:
+        values: that it may say.
+        way_out: what to do instead.
+        code: of the :class:`ApiError`.
+    """
+
+    def __init__(self, *values: object, way_out: str = "leave it out", code: str | None = None):
+        self._values = values
+        self._way_out = way_out
+        self._code = code
+
+    def _check(self, value: Any) -> Any:
+        if any(type(value) is type(each) and value == each for each in self._values):
+            return value
+        raise wrong(f"is not supported, got {shown(value)}; {self._way_out}", self._code)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self._values)}
+
+
+class OneOf:
+    """``Annotated[str | A | B, OneOf("type")]``: a text, or an object whose field ``type`` says
+    which of the classes it is. A list may be among them, too.
+
+    Args:
+        name: of the field, which is a ``Literal`` in each class but the one that takes all other
+            objects, and says itself what is wrong with them.
+        default: what the field says where it is not there.
+    """
+
+    def __init__(self, name: str = "", default: str | None = None):
+        self._name = name
+        self._default = default
+        self._tags: frozenset[str] = frozenset()
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        choices: dict[Any, CoreSchema] = {}
+        for member in get_args(source):
+            schema = handler.generate_schema(member)
+            for tag in self._tags_of(member):
+                choices[_MEMBER + tag] = schema
+        self._tags = frozenset(choices)
+        return core_schema.tagged_union_schema(choices, self._tag_of)
+
+    def _tags_of(self, member: Any) -> list[str]:
+        if get_origin(member) is Annotated:
+            member = get_args(member)[0]
+        if isinstance(member, type) and issubclass(member, Body):
+            field = member.model_fields.get(self._name)
+            values = () if field is None else get_args(field.annotation)
+            return [f"{self._name}={value}" for value in values] or ["an object"]
+        return ["a list" if get_origin(member) is list else "a text"]
+
+    def _tag_of(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{_MEMBER}a text"
+        if isinstance(value, list):
+            return f"{_MEMBER}a list"
+        if isinstance(value, Body):  # that is written again
+            kind = getattr(value, self._name, None)
+        elif isinstance(value, dict):
+            kind = value.get(self._name)
+        else:
+            return _MEMBER
+        tag = f"{_MEMBER}{self._name}={self._default if kind is None else kind}"
+        other = f"{_MEMBER}an object"
+        return other if other in self._tags and tag not in self._tags else tag
+
+
+class AtMost:
+    """``Annotated[list[T], AtMost(8)]``: a list that is not longer, which is said before any of it
+    is read; the first of its entries that is wrong is the last that is read.
+
+    Args:
+        if_empty: what is said of a list without entries; ``""``: it may have none.
+    """
+
+    def __init__(self, most: int, if_empty: str = ""):
+        self._most = most
+        self._if_empty = if_empty
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > self._most:
+            raise wrong(f"has {len(value):,} entries, and {self._most:,} are the most")
+        if value == [] and self._if_empty:
+            raise wrong(self._if_empty)
+        return value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema: Any = handler(source)
+        schema["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        least = {"minItems": 1} if self._if_empty else {}
+        return {**handler(schema), **least, "maxItems": self._most}
+
+
+Children = Annotated[list[T], AtMost(MAX_CHILDREN)]
+Filled = Annotated[str, Field(min_length=1)]
+
+
+def short(max_len: int) -> AfterValidator:
+    """Texts have at most this many characters together."""
+
+    def check(values: list[str]) -> list[str]:
+        if (length := sum(map(len, values))) > max_len:
+            raise wrong(f"has {length:,} characters, and {max_len:,} are the most")
+        return values
+
+    return AfterValidator(check)
+
+
+# A text that stands alone is the only one of a list.
+ONE_OR_MORE = BeforeValidator(
+    lambda value: [value] if isinstance(value, str) else value,
+    json_schema_input_type=str | list[str],
+)
+
+
+# What is wrong, in words
+
+
+def _refusal(cls: type[Body], value: object, error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    place = _place_of(first["loc"], value)
+    if first["type"] == "union_tag_invalid":
+        return _refused_member(place, first)
+    return refused(place, _words(cls, first), first.get("ctx", {}).get("code"))
+
+
+def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
+    """A place of pydantic's as clients write it, without names of members of unions. A text that
+    stands alone is the only one of its list.
+    """
+    place = ""
+    for each in loc:
+        if isinstance(each, str):
+            if each.startswith(_MEMBER):
+                continue
+            place = f"{place}.{each}" if place else each
+            value = value.get(each) if isinstance(value, Mapping) else None
+        elif isinstance(value, list):
+            place = f"{place}[{each}]"
+            value = value[each] if each < len(value) else None
+    return place
+
+
+def _words(cls: type[Body], error: ErrorDetails) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == _OURS:
+        return error["msg"]
+    if kind in ("missing", "string_too_short"):
+        return "is missing" if kind == "missing" else "is empty"
+    if kind == "extra_forbidden":
+        name, *inside = error["loc"]
+        advice = None if inside else _advice(cls, str(name))
+        return f"is not supported; {advice or 'leave it out'}"
+    if kind == "literal_error":
+        expected = context["expected"].replace(", ", " or ")
+        return f"must be {expected}, got {shown(value)}"
+    if kind == "greater_than_equal":
+        return f"must be at least {context['ge']}, got {shown(value)}"
+    if kind in _EXPECTED:
+        return f"must be {_EXPECTED[kind]}, got {shown(value)}"
+    return "can't be used"
+
+
+def _refused_member(place: str, error: ErrorDetails) -> ApiError:
+    """A value that is no member of a union: of another type, or with another name of a kind."""
+    value = error["input"]
+    expected = error.get("ctx", {})["expected_tags"].split(", ")
+    tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]
+    named = [tag.partition("=") for tag in tags if "=" in tag]
+    if isinstance(value, dict) and named:
+        name = named[0][0]
+        place = f"{place}.{name}" if place else name
+        if value.get(name) is None:
+            return refused(place, "is missing")
+        kinds = " or ".join(repr(kind) for _, _, kind in named)
+        return refused(place, f"must be {kinds}, got {shown(value[name])}")
+    plain = [tag for tag in tags if "=" not in tag] + ["an object"] * bool(named)
+    return refused(place, f"must be {' or '.join(plain)}, got {shown(value)}")
+
+
+def _advice(cls: type[Body], name: str) -> str | None:
+    """What to do instead of sending a field that a body does not declare."""
+    declared = _names_of(cls)
+    for names in _SYNONYMS:
+        known = [each for each in names if each.partition(".")[0] in declared]
+        if name in names and known:
+            return f"send {known[0]}"
+    for param_name, param in SAMPLING_PARAMS.items():
+        if param_name in declared and name in param.elsewhere.split():
+            return f"send {param_name}"
+    return _ADVICE.get(name)
+
+
+def log_left_out(place: str) -> None:
+    """Log a field that was left out, by its place in the body: once, and only if its name is a
+    short word, since clients can make up any.
+    """
+    is_word = place.replace("[]", "").replace(".", "_").isidentifier() and len(place) <= 80
+    if is_word and place not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add(place)
+        LOG.info("left out, since it has no effect here: %s", place)

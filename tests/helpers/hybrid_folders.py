@@ -1,0 +1,49 @@
+"""Folders of tiny recurrent models with the demo model's tokenizer, which programs can load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from transformers import AutoTokenizer
+
+from helpers.adapted_models import config_of
+from helpers.model_zoo import make_from_config
+from mlx_paged import demo_model_path
+
+OUTPUT = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def make_hybrid_folder(folder: Path, architecture: str) -> Path:
+    """Write the folder; returns it. Answers are random words, whose text has the same tokens when
+    it is read again, and end with their limit.
+    """
+    shutil.copytree(demo_model_path(), folder)
+    of_demo = json.loads((folder / "config.json").read_text())
+    sizes = {"vocab_size": of_demo["vocab_size"], "eos_token_id": of_demo["eos_token_id"]}
+    config = config_of(architecture) | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(make_from_config(config).parameters()))
+    name = next(name for name in OUTPUT if name in weights)
+    weights[name] = _with_words_alone(weights[name], folder)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
+
+
+def _with_words_alone(rows: mx.array, folder: Path) -> mx.array:
+    """Rows of an output layer of which those of words have the largest logits: of each pair one is
+    as far above zero as the other is below, and all others are near it.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
+    words = [i for i, text in enumerate(texts) if len(text) > 3 and text[1:].isalpha()]
+    words = [i for i in words if texts[i].startswith(" ") and tokenizer.encode(texts[i]) == [i]]
+    firsts = mx.array(words[: len(words) // 2])
+    seconds = mx.array(words[len(words) // 2 :][: len(firsts)])
+    only = rows * 0.01
+    only[firsts] = rows[firsts]
+    only[seconds] = -rows[firsts]
+    return only

@@ -1,0 +1,42 @@
+"""Which tests are in which lane: pyproject.toml describes the markers, CONTRIBUTING.md their use.
+
+A lane is a rule, so that a new file of tests is in the right ones by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+
+import pytest
+
+# Whole files that few changes can break: the emulator itself, fuzzed inputs, killed processes, the
+# page in a browser, the benchmarks.
+GATE = (
+    "tools/metal-emulator/tests/*",
+    "tests/fuzz/*",
+    "tests/block_store/test_killed_writers.py",
+    "tests/server/test_page_in_a_browser.py",
+    "tests/demo_model/test_demo_model_training.py",
+    "tests/block_store/test_block_store_benchmark.py",
+    "tests/test_*benchmark*.py",
+    "tests/test_charts.py",
+    "tests/test_cost_model.py",
+    "tests/test_on_a_mac_script.py",
+)
+NUM_SMOKE_TESTS = 2  # of each file
+
+
+def mark_lanes(items: Iterable[pytest.Item]) -> None:
+    """Mark tests of the files of ``GATE`` as ``gate`` and ``slow``, and the first quick tests of
+    each other file as ``smoke``.
+    """
+    num_smoke: dict[str, int] = {}
+    for item in items:
+        file = item.location[0]
+        if any(fnmatch(file, pattern) for pattern in GATE):
+            item.add_marker(pytest.mark.gate)
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow") is None and num_smoke.get(file, 0) < NUM_SMOKE_TESTS:
+            num_smoke[file] = num_smoke.get(file, 0) + 1
+            item.add_marker(pytest.mark.smoke)

@@ -1,0 +1,78 @@
+"""``/openapi.json`` names each route, and each field of each body."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from helpers.servers import client_of
+
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.server.app import routes_of
+from mlx_paged.server.service import Service
+
+
+@pytest.fixture(scope="module")
+def document(shared_service: Service) -> dict[str, Any]:
+    answer = client_of(shared_service).get("/openapi.json")
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def test_it_names_each_route_and_each_method(document, shared_service):
+    routes = routes_of(shared_service, Counter())
+    assert {path: set(item) for path, item in document["paths"].items()} == {
+        route.path_format: {name.lower() for name in route.methods - {"HEAD"}} for route in routes
+    }
+    summaries = [each["summary"] for item in document["paths"].values() for each in item.values()]
+    assert all(summaries)
+
+
+def test_it_names_each_field_of_each_body(document, shared_service):
+    for route in routes_of(shared_service, Counter()):
+        if route.body is None:
+            continue
+        content = document["paths"][route.path]["post"]["requestBody"]["content"]
+        schema = content["application/json"]["schema"]
+        found = [resolved(document, each) for each in schema.get("anyOf", [schema])]
+        assert [set(each["properties"]) for each in found] == [
+            {field.alias or name for name, field in model.model_fields.items()}
+            for model in route.body.variants()
+        ]
+        assert all(each["additionalProperties"] is False for each in found)
+
+
+def test_what_it_refers_to_is_there(document):
+    places = list(references(document))
+    assert len(places) > 40
+    for place in places:
+        assert resolved(document, {"$ref": place})
+
+
+def test_a_sampling_parameter_is_described_as_its_declaration_does(document):
+    properties = document["components"]["schemas"]["ChatRequest"]["properties"]
+    declared = {name: each.help for name, each in SAMPLING_PARAMS.items() if each.wire}
+    assert {name: properties[name]["description"] for name in declared} == declared
+    assert properties["top_k"]["type"] == "integer"
+    texts = {"items": {"type": "string"}, "type": "array"}
+    assert properties["stop"]["anyOf"] == [{"type": "string"}, texts]
+
+
+def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" not in schema:
+        return schema
+    found: Any = document
+    for name in schema["$ref"].removeprefix("#/").split("/"):
+        found = found[name]
+    return found
+
+
+def references(value: Any) -> Any:
+    if isinstance(value, dict):
+        yield from [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
