@@ -189,6 +189,22 @@ def wrong_numbers_of_children(path: Path) -> None:
     database.close()
 
 
+def no_leaves(path: Path) -> None:
+    statements = [
+        "UPDATE blocks SET num_children = num_children + 1",
+        "CREATE TABLE kept AS SELECT * FROM sqlite_master WHERE name = 'leaves'",
+        "DELETE FROM sqlite_master WHERE name = 'leaves'",
+        "UPDATE blocks SET num_children = num_children - 1",
+        "INSERT INTO sqlite_master SELECT * FROM kept",
+        "DROP TABLE kept",
+    ]
+    for statement in statements:  # a connection for each: what the schema says is read once
+        with sqlite3.connect(path) as database:
+            database.execute("PRAGMA writable_schema = ON")
+            database.execute(statement)
+        database.close()
+
+
 def a_dangerous_row(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute(
@@ -201,9 +217,10 @@ HARMS = [
     delete, delete_all, delete_the_journal, garbage, garbage_in_place, nothing, a_folder,
     another_version, no_table, no_sums, a_dangerous_row,
 ]  # fmt: skip
+CONTRADICTIONS = [wrong_sums, wrong_numbers_of_children, no_leaves]
 
 
-@pytest.mark.parametrize("harm", [*HARMS, wrong_sums, wrong_numbers_of_children])
+@pytest.mark.parametrize("harm", [*HARMS, *CONTRADICTIONS])
 def test_an_index_that_is_harmed_before_a_start_is_made_again(tmp_path, harm):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abcd")
