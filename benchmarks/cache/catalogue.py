@@ -152,8 +152,9 @@ def make_differences(layout: BlockLayout, digest: str, num_files: int) -> None:
 
 
 def row_of(digest: str, number: int) -> IndexRow:
-    times = {"created": 1.0, "ttl": None, "last_used": float(number)}
-    return IndexRow.of_block(digest, header_of(number), nbytes=4096, **times)
+    return IndexRow.of_block(
+        digest, header_of(number), nbytes=4096, created=1.0, ttl=None, last_used=float(number)
+    )
 
 
 def drop_caches() -> None:
@@ -161,7 +162,9 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("2\n")
 
 
-def measure(layout: BlockLayout, fingerprint: Fingerprint, args: Any) -> tuple[Clock, dict]:
+def measure(
+    layout: BlockLayout, fingerprint: Fingerprint, args: argparse.Namespace
+) -> tuple[Clock, dict[str, int]]:
     """Of a folder that has files and no index."""
     digest, num_files = fingerprint.digest, args.files
     clock = Clock()
@@ -240,6 +243,7 @@ def measure_journals(layout: BlockLayout, num_rows: int, num_transactions: int) 
 def measure_writes(
     index: Index, first: int, num_transactions: int, suffix: str
 ) -> dict[str, float]:
+    """Milliseconds per transaction of new rows, the first of which has the number ``first``."""
     clock = Clock()
     for number in range(num_transactions):
         start = first + number * ROWS_PER_TRANSACTION
