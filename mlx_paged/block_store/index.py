@@ -4,6 +4,11 @@ It is only an index. Nothing is lost with it, since each row can be made from it
 of a block asks it. Each method raises ``sqlite3.Error`` when the database fails; ``Inventory``
 deals with that.
 
+There is a rollback journal and no write-ahead log, whose shared memory (``-shm``) is mapped: a
+process would be killed (SIGBUS) if anything truncated that file in place. Nothing is synced. After
+a process was killed the journal undoes what it had begun, and what a power cut has damaged is found
+by ``check``.
+
 The least recently used block is looked for among those without children (``num_children`` is kept
 by triggers), so a prefix is evicted from its end, and an ancestor stays for as long as somebody may
 come to it through a block that was used later.
@@ -27,7 +32,7 @@ ALLOCATION_UNIT = 4096
 """Bytes: file systems give a file a whole number of these."""
 
 _VERSION = 1
-_SIDE_FILES = ("-wal", "-shm", "-journal")
+_SIDE_FILES = ("-wal", "-shm", "-journal")  # the first two are those of a write-ahead log
 
 _SCHEMA = f"""
 CREATE TABLE totals (num_blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL);
@@ -73,6 +78,17 @@ WHERE true
 ON CONFLICT (digest, hash) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created,
     ttl = excluded.ttl, last_used = excluded.last_used
 """
+
+# Each gives "ok", nothing, or what is wrong. The unary plus keeps SQLite from the index.
+_CHECKS = (
+    "PRAGMA quick_check(1)",
+    "SELECT 'the sums' FROM totals "
+    "WHERE (num_blocks, nbytes) != (SELECT count(*), total(nbytes) FROM blocks)",
+    "SELECT 'the number of children' FROM blocks AS parents WHERE num_children != "
+    "(SELECT count(*) FROM blocks WHERE digest = parents.digest AND parent = parents.hash) LIMIT 1",
+    "SELECT 'the leaves' WHERE (SELECT count(*) FROM blocks WHERE +num_children = 0) != "
+    "(SELECT count(*) FROM blocks INDEXED BY leaves WHERE num_children = 0)",
+)
 
 MOST_SECONDS_AHEAD = 60.0
 """How far the clock that gave a block its time may be ahead of this one."""
@@ -175,15 +191,14 @@ class Index:
         try:
             self._prepare()
             self.totals()
-            self._files = self._files_now()
+            self._file = None if path is None else _identity(path)
         except BaseException:
             self.close()
             raise
 
     def _prepare(self) -> None:
-        # Where the file system can't do it, SQLite keeps its older kind of journal.
-        self._database.execute("PRAGMA journal_mode = WAL").fetchall()
-        self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.execute("PRAGMA journal_mode = TRUNCATE").fetchall()
+        self._database.execute("PRAGMA synchronous = OFF")
         with self.transaction():
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version == 0:
@@ -197,13 +212,8 @@ class Index:
         return self._path is not None
 
     def is_current(self) -> bool:
-        """Whether the files at its path are still those that it was opened with."""
-        return self._files == self._files_now()
-
-    def _files_now(self) -> list[tuple[int, int] | None]:
-        if self._path is None:
-            return []
-        return [_identity(f"{self._path}{suffix}") for suffix in ("", "-wal")]
+        """Whether the file at its path is still the one that it was opened with."""
+        return self._path is None or self._file == _identity(self._path)
 
     def set_busy_seconds(self, seconds: float) -> None:
         self._database.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
@@ -235,6 +245,15 @@ class Index:
                 self._database.execute("ROLLBACK")
             raise
         self._database.execute("COMMIT")
+
+    def check(self) -> None:
+        """Raise ``sqlite3.DatabaseError`` if pages, sums, numbers of children or leaves contradict
+        each other. Takes a microsecond per row, in which no other process can commit.
+        """
+        for statement in _CHECKS:
+            for (found,) in self._database.execute(statement).fetchall():
+                if found != "ok":
+                    raise sqlite3.DatabaseError(f"the index contradicts itself: {found}")
 
     def totals(self) -> tuple[int, int]:
         """How many blocks there are, and what they take on disk."""
@@ -323,7 +342,7 @@ class Index:
         """All of them; of each fingerprint parents before children."""
         rows = self._database.execute(
             f"SELECT {_COLUMNS} FROM blocks ORDER BY digest, first_token, hash"
-        )
+        ).fetchall()  # before the work on them: no other process can write while they are read
         return [IndexRow(*_checked_name(*row[:2]), *row[2:]) for row in rows]
 
 
@@ -377,7 +396,7 @@ def _make_file(path: Path) -> None:
         os.close(folder.create_file(path.name))
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = os.lstat(path)
     except OSError:

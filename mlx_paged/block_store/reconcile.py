@@ -34,8 +34,9 @@ def reconcile(index: Index, shards: Shards, bad_files: list[BlockName]) -> Itera
         bad_files: gets the names of those.
 
     Raises:
-        sqlite3.Error: the index failed.
+        sqlite3.Error: the index failed, or contradicts itself.
     """
+    index.check()
     shards.refresh()
     _sweep_abandoned(shards.blocks)
     digests = shards.digests()

@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -126,12 +128,12 @@ def delete(path: Path) -> None:
 
 
 def delete_all(path: Path) -> None:
-    for name in ("", "-wal", "-shm"):
+    for name in ("", "-journal"):
         Path(f"{path}{name}").unlink(missing_ok=True)
 
 
-def delete_the_log(path: Path) -> None:
-    Path(f"{path}-wal").unlink(missing_ok=True)
+def delete_the_journal(path: Path) -> None:
+    Path(f"{path}-journal").unlink(missing_ok=True)
 
 
 def garbage(path: Path) -> None:
@@ -142,8 +144,7 @@ def garbage(path: Path) -> None:
 def garbage_in_place(path: Path) -> None:
     with path.open("r+b") as file:
         file.write(random.Random(1).randbytes(path.stat().st_size))
-    with Path(f"{path}-wal").open("r+b") as file:
-        file.write(random.Random(2).randbytes(Path(f"{path}-wal").stat().st_size))
+    Path(f"{path}-journal").write_bytes(random.Random(2).randbytes(20_000))
 
 
 def nothing(path: Path) -> None:
@@ -176,6 +177,34 @@ def no_sums(path: Path) -> None:
     database.close()
 
 
+def wrong_sums(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE totals SET nbytes = nbytes / 2")
+    database.close()
+
+
+def wrong_numbers_of_children(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE blocks SET num_children = 1")
+    database.close()
+
+
+def no_leaves(path: Path) -> None:
+    statements = [
+        "UPDATE blocks SET num_children = num_children + 1",
+        "CREATE TABLE kept AS SELECT * FROM sqlite_master WHERE name = 'leaves'",
+        "DELETE FROM sqlite_master WHERE name = 'leaves'",
+        "UPDATE blocks SET num_children = num_children - 1",
+        "INSERT INTO sqlite_master SELECT * FROM kept",
+        "DROP TABLE kept",
+    ]
+    for statement in statements:  # a connection for each: what the schema says is read once
+        with sqlite3.connect(path) as database:
+            database.execute("PRAGMA writable_schema = ON")
+            database.execute(statement)
+        database.close()
+
+
 def a_dangerous_row(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute(
@@ -185,12 +214,13 @@ def a_dangerous_row(path: Path) -> None:
 
 
 HARMS = [
-    delete, delete_all, delete_the_log, garbage, garbage_in_place, nothing, a_folder,
+    delete, delete_all, delete_the_journal, garbage, garbage_in_place, nothing, a_folder,
     another_version, no_table, no_sums, a_dangerous_row,
 ]  # fmt: skip
+CONTRADICTIONS = [wrong_sums, wrong_numbers_of_children, no_leaves]
 
 
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("harm", [*HARMS, *CONTRADICTIONS])
 def test_an_index_that_is_harmed_before_a_start_is_made_again(tmp_path, harm):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abcd")
@@ -272,23 +302,37 @@ def test_an_index_that_is_locked_later_is_done_without(tmp_path):
     lock.close()
 
 
-def test_a_file_system_that_has_no_shared_memory_has_an_index_all_the_same(tmp_path, monkeypatch):
-    connect = sqlite3.connect
-
-    def connect_without_shared_memory(path, **options):
-        # Locks are files here, and SQLite can keep no write-ahead log.
-        return connect(f"file:{path}?vfs=unix-dotfile", uri=True, **options)
-
-    monkeypatch.setattr(sqlite3, "connect", connect_without_shared_memory)
-    store = open_store(tmp_path / "cache", num_blocks=4)
-    put_chain(store, *"abcd")
+WORKER = """
+import sys
+sys.path[:0] = {path!r}
+from helpers.block_stores import found, open_store, put
+store = open_store(sys.argv[1], num_blocks=4)
+for name in "abcdefgh":
+    assert put(store, name) and found(store, name) == name
     store.maintain()
-    assert store._inventory._index.is_shared and store._inventory._index.is_current()
-    assert not Path(f"{store.layout.index}-wal").exists()
-    beside = open_store(tmp_path / "cache", num_blocks=4)
-    put(beside, "e")
-    assert beside._inventory._index.is_shared
-    assert found(store, "abcde") == "abce"
+    print("ready", flush=True)
+    sys.stdin.readline()
+print(store.failure, store.stats().num_blocks, flush=True)
+store.close()
+"""
+
+
+def test_no_file_of_the_index_that_is_truncated_in_place_ends_a_process(tmp_path):
+    command = [sys.executable, "-c", WORKER.format(path=sys.path), str(tmp_path / "cache")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as worker:
+        beside = None
+        while (line := worker.stdout.readline()) == "ready\n":
+            beside = beside or open_store(tmp_path / "cache", num_blocks=4)
+            beside.maintain()
+            for path in (tmp_path / "cache").glob("index*"):
+                os.truncate(path, 0)
+            worker.stdin.write("go on\n")
+        assert line == "None 4\n"
+    assert worker.returncode == 0
+    beside.maintain()
+    assert beside.stats().num_blocks == len(block_files(tmp_path)) == 4
 
 
 def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_path, monkeypatch):
