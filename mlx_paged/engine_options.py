@@ -266,7 +266,7 @@ class EngineOptions(OneShotOptions, total=False):
         int,
         Option(
             "a request whose priority is higher by 1 waits as if it had arrived this many steps "
-            "later, so none is overtaken for ever. One that stands before others in this order, "
+            "later, so none is overtaken forever. One that stands before others in this order, "
             "and was given a lower priority than they, takes the place of the last of them if it "
             "needs it.",
             AT_LEAST_1,
