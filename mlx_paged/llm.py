@@ -128,6 +128,9 @@ class LLM:
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"LLM({self.engine!r})"
+
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer

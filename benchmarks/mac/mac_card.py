@@ -115,6 +115,13 @@ def _lines_of_streams(row: Row) -> list[str]:
         if all(figures):
             ratio = figures[0] / figures[1]
             lines.append(f"{name}: {what}, {one} over {other}: {ratio:.2f}.")
+    seconds, estimate = sides.get(OURS, {}).get("tpot_median"), row["estimated_tokens_per_second"]
+    if seconds and estimate and name != LONG_PROMPT:
+        speed = row["num_streams"] / seconds
+        lines.append(
+            f"{name}: {speed:.0f} tokens/s decoded, {speed / estimate:.2f} of what mlx-paged fit "
+            "estimates (expected: 0.5 to 1)."
+        )
     return lines + [
         f"{name}: {side} gives other tokens, {share:.1%} are the same."
         for side, share in row["same_tokens"].items()

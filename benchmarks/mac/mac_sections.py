@@ -26,6 +26,9 @@ from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
+from mlx_paged.fit.footprint import Footprint
+from mlx_paged.fit.machine import Machine
+from mlx_paged.models.language_model import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
@@ -325,6 +328,16 @@ def serve_in_turns(
     return medians | failures, tokens
 
 
+def estimated_speed(model: nn.Module, scenario: Scenario) -> float | None:
+    """What `mlx-paged fit` says of decodes halfway; ``None`` for a chip that it does not know."""
+    bandwidth = Machine.here().bandwidth
+    if bandwidth is None:
+        return None
+    first, num_streams = scenario.requests[0], len(scenario.requests)
+    context = len(first.prompt_token_ids) + first.max_tokens // 2
+    return Footprint(check_model(model)).tokens_per_second(bandwidth, context, num_streams)
+
+
 def measure_streams(sizes: Sizes, model: str) -> Iterator[Row]:
     """Prefill and decode through the engine beside mlx-lm's own loops, one stream and several."""
     ours, theirs = load_models(sizes, model)
@@ -334,6 +347,7 @@ def measure_streams(sizes: Sizes, model: str) -> Iterator[Row]:
             "name": scenario.name,
             "what": scenario.what,
             "num_streams": len(scenario.requests),
+            "estimated_tokens_per_second": estimated_speed(ours, scenario),
             "sides": figures,
             "same_tokens": {
                 name: throughput.share_of_same_tokens(tokens[name], tokens[OURS])

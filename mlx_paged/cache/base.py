@@ -52,6 +52,13 @@ class KVCache(ABC):
         self.pool = BlockPool(self._initial_blocks + 1, config.block_size)
         self._begin()
 
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"{type(self).__name__}({config.num_blocks:,} blocks of {config.block_size} tokens, "
+            f"{self.nbytes_held:,} of {config.nbytes:,} bytes held)"
+        )
+
     def reset(self) -> None:
         """Forget all K/V, an open step, and storage that an interrupt left uneven. Block tables
         over the pool have to be forgotten, too (:meth:`KVCacheManager.reset`).

@@ -179,6 +179,10 @@ class Sequences:
 
     # Sequences
 
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"Sequences({stats.num_seqs:,} of {stats.num_tokens:,} tokens in {self.cache!r})"
+
     def stats(self) -> KVCacheStats:
         stats, config = self.manager.stats(), self.cache.config
         return KVCacheStats(

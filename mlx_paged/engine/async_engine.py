@@ -215,6 +215,9 @@ class AsyncEngine:
         begin = self._loop.step_begin
         return 0.0 if begin is None else self._loop.clock() - begin
 
+    def __repr__(self) -> str:
+        return f"AsyncEngine({self.engine!r})"
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 

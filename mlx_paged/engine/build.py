@@ -41,7 +41,7 @@ from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
-from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 
 
 @dataclass(eq=False, repr=False)
@@ -63,6 +63,13 @@ class EngineParts:
     steps: Steps
     run_ahead: bool
     nbytes_activations: int  # of a step at its highest, an estimate
+
+    def __repr__(self) -> str:
+        model, scheduler = self.runner.model, self.scheduler
+        return (
+            f"{type(self).__name__}({model.name or model_type_of(model)}, {self.cache!r}, "
+            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
+        )
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""

@@ -109,8 +109,9 @@ def _write_headers(repo: str, revision: str | None, folder: Path) -> int:
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    hf_hub_download(repo, "config.json", revision=revision, local_dir=folder)
+    # This comes first: without a network it fails at once, and a download tries again for long.
     files = HfApi().get_safetensors_metadata(repo, revision=revision).files_metadata
+    hf_hub_download(repo, "config.json", revision=revision, local_dir=folder)
     return sum(_write_header(folder / name, file) for name, file in files.items())
 
 

@@ -424,12 +424,12 @@ def test_a_stack_before_drafts_goes_with_the_first_of_its_states():
 def test_a_draft_model_with_a_state_is_refused_with_the_way_out():
     says = "can't be a mamba2: its recurrent state can't take back drafts that are not acc"
     with pytest.raises(ArgumentError, match=says):
-        make_engine(adapted_model("gemma2"), draft_model=adapted_model("mamba2"))
+        make_engine(adapted_model("gpt_bigcode"), draft_model=adapted_model("mamba2"))
 
 
 def test_what_runs_with_drafts_cost_is_known_of_a_model():
     """Its layers with states count, and so do the rows that it may compute again."""
-    recurrent, plain = adapted_model("qwen3_next"), adapted_model("gemma2")
+    recurrent, plain = adapted_model("qwen3_next"), adapted_model("gpt_bigcode")
     assert (recurrent.num_layers, len(recurrent.layer_specs)) == (2, 1)
     for model, repeats, max_more in ((recurrent, True, 9), (plain, False, 3)):
         speculation = make_engine(model, num_draft_tokens=3).scheduler.speculation
