@@ -137,8 +137,6 @@ def test_a_snippet_of_the_readme_or_the_guide_runs_pasted_alone(
     (tmp_path / "snippet.py").write_text(code)
     command = [sys.executable, "-W", "error::DeprecationWarning:snippet", "snippet.py"]
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
