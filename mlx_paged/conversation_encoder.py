@@ -286,7 +286,7 @@ def same_message(first: Mapping[str, Any] | None, second: Mapping[str, Any] | No
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> list[bytes]:
-    """For each message, what names the conversation up to it: what everybody said, but no
+    """For each message, what names the conversation up to it: what each side said, but no
     reasoning.
     """
     key = hashlib.blake2b(_json(cache_salt)).digest()

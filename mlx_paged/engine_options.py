@@ -114,7 +114,7 @@ class OneShotOptions(CacheOptions, total=False):
         str | Path | None,
         Option(
             "a folder in which full blocks of K/V are kept, so that prompts with the same "
-            "beginning find them after a restart, and in other processes (docs/disk-tier.md).",
+            "beginning find them after a restart, and in other processes (docs/guide/restarts.md).",
             such("a folder", lambda folder: True, metavar="FOLDER"),
             elsewhere="kv_transfer_config hicache_storage_backend slot_save_path",
             notation=", a folder for K/V on disk; that of models is the Hugging Face cache, "
@@ -141,7 +141,7 @@ class OneShotOptions(CacheOptions, total=False):
         Callable[[Fingerprint], Tier] | None,
         Option(
             "a place of your own for full blocks of K/V, instead of a folder: called with what "
-            "their bytes depend on, it returns a Tier (docs/disk-tier.md).",
+            "their bytes depend on, it returns a Tier (docs/guide/restarts.md).",
             such("a function that returns a Tier", callable),
             flag=None,
             elsewhere="kv_connector",
@@ -164,8 +164,8 @@ class OneShotOptions(CacheOptions, total=False):
         int | None,
         Option(
             "the most drafts per step that a request verifies, 0 to "
-            f"{config.MAX_DRAFT_TOKENS}. The tokens are the same with any number (docs/engine.md, "
-            "Speculation).",
+            f"{config.MAX_DRAFT_TOKENS}. The tokens are the same with any number "
+            "(docs/internals/engine.md, Speculation).",
             whole(0, config.MAX_DRAFT_TOKENS),
             elsewhere="num_speculative_tokens prompt_lookup_num_tokens",
             says=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
@@ -176,8 +176,8 @@ class OneShotOptions(CacheOptions, total=False):
         Option(
             "how much of MLX's memory stays wired, so that macOS does not page it out, until "
             "the engine's close or end: bytes such as 20G, or recommended for what Metal "
-            "recommends. The kernel of macOS may panic with it (docs/engine.md, Wired memory). "
-            "Without Metal it does nothing, and a warning says so.",
+            "recommends. The kernel of macOS may panic with it (docs/internals/engine.md, Wired "
+            "memory). Without Metal it does nothing, and a warning says so.",
             config.WIRED_LIMIT,
         ),
     ]
@@ -227,7 +227,7 @@ class EngineOptions(OneShotOptions, total=False):
         Option(
             "what a step may take while no answer runs: it has as many prompt tokens, up to "
             "max_num_batched_tokens, as steps of this time were seen to have. 0 leaves that "
-            "number, so that runs repeat to the bit (docs/engine.md, Budgets of steps).",
+            "number, so that runs repeat to the bit (docs/internals/engine.md, Budgets of steps).",
             or_none(config.STEP_SECONDS),
             says=f"{config.DEFAULT_PREFILL_STEP_SECONDS:g} in AsyncEngine, the server and the "
             "chat, else 0",
@@ -266,7 +266,7 @@ class EngineOptions(OneShotOptions, total=False):
         int,
         Option(
             "a request whose priority is higher by 1 waits as if it had arrived this many steps "
-            "later, so none is overtaken for ever. One that stands before others in this order, "
+            "later, so none is overtaken forever. One that stands before others in this order, "
             "and was given a lower priority than they, takes the place of the last of them if it "
             "needs it.",
             AT_LEAST_1,

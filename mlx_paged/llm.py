@@ -173,7 +173,7 @@ class LLM:
 
         Raises:
             ValueError: an argument of the wrong type, not as many ``sampling_params``, priorities
-                or ``no_store`` as prompts, or ``structured_outputs`` where none can be had (no
+                or ``no_store`` as prompts, or ``structured_outputs`` where none is available (no
                 llguidance, no tokenizer); nothing is queued.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.

@@ -96,7 +96,7 @@ def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
     """A JSON schema as text in one form.
 
     Raises:
-        ArgumentError: text that is no JSON, a mapping that JSON can't have, or no schema.
+        ArgumentError: text that is not JSON, a mapping that JSON can't have, or no schema.
     """
     try:
         read = loads(schema) if isinstance(schema, str) else schema

@@ -54,7 +54,7 @@ def test_the_registers_and_slots_that_are_kept_are_those_of_the_kernels_here():
     measured = json.loads(cost_model.REGISTERS.read_text())
     assert measured["setting"]["kernels"] == cost_model.source_hash(), (
         "the decode kernels changed since their registers and slots were measured: measure again, "
-        "or say in docs/kernels.md and in the JSON whose figures they are"
+        "or say in docs/internals/kernels.md and in the JSON whose figures they are"
     )
 
 

@@ -116,9 +116,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mlx_paged", "metal", "tools/paged_testing"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    (folder / "docs").mkdir()
-    for page in ("README.md", "docs/options.md"):
-        shutil.copy(REPOSITORY / page, folder / page)
+    (folder / "docs/guide").mkdir(parents=True)
+    for page in ("chat.md", "library.md", "options.md"):
+        shutil.copy(REPOSITORY / "docs/guide" / page, folder / "docs/guide" / page)
     for file, before, declaration in (
         ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
@@ -159,8 +159,8 @@ def test_a_declared_dummy_is_parsed_checked_read_from_the_wire_and_refused_by_ot
 @pytest.mark.slow
 def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
     run(copy, "-m", "paged_testing.option_tables")
-    page = (copy / "docs/options.md").read_text()
-    own = (REPOSITORY / "docs/options.md").read_text()
+    page = (copy / "docs/guide/options.md").read_text()
+    own = (REPOSITORY / "docs/guide/options.md").read_text()
     assert set(page.splitlines()) - set(own.splitlines()) == {
         "| `dummy_limit` | `int \\| None` | none | a limit that does nothing. | `--dummy-limit` | "
         "`their_limit` |",
@@ -173,13 +173,17 @@ def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
 
 
 @pytest.mark.slow
-def test_a_declared_dummy_is_among_the_further_ones_of_the_readme(copy: Path):
+def test_a_declared_dummy_is_among_the_further_ones_of_the_guide(copy: Path):
     run(copy, "-m", "paged_testing.option_tables")
-    page, own = (
-        set(re.findall(r"`([\w-]+)`", (folder / "README.md").read_text()))
-        for folder in (copy, REPOSITORY)
-    )
-    assert page - own == {"--dummy-limit", "--dummy-share", "dummy_limit", "dummy_share"}
+    for name, dummies in (
+        ("chat.md", {"--dummy-limit", "--dummy-share"}),
+        ("library.md", {"dummy_limit", "dummy_share"}),
+    ):
+        page, own = (
+            set(re.findall(r"`([\w-]+)`", (folder / "docs/guide" / name).read_text()))
+            for folder in (copy, REPOSITORY)
+        )
+        assert page - own == dummies
 
 
 @pytest.mark.slow
@@ -195,11 +199,12 @@ def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
     ]
 
 
-def test_the_tables_of_the_readme_and_the_docs_are_those_of_the_declarations():
+def test_the_tables_of_the_guide_are_those_of_the_declarations():
     """``python -m paged_testing.option_tables``, in tools/, writes them."""
     names = {str(path.relative_to(REPOSITORY)) for path in pages()}
     assert names == {
-        *("README.md", "docs/disk-tier.md", "docs/options.md", "docs/server/seeing.md"),
+        *("docs/guide/chat.md", "docs/guide/library.md", "docs/guide/options.md"),
+        *("docs/guide/restarts.md", "docs/guide/server/seeing.md"),
     }
     assert [path for path in pages() if path.read_text() != with_tables(path.read_text())] == []
 
@@ -213,13 +218,13 @@ def test_everything_that_can_be_given_is_declared():
         assert f"        {name}: " in (SamplingParams.__doc__ or "") or name in ENGINE_OPTIONS
 
 
-def test_the_tables_of_the_readme_name_what_is_declared():
-    readme = (REPOSITORY / "README.md").read_text()
+def test_the_tables_of_the_library_name_what_is_declared():
+    page = (REPOSITORY / "docs/guide/library.md").read_text()
     for header, declared in (
         ("| parameter | |", set(SAMPLING_PARAMS)),
         ("| option | default | |", set(ENGINE_OPTIONS)),
     ):
-        rows = readme.split(header + "\n")[1].split("\n\n")[0].splitlines()[1:]
+        rows = page.split(header + "\n")[1].split("\n\n")[0].splitlines()[1:]
         names = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
         assert names <= declared
-    assert set(re.findall(r"`(\w+)`", readme)) >= set(SAMPLING_PARAMS)
+    assert set(re.findall(r"`(\w+)`", page)) >= set(SAMPLING_PARAMS)

@@ -128,7 +128,7 @@ def test_the_readme_has_the_two_commands_in_one_line_each():
     assert all(command.startswith("python3 -m venv .venv && ") for _, command in commands)
 
 
-@pytest.mark.parametrize("page", ["kernels.md", "engine.md"])
+@pytest.mark.parametrize("page", ["internals/kernels.md", "internals/engine.md"])
 def test_functions_that_a_page_about_the_code_names_exist(page: str):
     text = (REPOSITORY / "docs" / page).read_text()
     quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))

@@ -1,4 +1,4 @@
-"""Words of the package's texts below the programs: comments, docstrings, messages and pages."""
+"""Words of the package's texts: comments, docstrings, messages and pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-PROGRAMS = ("server", "chat", "cache_tool", "block_store")
+# Not read yet: their comments are older than this list.
+PROGRAMS = ("block_store",)
 
 # What must not return, and what to write instead.
 WORDS = {
@@ -18,16 +19,24 @@ WORDS = {
     r"comes? to light": "is found, is read",
     r"behind one another|one behind the other": "one after the other",
     r"behind (the|its) (prompt|sinks|hit|end|last|first)": "after, past",
+    r"everybody": "all users, all others",
+    r"for ever": "forever, without end",
+    r"for want of": "because there is no",
+    r"so many (tokens|bytes|blocks|conversations)": "this many, a number of",
+    r"none of (ours|theirs)": "something else",
+    r"rooms": "modules, buffers, places",
+    r"(hand|hands|handed) on": "pass on",
+    r"tends? it|tended by": "maintain",
+    r"(can|could) be had": "is available",
     r"an argument that there is not|an argument that does not exist": "an unknown argument",
     r"from what is there": "from a local path",
     r"at the door": "when it is added, where it is called",
-    r"(?<!there\s)(is|are|was) no (valid|number|snapshot|model|prompt cache|integer|parameters?)": (
-        "is not a ..."
-    ),
+    r"(?<!there\s)(is|are|was) no (valid|number|snapshot|model|prompt cache|integer|parameters?"
+    r"|json|file|folder)": "is not a ...",
 }
 
 
-def texts_below_the_programs() -> dict[str, str]:
+def texts() -> dict[str, str]:
     """By path; the words that the bundled model was trained on are none of the package's."""
     files = [
         path
@@ -36,12 +45,8 @@ def texts_below_the_programs() -> dict[str, str]:
         for path in (REPOSITORY / folder).rglob(f"*.{kind}")
         if path.relative_to(REPOSITORY).parts[1] not in (*PROGRAMS, "demo_model")
     ]
-    files += [
-        path
-        for path in (REPOSITORY / "docs").glob("*.md")
-        if not path.name.startswith(("server", "cache-tool", "measured"))
-    ]
-    files += [REPOSITORY / "DESIGN.md", REPOSITORY / "CONTRIBUTING.md"]
+    files += (REPOSITORY / "docs").rglob("*.md")
+    files += [REPOSITORY / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")]
     return {str(path.relative_to(REPOSITORY)): path.read_text() for path in files}
 
 
@@ -49,18 +54,19 @@ def texts_below_the_programs() -> dict[str, str]:
 def test_words_of_a_private_dialect_do_not_return(words: str):
     space = r"\s+(?:#\s+|//\s+)?"  # lines of a comment begin with these
     pattern = re.compile(rf"\b({words.replace(' ', space)})\b", re.I)
-    texts = texts_below_the_programs()
-    assert len(texts) > 150
+    read = texts()
+    assert len(read) > 300
     found = [
         f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}, write {WORDS[words]!r}"
-        for name, text in texts.items()
+        for name, text in read.items()
         for match in pattern.finditer(text)
     ]
     assert found == []
 
 
 def test_names_of_tests_say_who():
-    programs = [REPOSITORY / "tests" / name for name in (*PROGRAMS, "fuzz")]
+    others = ("server", "chat", "cache_tool", "block_store", "fuzz")
+    programs = [REPOSITORY / "tests" / name for name in others]
     found = [
         f"{path.name}: {name}"
         for path in (REPOSITORY / "tests").rglob("test_*.py")

@@ -2,8 +2,8 @@
 `on_a_mac.py`.
 
 Each row is a question, what was found, and between which figures it was expected. Expectations come
-from docs/kernels.md, "Cost model": issue slots by Mesa's compiler and bytes over published
-bandwidths.
+from docs/internals/kernels.md, "Cost model": issue slots by Mesa's compiler and bytes over
+published bandwidths.
 """
 
 from __future__ import annotations

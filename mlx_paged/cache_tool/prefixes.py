@@ -30,7 +30,7 @@ class PrefixBlock:
         block_hash: 32 bytes, without the group.
         parent_hash: that of the block before it; ``None`` for the first one of a sequence.
         first_token: its place in the sequence, in tokens.
-        end_token: the place behind its last token.
+        end_token: the place after its last token.
         nbytes: of its files.
         created, last_used: of the oldest file and of the last used one, in seconds since 1970.
         num_hits: of the file that was used most.

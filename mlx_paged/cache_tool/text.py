@@ -15,7 +15,7 @@ from mlx_paged.cache_tool.prefixes import PrefixBlock
 TextOf: TypeAlias = Callable[[Sequence[PrefixBlock]], str]
 """Blocks that follow one another to the text of their tokens."""
 
-# What somebody's prompt holds is not to move the cursor or to set the terminal's title.
+# What a user's prompt holds must not move the cursor or set the terminal's title.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _IN_A_LINE = _CONTROLS | {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
 _IN_LINES = _CONTROLS | {ord("\n"): "\n", ord("\t"): "\t"}

@@ -30,7 +30,7 @@ OPTIONS = {
         "say all figures of the model, the cache and each answer", BOOL, default=False
     ),
 }
-# Arguments of the library that flags are handed on as. Errors say kv='basic', as in the library.
+# Arguments of the library that flags are passed on as. Errors say kv='basic', as in the library.
 _FLAGS = {
     **flags.FLAGS,
     **{name: flag for name, flag in flags.engine_flags("chat").items() if name != "kv"},

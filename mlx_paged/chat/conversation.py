@@ -126,7 +126,7 @@ class Conversation:
         their tokens. The next turn reuses those that its prompt begins with.
 
         Raises:
-            ValueError: they can't be found behind the prompt cache of this conversation.
+            ValueError: they can't be found after the prompt cache of this conversation.
             SnapshotError: the file holds K/V of another model or of other settings, was altered, or
                 can't be read.
             CacheFullError: the budget can't hold them.
@@ -179,7 +179,7 @@ class Conversation:
         Raises:
             PromptTooLongError: the budget or the context limit can't hold the conversation with
                 this turn.
-            ChatTemplateError: the message is no text, or the template refuses the conversation.
+            ChatTemplateError: the message is not text, or the template refuses the conversation.
             ValueError: an empty message.
         """
         message = normalise_messages([{"role": "user", "content": text}])[0]

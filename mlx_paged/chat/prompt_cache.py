@@ -29,8 +29,8 @@ class PromptPrefix(NamedTuple):
     """What stands before a conversation.
 
     Attributes:
-        token_ids: of the K/V, or what stands for them where nobody knows.
-        cache_salt: of the requests, where nobody else shall find these K/V.
+        token_ids: of the K/V, or what stands for them where they are unknown.
+        cache_salt: of the requests, where no other request shall find these K/V.
     """
 
     token_ids: Sequence[int] = ()

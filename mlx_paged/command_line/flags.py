@@ -54,7 +54,7 @@ LAUNCH_OPTIONS = {
         "ask the model's chat template for an answer without reasoning", BOOL, default=False
     ),
 }
-# The flags by the arguments of the library that they are handed on as.
+# The flags by the arguments of the library that they are passed on as.
 FLAGS = {
     **{
         name: LAUNCH_OPTIONS[name].flag_name(name)

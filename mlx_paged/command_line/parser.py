@@ -96,7 +96,7 @@ def error_line(error: BaseException, flags: Mapping[str, str]) -> str:
     """The text of an error, on one line, with flags in the place of arguments, if it is about one.
 
     Args:
-        flags: arguments of the library, and the flags that are handed on as them.
+        flags: arguments of the library, and the flags that are passed on as them.
     """
     text = one_line(error, _MAX_ERROR)
     argument = getattr(error, "argument", None)

@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def num_empty_blocks(self) -> int:
-        """Free blocks without cached content: those that can be had before anything is evicted."""
+        """Free blocks without cached content, which are taken before anything is evicted."""
         return self.num_free_blocks - self._num_free_cached_blocks
 
     @property

@@ -1,7 +1,7 @@
 """A process in which each grammar is compiled first.
 
 llguidance is careful with grammars, but some overflow the stack (the JSON schema
-``{"const": -9223372036854775807}``, in 1.9), and some take for ever (``{"multipleOf": 1000003}``).
+``{"const": -9223372036854775807}``, in 1.9), and some never end (``{"multipleOf": 1000003}``).
 Neither can be caught in a thread, and llguidance's own limits count other work. So a grammar is
 tried in a process of its own, which has a limit of CPU time and a low priority, and is compiled in
 the engine's when that has survived it. There are ``NUM_PROCESSES`` of them at most; each begins

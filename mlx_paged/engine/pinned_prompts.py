@@ -3,7 +3,7 @@
 mlx-lm's prompt caches do not say of which tokens their K/V are. Such K/V can't be computed again,
 so they stay in host memory as if they had been swapped out, and each request that begins with them
 swaps them in. In the place of their tokens it has others, and a salt of its own keeps the blocks
-that it leaves in the prefix cache from everybody else.
+that it leaves in the prefix cache from all others.
 """
 
 from __future__ import annotations

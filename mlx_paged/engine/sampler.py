@@ -380,7 +380,7 @@ def _filter(
     """Apply the filters as mlx-lm's ``make_sampler`` does, in its order, with the temperature last.
 
     The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
-    halt everybody.
+    halt all requests.
     """
     scale, top_p, log_min_p = values
     if group.has_top_p:

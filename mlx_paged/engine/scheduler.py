@@ -303,7 +303,7 @@ class Scheduler:
             elif self.running:
                 return
             else:
-                # No request runs that could give back blocks, so it would wait for ever.
+                # No request runs that could give back blocks, so it would wait forever.
                 self._fail(plan, request)
 
     def _first_urgent(self) -> Request | None:

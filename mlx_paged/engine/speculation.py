@@ -88,7 +88,7 @@ NO_SPECULATION = Speculation()
 def add_drafts(
     plan: Batch, speculation: Speculation, manager: KVCacheManager, max_model_len: int | None
 ) -> None:
-    """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
+    """Let requests try drafts, with what the step leaves when all others have got theirs."""
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)

@@ -1,4 +1,4 @@
-"""``ThinkingBudget``: ends a model's reasoning after so many tokens, by the token that ends it."""
+"""``ThinkingBudget``: ends a model's reasoning after a number of tokens, by its end token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model fits for so many conversations of a length, or what would make it fit."""
+"""Whether a model fits for a number of conversations of a length, or what would make it fit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Fit:
         return self.footprint.weight_nbytes + self.kv_nbytes + self.state_nbytes + self.activations
 
     def longest_context(self, num_seqs: int) -> int:
-        """Tokens that each of so many conversations may have; 0 where weights leave too little."""
+        """Tokens for each of this many conversations; 0 where weights leave too little."""
         return self.footprint.num_tokens(self.budget, num_seqs) if self.budget > 0 else 0
 
     @property

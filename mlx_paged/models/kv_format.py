@@ -21,11 +21,11 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
 # Enough to tell: the divergence of 512 tokens is up to three times as large, with and without such
-# channels (docs/measured.md).
+# channels (docs/internals/measured.md).
 NUM_TOKENS = 64
 # In nats: exp(divergence) is the factor on the perplexity of what the model itself would write, so
 # this is a tenth more. 4 bits stay far below it where K is even, and are far above it where K has a
-# bias of 20 times its spread (docs/measured.md).
+# bias of 20 times its spread (docs/internals/measured.md).
 MAX_DIVERGENCE = 0.1
 # From the one that takes the fewest bytes.
 FINER = (KVBits(8, 4), KVBits(8, 8))

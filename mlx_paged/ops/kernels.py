@@ -34,7 +34,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 MAX_QUERY_ROWS = 128
 # Of latents and of their rotated keys. A query row of bfloat16 issues 87 slots for a key, by Mesa's
 # compiler: 32 of them take as long on an M1 Max as the 6,784 bytes that it takes to gather, join
-# and multiply one (docs/kernels.md, "Latents").
+# and multiply one (docs/internals/kernels.md, "Latents").
 LATENT_WIDTHS = ((512, 64), (256, 64))
 MAX_LATENT_ROWS = 32
 

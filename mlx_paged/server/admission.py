@@ -35,7 +35,7 @@ class Admission:
 
     A sequence waits in the engine, for a place among ``max_num_seqs`` or for K/V memory. The engine
     says how many do. Those that it has not seen yet, as a step runs, are counted here. What has
-    begun is the engine's to count, so a client that reads slowly takes nobody's place.
+    begun is the engine's to count, so a client that reads slowly takes no other's place.
 
     Args:
         max_queue_len: sequences that may wait.
@@ -65,7 +65,7 @@ class Admission:
     @contextmanager
     def admit(self, num_seqs: int = 1) -> Iterator[None]:
         """Hold places in the queue until the sequences of a request begin. A request that finds
-        nobody is admitted, however many sequences it has.
+        no client is admitted, however many sequences it has.
 
         Raises:
             ApiError: 503 with ``Retry-After``: too many wait.

@@ -161,8 +161,8 @@ def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call that a client sends back, as an object: templates write them in their
     own way.
 
-    What is no JSON object, because the answer was broken off, say, is what the model wrote, and it
-    sees that again.
+    What is not a JSON object, for example because the answer was broken off, is what the model
+    wrote, and it sees that again.
     """
     try:
         # Clients say nothing for a function without parameters.

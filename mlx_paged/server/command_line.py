@@ -12,7 +12,7 @@ from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings
 
-# Options of the engine that flags are handed on as: EngineOptions, all of them.
+# Options of the engine that flags are passed on as: EngineOptions, all of them.
 ENGINE_FLAGS = flags.engine_flags("server")
 _FLAGS = {
     **flags.FLAGS,

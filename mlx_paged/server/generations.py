@@ -145,7 +145,7 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
         async for output in answers[0]:
             yield 0, check_end(output)
         return
-    # With a bound, so that parts nobody waits for are merged where they come from.
+    # With a bound, so that parts that no task waits for are merged where they come from.
     inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
     readers = [asyncio.create_task(_read(*each, inbox)) for each in enumerate(answers)]
     try:
@@ -185,7 +185,7 @@ def check_end(output: RequestOutput) -> RequestOutput:
         if completion.finish_reason == "abort":
             raise ApiError(503, "the server ended this answer before its end", code="aborted")
         if completion.finish_reason == "error":
-            raise api_error(output.error or RuntimeError("nobody knows why"))
+            raise api_error(output.error or RuntimeError("an unknown error"))
     return output
 
 
@@ -213,5 +213,5 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _words_of(error: BaseException) -> str:
-    """The text of an error on one line, without the room that it comes from."""
+    """The text of an error on one line, without the module that it comes from."""
     return without_room(one_line(error, 500))

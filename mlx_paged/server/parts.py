@@ -1,4 +1,4 @@
-"""Parts of messages, of all protocols: texts, and what stands in a prompt for what is no text."""
+"""Parts of messages, of all protocols: texts, and what stands in a prompt for what is not text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TextPart(Repeated):
 
         Args:
             place: of the part in the body.
-            is_last: whether it is of the newest message, in which what is no text is refused; in
+            is_last: whether it is of the newest message, in which what is not text is refused; in
                 the history a line of text stands for it.
 
         Raises:

@@ -132,7 +132,7 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
         return
     raise ValueError(
         f"others can reach {settings.host or 'every address'}, and there is no key; give "
-        "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
+        "--api-key-file or --api-key, or --allow-unauthenticated to let all clients in"
     )
 
 

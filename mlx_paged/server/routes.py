@@ -18,7 +18,7 @@ from mlx_paged.server.service import Service
 
 B = TypeVar("B", bound=Body)
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
-CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the log
+CLIENT_LEFT = 499  # nginx's word for it; only the log reads it
 
 
 class ApiRoute(Route):

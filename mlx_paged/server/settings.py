@@ -82,7 +82,7 @@ class ServerSettings:
     """How the server behaves. Each field is declared with its flag.
 
     Args:
-        api_keys: that a client has to show one of; none: everybody may ask. They come from flags
+        api_keys: that a client has to show one of; none: any client may ask. They come from flags
             and from a file.
         Others: see their help.
     """

@@ -104,7 +104,7 @@ class KVFacts:
             yield "state", "recurrent state", "; ".join(config.state_layout)
 
     def tensors(self, num_tokens: int, state_nbytes: int = 0) -> dict[str, TensorInfo]:
-        """The arrays of a file with this many tokens, and a state of so many bytes."""
+        """The arrays of a file with this many tokens, and a state of this many bytes."""
         tensors = {}
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)

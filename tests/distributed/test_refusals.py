@@ -91,7 +91,7 @@ def test_the_ranks_shares_of_a_layer_add_up_to_the_whole(bits: int | None):
 
 
 def test_the_ranks_add_up_two_vectors_for_each_layer_and_token(monkeypatch: pytest.MonkeyPatch):
-    """What docs/distributed.md says of the bytes that a step sends."""
+    """What docs/guide/several-macs.md says of the bytes that a step sends."""
     model, summed = model_of(), []
     model.shard(FakeGroup(2))
     monkeypatch.setattr(mx.distributed, "all_sum", lambda x, **_: summed.append(x.shape) or x)

@@ -102,8 +102,8 @@ def test_models_of_all_kinds_are_measured():
 
 
 def test_nothing_is_said_of_a_trained_model_that_4_bits_hardly_change():
-    """Its perplexity grows by 0.2% (docs/measured.md); behind random tokens it changes by far more
-    than the limit.
+    """Its perplexity grows by 0.2% (docs/internals/measured.md); after random tokens it changes by
+    far more than the limit.
     """
     assert said(demo(), 4) == []
     ids = mx.random.randint(0, demo().args.vocab_size, (64,), key=mx.random.key(1)).tolist()

@@ -159,7 +159,7 @@ def test_no_sampling_parameter_is_forgotten():
     others = SAMPLING_PARAMS.keys() - SAMPLING_VALUES.keys()
     assert others == WRITTEN_BY_PROTOCOLS | OF_THE_LIBRARY_ALONE
     assert {name for name, each in SAMPLING_PARAMS.items() if each.wire} == SAMPLING_VALUES.keys()
-    page = (Path(__file__).parents[2] / "docs/server/openai.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guide/server/openai.md").read_text()
     assert [name for name in SAMPLING_VALUES if f"`{name}`" not in page] == []
 
 

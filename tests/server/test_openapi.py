@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,13 @@ def test_it_names_each_route_and_each_method(document, shared_service):
     }
     summaries = [each["summary"] for item in document["paths"].values() for each in item.values()]
     assert all(summaries)
+
+
+def test_the_guide_names_each_route(shared_service):
+    pages = (Path(__file__).parents[2] / "docs/guide").rglob("*.md")
+    named = set(re.findall(r"(?:`|POST |GET )(/[\w./]*)", "".join(map(Path.read_text, pages))))
+    routes = {route.path.partition("/{")[0] for route in routes_of(shared_service, Counter())}
+    assert routes - named == set()
 
 
 def test_it_names_each_field_of_each_body(document, shared_service):

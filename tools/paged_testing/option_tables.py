@@ -1,5 +1,5 @@
-"""The tables of options, sampling parameters, flags and metrics in `README.md` and `docs/`, from
-what is declared: ``python -m paged_testing.option_tables`` writes them between their markers.
+"""The tables of options, sampling parameters, flags and metrics in `docs/guide/`, from what is
+declared: ``python -m paged_testing.option_tables`` writes them between their markers.
 
     <!-- engine options -->                 all, with their types and other projects' names
     <!-- engine options: window, kv -->     these, in short
@@ -31,7 +31,6 @@ from mlx_paged.server.command_line import setup_arg_parser as server_parser
 from mlx_paged.server.watching.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
-ALL = "docs/options.md"
 _MARKED = re.compile(r"(<!-- ([a-z ]+?)(?:: ([^>]+))? -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 # The columns where all rows are shown, and where some are.
 _COLUMNS = {
@@ -54,7 +53,7 @@ Row = Mapping[str, str]
 
 def pages() -> list[Path]:
     """The pages that have such tables."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    paths = sorted((ROOT / "docs/guide").rglob("*.md"))
     return [path for path in paths if _MARKED.search(path.read_text())]
 
 
@@ -72,7 +71,7 @@ def with_tables(page: str) -> str:
         lines = [*_table(columns, [_short(rows[name]) for name in chosen if name != "..."])]
         if "..." in chosen:
             listed = ", ".join(f"`{name}`" for name in rows if name not in chosen)
-            further = f"Further ones, in [{ALL}]({ALL}): {listed}."
+            further = f"Further ones, in [options.md](options.md): {listed}."
             lines += ["", textwrap.fill(further, 100, break_on_hyphens=False)]
         return "\n".join((begin.rstrip("\n"), *lines, end))
 

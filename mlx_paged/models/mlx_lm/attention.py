@@ -66,7 +66,7 @@ class FetchedValues(mx.array):
     """V as a cache hands it to a model.
 
     Models with latents (MLA) put the rotated part of K in the place of V, multiply rotated queries
-    by it, and hand on these scores as a mask. Here the product is left open.
+    by it, and pass these scores on as a mask. Here the product is left open.
     """
 
     def swapaxes(self, axis1: int, axis2: int) -> mx.array:  # type: ignore[override]

@@ -52,7 +52,7 @@ class PackedKV:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> WindowMask | None:
-        """What the model hands on to attention: a row of length 1 needs no mask."""
+        """What the model passes to attention: a row of length 1 needs no mask."""
         return None if window_size is None else WindowMask(window_size)
 
     def update_and_fetch(

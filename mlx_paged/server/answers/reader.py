@@ -40,7 +40,7 @@ __all__ = [
 ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
 
 # What the text is at some place. Other states are those of a tokenizer's own response format, whose
-# text nobody sees.
+# text that no reader sees.
 OPENING = "opening"  # nothing was said yet, so reasoning may begin
 SAYING = "normal"
 REASONING = "reasoning"
@@ -59,7 +59,7 @@ class AnswerFormat:
         tool_format: how the model writes calls; ``None``: what looks like a call is text.
         is_calls: what follows the reasoning is calls and nothing else, without a mark before them.
         max_calls: the calls after these are left out; ``None`` has no limit.
-        hidden: special tokens that the text has, and nobody is to see. None where no mark is a
+        hidden: special tokens that the text has, and no reader is to see. None where no mark is a
             special token, so that the text can do without them.
         marks: of a response format of the tokenizer's own, beside those above.
         initial_state: of such a format.

@@ -24,8 +24,8 @@ class ArgumentsScanner:
 
     Attributes:
         is_done: the object is complete.
-        is_broken: the text is no JSON. :attr:`rest` begins with what is wrong.
-        rest: the text that was not read: behind the object, or from the error on.
+        is_broken: the text is not JSON. :attr:`rest` begins with what is wrong.
+        rest: the text that was not read: after the object, or from the error on.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class ArgumentsScanner:
         is_right = self._stack and _CLOSING[self._stack[-1]] == character
         if not is_right or self._wants not in _CAN_CLOSE:
             return self._fail(place)
-        # A comma before the bracket is no JSON, the space behind it is.
+        # A comma before the bracket is not JSON, the space after it is.
         out.append(self._comma[1:] + character)
         self._comma = ""
         self._stack.pop()

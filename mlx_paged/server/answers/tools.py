@@ -68,7 +68,7 @@ class CallReader:
 
     Attributes:
         num_calls: that were found, those left out too.
-        rest: the text behind the end mark, once it was found.
+        rest: the text after the end mark, once it was found.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class JsonCallReader(CallReader):
         self._arguments: ArgumentsScanner | None = None
         self._index: int | None = None  # of the call whose arguments are read
         self._needs_foot = False  # the arguments are over, their call is not
-        self._is_raw = False  # what comes up to the end mark is no JSON
+        self._is_raw = False  # what comes up to the end mark is not JSON
 
     def add(self, text: str) -> list[Event]:
         self._pending += text
@@ -214,7 +214,7 @@ class JsonCallReader(CallReader):
             self._end_arguments(arguments.close(), events)
             self.rest = self._pending[len(end) :]
             return False
-        LOG.warning("the arguments of a call are no JSON; they are given as they are")
+        LOG.warning("the arguments of a call are not JSON; they are given as they are")
         self._is_raw = True
         return True
 

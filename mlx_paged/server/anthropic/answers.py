@@ -116,7 +116,7 @@ class MessageRenderer:
             return
         if not block.is_json:
             # Clients that read along would fail with less clear words.
-            raise ApiError(500, "the model called a tool with arguments that are no JSON")
+            raise ApiError(500, "the model called a tool with arguments that are not JSON")
         if each.what == "end":
             if block.kind == "reasoning":
                 delta = {"type": "signature_delta", "signature": signature_of(block.text)}

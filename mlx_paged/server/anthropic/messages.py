@@ -34,7 +34,7 @@ from mlx_paged.server.schemas import (
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
-# Claude Code's note for Anthropic's accounting. It is no text for a model, and it changes with each
+# Claude Code's note for Anthropic's accounting. Models are not to read it, and it changes with each
 # request, so that no prompt would begin like the one before.
 _BILLING = "x-anthropic-billing-header:"
 

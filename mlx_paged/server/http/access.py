@@ -17,7 +17,7 @@ from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
 
-# The state of the server in a word, and the page, which is the same for everybody: what it shows
+# The state of the server in a word, and the page, which is the same for all users: what it shows
 # comes from paths that need a key.
 OPEN_PATHS = frozenset({"/", "/health"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -54,7 +54,7 @@ class Principal:
         return cache_salt == self.cache_salt or cache_salt.startswith(f'["{self.cache_salt}", ')
 
 
-NOBODY = Principal()
+ANONYMOUS = Principal()
 
 
 class Access:
@@ -88,7 +88,7 @@ class Access:
         key = _key_in(dict(scope["headers"]))
         principal = self._principal_with(key)
         if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
-            principal = NOBODY
+            principal = ANONYMOUS
         if principal is None:
             await error_response(_refusal(key), scope)(scope, receive, send)
             return
@@ -99,7 +99,7 @@ class Access:
         if self._key_file is not None and self._key_file.keys is not self._keys:
             self._read(self._key_file.keys)
         if not self._principals:
-            return NOBODY
+            return ANONYMOUS
         if key is None:
             return None
         digest = _digest(key)

@@ -21,7 +21,7 @@ async def read_json(request: Request, service: Service, user: str) -> Any:
     """The value of a body.
 
     Raises:
-        ApiError: it is no JSON, or encoded in a way that is not read.
+        ApiError: it is not JSON, or encoded in a way that is not read.
         ClientDisconnect: the client left before it was there.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()

@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection; there is no client to answer."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What ``work`` returns. It is cancelled as soon as the client leaves.
 
     Args:
-        receive: of a request whose body was read. Nobody else may call it meanwhile.
+        receive: of a request whose body was read. No other task may call it meanwhile.
 
     Raises:
         ClientLeftError: the client left before the work was done.

@@ -149,7 +149,7 @@ class LineFormatter(logging.Formatter):
     """One line for each record, and the frames of an error indented below it.
 
     Args:
-        log_prompts: whether the message of an error that nobody foresaw is shown: it may hold
+        log_prompts: whether the message of an unforeseen error is shown: it may hold
             anything.
     """
 

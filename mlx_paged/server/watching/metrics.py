@@ -237,7 +237,7 @@ class EngineCollector(Collector):
         yield gauge("mlx_paged:checkpoint_bytes", "Bytes of these.", stats.nbytes_checkpoints)
         yield counter(
             "mlx_paged:stateless_tokens",
-            "Prompt tokens whose K/V were cached, computed again for want of a recurrent state.",
+            "Prompt tokens whose K/V were cached, computed again: a recurrent state was missing.",
             stats.num_stateless_tokens,
         )
         yield gauge("mlx_paged:kv_cache_bytes", "Bytes allocated for K/V.", stats.nbytes_held)

@@ -83,7 +83,7 @@ def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
 
     Returns:
         ``blocks_per_cell``, and one byte per cell, in base64, of each of ``held`` and ``cached``
-        (the share of its blocks that somebody holds, and that are free but cached; 255 is all) and
+        (the share of its blocks that requests hold, and that are free but cached; 255 is all) and
         ``holders`` (of the block with the most).
     """
     blocks = np.frombuffer(view.blocks, np.uint8)

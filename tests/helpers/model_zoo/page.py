@@ -1,4 +1,4 @@
-"""The tables of ``docs/models.md``, which the tests hold to what they find.
+"""The tables of ``docs/guide/models.md``, which the tests hold to what they find.
 
 PYTHONPATH=tests:tools/metal-emulator python -m helpers.model_zoo.page
 
@@ -18,7 +18,7 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from helpers.model_zoo.configs import ARCHITECTURES
 from helpers.model_zoo.runs import Row, run
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "models.md"
 MARK = "<!-- {}: written by tests/helpers/model_zoo/page.py -->"
 
 

@@ -1,4 +1,4 @@
-"""How each architecture runs: its row in ``docs/models.md``."""
+"""How each architecture runs: its row in ``docs/guide/models.md``."""
 
 from __future__ import annotations
 

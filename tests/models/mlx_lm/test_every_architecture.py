@@ -1,5 +1,5 @@
 """Every architecture of mlx-lm's, tiny and random, in an engine: its tokens and their
-log-probabilities are those of mlx-lm, and it runs in the way that ``docs/models.md`` says.
+log-probabilities are those of mlx-lm, and it runs in the way that ``docs/guide/models.md`` says.
 """
 
 from __future__ import annotations

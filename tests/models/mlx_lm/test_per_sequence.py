@@ -344,7 +344,7 @@ def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: 
 
 TABLE = re.compile(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
 REASONS = dict(
-    TABLE.findall((Path(__file__).parents[3] / "docs/models-per-sequence.md").read_text())
+    TABLE.findall((Path(__file__).parents[3] / "docs/internals/models-per-sequence.md").read_text())
 )
 
 
