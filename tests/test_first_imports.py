@@ -1,0 +1,63 @@
+"""What a program imports first is not looked through for unused memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import gc, sys
+from types import ModuleType
+from mlx_paged.command_line.imports import import_first
+"""
+
+
+def run(probe: str) -> str:
+    done = subprocess.run([sys.executable, "-c", BEGIN + probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_modules_are_imported_and_frozen_and_collections_go_on():
+    lines = run(
+        "import_first('plistlib', 'mailbox')\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 1000)\n"
+        "print({'plistlib', 'mailbox'} <= set(sys.modules))"
+    )
+    assert lines == "True True\nTrue\n"
+
+
+def test_a_module_that_fails_leaves_collections_on():
+    lines = run(
+        "try: import_first('plistlib', 'no.such.module')\n"
+        "except ModuleNotFoundError as error: print(error.name, gc.isenabled())\n"
+    )
+    assert lines == "no True\n"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_nothing_is_frozen_in_a_process_that_has_mlx(is_enabled: bool):
+    lines = run(
+        "sys.modules['mlx.core'] = ModuleType('mlx.core')\n"
+        f"{'gc.enable' if is_enabled else 'gc.disable'}()\n"
+        "import_first('plistlib')\n"
+        "print(gc.isenabled(), gc.get_freeze_count(), 'plistlib' in sys.modules)"
+    )
+    assert lines == f"{is_enabled} 0 True\n"
+
+
+@pytest.mark.slow
+def test_chat_and_server_import_what_they_load_models_with_first():
+    for program in ("chat", "server"):
+        lines = run(
+            f"from mlx_paged.{program} import program\n"
+            "def stop(*names):\n"
+            "    import_first(*names)\n"
+            "    print(gc.get_freeze_count() > 100_000, 'mlx_lm' in sys.modules)\n"
+            "    raise ValueError\n"
+            "program.import_first = stop\n"
+            f"assert program.main({['hello'] if program == 'chat' else ['--port', '0']}) == 2\n"
+        )
+        assert lines == "True True\n"
