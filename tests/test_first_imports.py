@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,12 @@ from mlx_paged.command_line.imports import import_first
 
 
 def run(probe: str) -> str:
-    done = subprocess.run([sys.executable, "-c", BEGIN + probe], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + probe],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},  # transformers makes lists of sets
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,3 +67,22 @@ def test_chat_and_server_import_what_they_load_models_with_first():
             f"assert program.main({['hello'] if program == 'chat' else ['--port', '0']}) == 2\n"
         )
         assert lines == "True True\n"
+
+
+@pytest.mark.slow
+def test_transformers_searches_its_files_once_and_knows_the_same_of_them():
+    """``lru_cache`` counts the folders that were searched."""
+    tell = (
+        "import mlx_lm, transformers, transformers.models as models\n"
+        "for lazy in (transformers, models):\n"
+        "    for name, found in sorted(lazy._import_structure.items()):\n"
+        "        print(name, sorted(found))\n"
+        "    print(sorted(lazy._class_to_module.items()), dir(lazy))\n"
+        "from transformers.utils import import_utils\n"
+        "print(import_utils.create_import_structure_from_path.cache_info().misses)\n"
+    )
+    begin = "from mlx_paged.command_line.imports import import_transformers\n"
+    once = run(begin + "import_transformers()\n" + tell).splitlines()
+    twice = run(tell).splitlines()
+    assert once[:-1] == twice[:-1]
+    assert int(twice[-1]) - int(once[-1]) > 500
