@@ -21,6 +21,7 @@ from mlx_paged.chat.terminal import (
     is_terminal,
     without_line_end,
 )
+from mlx_paged.command_line.imports import import_first
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.standard_streams import (
     NO_STDOUT,
@@ -170,6 +171,7 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
+    import_first("mlx_paged.loading", "mlx_paged.chat.dialogue")
     from mlx_paged.chat.conversation import NO_PREFIX, Conversation
     from mlx_paged.chat.prompt_cache import chosen_model, put_before, read_facts
     from mlx_paged.chat.settings import Settings

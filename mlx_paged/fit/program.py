@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.command_line.imports import import_first
 from mlx_paged.command_line.parser import error_line
 from mlx_paged.fit.command_line import setup_arg_parser, setup_list_parser
 from mlx_paged.standard_streams import (
@@ -81,6 +82,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace) -> int:
+    import_first("mlx_paged.fit.report", "mlx_paged.loading.outline")
     from mlx_paged.fit.report import report
     from mlx_paged.fit.verdict import Fit
     from mlx_paged.loading.outline import read_outline

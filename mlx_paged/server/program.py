@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.command_line.imports import import_first
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
@@ -97,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     if is_follower():
         follow(args)
         return 0
+    import_first("mlx_paged.loading", "mlx_paged.server.app")
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
 
