@@ -58,6 +58,8 @@ constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
     (RUN * GROUP + ROW_SPLITS * ROW_PARTS - 1) / (ROW_SPLITS * ROW_PARTS);
 constexpr int THREADGROUP_ROWS = ROW_SPLITS * SIMDGROUP_ROWS;
+// Whether all rows of a simdgroup are of one query token, and so see the same older keys.
+constexpr bool ONE_TOKEN = GROUP % SIMDGROUP_ROWS == 0;
 
 const int lane = thread_index_in_simdgroup;
 const int stream = simdgroup_index_in_threadgroup / ROW_SPLITS;
@@ -204,28 +206,29 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   }
 }
 
-// Walk the chunks of older keys. There may be none: in a window of new keys, and for simdgroups
-// whose rows lie behind those of a short run.
+// Walk the chunks of older keys; rows of one token begin with its window. There may be none: in a
+// window of new keys, and for simdgroups whose rows lie behind those of a short run.
 const int old_end = min(end, first_query);
-const bool walks = begin < old_end && first_row < num_rows;
-int chunk_begin = walks ? (begin / CHUNK_SIZE + stream) * CHUNK_SIZE : old_end;
+const int old_begin =
+    RUN > 1 && ONE_TOKEN ? max(begin, first_query + first_row / GROUP - window + 1) : begin;
+const bool walks = old_begin < old_end && first_row < num_rows;
+int chunk_begin = walks ? (old_begin / CHUNK_SIZE + stream) * CHUNK_SIZE : old_end;
 uint block_id = plan[block_table + uint(max(min(chunk_begin, old_end - 1), 0)) / BLOCK_SIZE];
 for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
-  // Keys that may not be read are left to the nearest that may, and masked.
-  const int in_block = uint(chunk_begin) % BLOCK_SIZE;
-  const int lowest_key = in_block + begin - chunk_begin;
-  const int highest_key = in_block + old_end - 1 - chunk_begin;
-  const int first_key = in_block + turn * SUBGROUPS + subgroup;
+  const int block_begin = chunk_begin - uint(chunk_begin) % BLOCK_SIZE;
+  const int position = chunk_begin + turn * SUBGROUPS + subgroup;
   const typename Keys::Rows keys_from =
       Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, 0, kv_head, num_kv_heads);
   const typename Values::Rows values_from =
       Values::template block_rows<BLOCK_SIZE>(stored_values, block_id, 0, kv_head, num_kv_heads);
   typename Keys::Load keys[STEPS][KeyRow::LOADS];
   typename Values::Load values[STEPS][ValueRow::LOADS];
+  // Keys that may not be read are left to the nearest that may, and masked.
   uint key_of_step[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
-    key_of_step[s] = uint(min(max(first_key ^ s * SUBGROUPS, lowest_key), highest_key));
+    const int wanted = position ^ s * SUBGROUPS;
+    key_of_step[s] = uint(min(max(wanted, old_begin), old_end - 1) - block_begin);
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
       keys[s][n] = Keys::load(keys_from, key_of_step[s], KeyRow::readable(column, n));
@@ -239,7 +242,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     }
   }
   // Of the key that this lane will have the score of.
-  const uint scored_key = min(max(first_key, lowest_key), highest_key);
+  const uint scored_key = key_of_step[0];
   const typename Keys::Rest key_rest = Keys::rest(keys_from, scored_key, key_place, column);
   const typename Values::Rest value_rest =
       Values::rest(values_from, scored_key, value_place, column);
@@ -260,7 +263,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       }
     }
   }
-  const bool readable = first_key >= lowest_key && first_key <= highest_key;
+  const bool readable = position >= old_begin && position < old_end;
   UNROLL
   for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     const float product = sum_turned<SHARERS, STEPS>(weight[i]);
@@ -268,9 +271,9 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
         sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_rest, query_rest[i]));
     const float score = capped<SOFTCAP>(sum_of_all * scale[i]);
     bool visible = readable;
-    if (RUN > 1) {
+    if (RUN > 1 && !ONE_TOKEN) {
       const int query_position = first_query + (first_row + i) / GROUP;
-      visible = visible && chunk_begin - in_block + first_key > query_position - window;
+      visible = visible && position > query_position - window;
     }
 
     // Update the maximum and the sum; what was accumulated so far shrinks by the factor.

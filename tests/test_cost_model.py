@@ -58,9 +58,13 @@ def test_the_registers_and_slots_that_are_kept_are_those_of_the_kernels_here():
     )
 
 
-def test_no_decode_in_half_precision_spills_by_the_figures_that_are_kept():
+def test_nothing_in_half_precision_spills_by_the_figures_that_are_kept():
     measured = json.loads(cost_model.REGISTERS.read_text())
-    kept = [row for row in measured["results"] if row["dtype"] != "float" and row["run"] <= 4]
+    for name in ("formats", "widths", "latents", "latent_runs"):
+        kept = [row for row in measured[name] if row["dtype"] != "float"]
+        assert len(kept) >= 12
+        assert {row["spills"] for row in kept} == {0}
+    kept = [row for row in measured["results"] if row["dtype"] != "float"]
     assert len(kept) >= 25
     assert {row["after"]["spills"] for row in kept} == {0}
     slots = {
@@ -79,7 +83,6 @@ def test_no_decode_in_half_precision_spills_by_the_figures_that_are_kept():
 def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():
     measured = json.loads(cost_model.REGISTERS.read_text())["formats"]
     kept = [row for row in measured if row["dtype"] != "float" and row["run"] == 1]
-    assert {row["spills"] for row in kept} == {0}
     assert {row["format"] for row in kept} == {"dense", "K8V8", "K8V4", "K4V4", "K4V8"}
     estimates = {
         (row["dtype"], row["head_dim"], row["group"], row["run"], row["format"]): row["chips"]
@@ -99,14 +102,13 @@ def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():
 
 def test_latents_of_as_many_heads_as_have_a_kernel_are_no_slower_than_gathered_ones():
     measured = json.loads(cost_model.REGISTERS.read_text())["latents"]
-    assert {row["spills"] for row in measured} == {0}
     estimates = {
         (row["dtype"], row["format"], row["heads"]): row
         for row in cost_model.estimate_latents(measured)
     }
-    # 32 heads of 87.4 slots in bfloat16, four in a cycle of each core, over 6,784 bytes.
+    # 32 heads of 86.6 slots in bfloat16, four in a cycle of each core, over 6,784 bytes.
     most = estimates["bfloat", "dense", MAX_LATENT_ROWS]
-    expected = 32 * 87.4 / (4 * 32 * 1.296) / (6784 / 400)
+    expected = 32 * 86.6 / (4 * 32 * 1.296) / (6784 / 400)
     assert most["M1 Max"] == pytest.approx(expected, rel=1e-3)
     assert max(most[chip] for chip in cost_model.CORES) <= 1
     assert max(estimates["half", "K8V8", 32][chip] for chip in ("M1", "M2 Max")) <= 1

@@ -353,11 +353,11 @@ MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
     ),
     "the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Keys::rest(keys_from, scored_key", "Keys::rest(keys_from, in_block"),
+        *("Keys::rest(keys_from, scored_key", "Keys::rest(keys_from, 0"),
     ),
     "values_with_the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Values::rest(values_from, scored_key", "Values::rest(values_from, in_block"),
+        *("Values::rest(values_from, scored_key", "Values::rest(values_from, 0"),
     ),
     "groups_that_are_not_added_up": (
         *(DECODE, (8, 8), ATTENTION),

@@ -98,22 +98,28 @@ WRONG_RESULTS = {
     "no_end_of_the_older_keys": (
         SHARED,
         ATTENTION,
-        "first_key >= lowest_key && first_key <= highest_key",
-        "first_key >= lowest_key",
+        "position >= old_begin && position < old_end",
+        "position >= old_begin",
     ),
     "no_begin_of_the_window": (
         replace(STREAMS, window=99),
         ATTENTION,
-        "first_key >= lowest_key && first_key <= highest_key",
-        "first_key <= highest_key",
+        "position >= old_begin && position < old_end",
+        "position < old_end",
     ),
     "no_end_of_the_new_keys": (SHARED, ATTENTION, "visible = position < end", "visible = true"),
     "no_causal_mask": (SHARED, ATTENTION, "position <= query_position && ", ""),
     "no_window_mask": (
         WINDOW,
         ATTENTION,
-        "visible && chunk_begin - in_block + first_key > query_position - window",
+        "visible && position > query_position - window",
         "visible",
+    ),
+    "the_window_of_another_token": (
+        replace(WINDOW, group=8),
+        ATTENTION,
+        "first_query + first_row / GROUP - window",
+        "first_query - window",
     ),
     "no_window_mask_of_new_keys": (
         replace(WINDOW, window=1),
@@ -136,7 +142,7 @@ WRONG_RESULTS = {
         "next_begin = min(chunk_begin",
     ),
     "no_shrinking": (SHARED, ATTENTION, "acc[i][u] *= factor;", ""),
-    "keys_that_are_not_turned": (STREAMS, ATTENTION, "first_key ^ s", "in_block + subgroup ^ s"),
+    "keys_that_are_not_turned": (STREAMS, ATTENTION, "position ^ s", "chunk_begin + subgroup ^ s"),
     "weights_that_are_not_turned": (
         STREAMS,
         ATTENTION,
@@ -244,7 +250,7 @@ def test_a_walk_over_keys_that_no_query_sees_lets_a_nan_out(plant, compiler):
     problem = replace(STREAMS, window=1).problem()
     hidden = nan_before_the_window(problem)
     with checked_metal():
-        plant(ATTENTION, "begin < old_end && ", "")
+        plant(ATTENTION, "old_begin < old_end && ", "")
         with pytest.raises(AssertionError, match=r"sequence \d"):
             assert_matches_formula(METAL.attend(problem.q, hidden, *problem.args[2:]), problem)
 
