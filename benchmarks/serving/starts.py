@@ -36,7 +36,7 @@ def main() -> int:
     trees = {"this": ROOT} | ({} if args.against is None else {"against": args.against.resolve()})
     setting = machine_card() | {"rounds": args.rounds, "starts": list(STARTS)}
     print_card("CPU time of starts, ms", setting)
-    results = []
+    results: list[dict[str, Any]] = []
     for name, command in STARTS.items():
         run(command, ROOT)  # compiles modules, reads files
         times: dict[str, list[float]] = {tree: [] for tree in trees}
