@@ -201,14 +201,15 @@ class HttpServer(uvicorn.Server):
             self.has_failed = True
             return True
         self._look_at_step()
-        if self.is_hung_up and self._ends_with_terminal():
+        # One that comes while this one is answered is for the next tick.
+        hung_up, self.is_hung_up = self.is_hung_up, False
+        if hung_up and self._ends_with_terminal():
             return True
         if self._key_file is not None:
-            if self.is_hung_up:
+            if hung_up:
                 self._key_file.read_again()
             elif counter % _TICKS_PER_LOOK == 0:
                 self._key_file.look()
-        self.is_hung_up = False
         return await super().on_tick(counter)
 
     def _ends_with_terminal(self) -> bool:
