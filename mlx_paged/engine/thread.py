@@ -237,6 +237,9 @@ class EngineThread:
             self._fail_waiting()
             self._background = self._at_end = None
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
+            # What runs on them ends before: it may want Python's lock, which clearing holds.
+            with contextlib.suppress(Exception):
+                mx.synchronize()
             mx.clear_streams()
             # Not before: Python's end waits for that, too.
             atexit.unregister(self._end_with_python)

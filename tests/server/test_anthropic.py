@@ -161,7 +161,7 @@ def test_a_call_that_was_broken_off_is_no_call(agent):
 def test_arguments_that_are_no_json_end_a_stream_with_an_error(agent):
     agent.script('<tool_call>{"name": "read", "arguments": {"path": oops}}</tool_call>')
     with (
-        pytest.raises(anthropic.APIError, match="no JSON"),
+        pytest.raises(anthropic.APIError, match="not JSON"),
         agent.anthropic.messages.stream(**BODY, tools=[TOOL]) as stream,
     ):
         stream.get_final_message()
