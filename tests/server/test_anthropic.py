@@ -325,7 +325,9 @@ def test_what_is_wrong_is_refused_by_name(shared_agent_service, fields, param):
 def test_a_thread_is_refused_by_the_code_that_clients_fall_back_on(agent):
     with pytest.raises(anthropic.BadRequestError) as error:
         agent.anthropic.messages.create(**BODY, extra_body={"thread": {"type": "create"}})
-    assert error.value.error_code == "thread_unsupported_request"
+    assert error.value.response.json()["error"]["details"]["error_code"] == (
+        "thread_unsupported_request"
+    )
     assert "send all messages" in error.value.message
 
 
