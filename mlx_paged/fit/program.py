@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.command_line.imports import import_first
-from mlx_paged.command_line.parser import error_line
+from mlx_paged.command_line.program import run_program
 from mlx_paged.fit.command_line import setup_arg_parser, setup_list_parser
-from mlx_paged.standard_streams import (
-    OutputLostError,
-    discard_output,
-    finish_output,
-    open_closed_streams,
-    say,
-    warnings_as_lines,
-    write,
-)
+from mlx_paged.standard_streams import say, warnings_as_lines, write
 
 if TYPE_CHECKING:
     from mlx_paged.fit.verdict import Fit
@@ -36,42 +27,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments, without the program's name; those of this process by default.
         prog: the program's name in help and errors.
     """
-    return _run_program(setup_arg_parser(prog), argv, _judge)
+    return run_program(setup_arg_parser(prog), argv, _judge, _FLAGS, lost=2)
 
 
 def main_of_list(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run ``mlx-paged list`` and return its exit status: 0, 2 for the user's mistakes, or 130."""
-    return _run_program(setup_list_parser(prog), argv, _list)
+    return run_program(setup_list_parser(prog), argv, _list, _FLAGS, lost=2)
 
 
-def _run_program(
-    parser: argparse.ArgumentParser,
-    argv: list[str] | None,
-    run: Callable[[argparse.Namespace], int],
-) -> int:
-    open_closed_streams()
-    try:
-        try:
-            args = parser.parse_args(argv)
-        except SystemExit as end:  # --help and --version, too
-            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
-        with warnings_as_lines(say):
-            return run(args)
-    except OutputLostError as error:
-        discard_output()
-        say(f"{parser.prog}: error: {error}")
-        return 2
-    except ValueError as error:
-        say(f"{parser.prog}: error: {error_line(error, _FLAGS)}")
-        return 2
-    except KeyboardInterrupt:
-        say("")
-        return 130
-    except BrokenPipeError:
-        discard_output()
-        return 2
-
-
+@warnings_as_lines(say)
 def _list(args: argparse.Namespace) -> int:
     from mlx_paged.fit.listing import list_models
 
@@ -81,6 +45,7 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+@warnings_as_lines(say)
 def _judge(args: argparse.Namespace) -> int:
     import_first("mlx_paged.fit.report", "mlx_paged.loading.outline")
     from mlx_paged.fit.report import report
