@@ -109,7 +109,7 @@ class Disk:
     """A place for states beside memory, and what is told of each request."""
 
     def bring(self, manager: KVCacheManager, hashes: Sequence[BlockHash], num_tokens: int) -> None:
-        """A prompt of so many tokens is about to be looked up."""
+        """A prompt of this many tokens is about to be looked up."""
 
     def note(self, request: Request, hashes: Sequence[BlockHash], begin: int, end: int) -> None:
         """Its blocks from ``begin`` to ``end`` are full."""

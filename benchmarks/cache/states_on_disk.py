@@ -93,7 +93,7 @@ class StatesOnDisk(Disk):
 
 
 def measured(model: Model, traces: Sequence[Sequence[Request]], num_states: int) -> dict[str, Any]:
-    """Of a model with so many states in memory."""
+    """Of a model that keeps this many states in memory."""
     num_requests = sum(map(len, traces))
     num_written = num_kv_tokens = 0
     shares = []

@@ -96,7 +96,7 @@ class Case:
 
     @cached_property
     def format(self) -> ops.KVFormat:
-        dtype = str(DTYPES[self.dtype]).removeprefix("mlx.core.")
+        dtype = ops.dtype_name(DTYPES[self.dtype])
         if self.bits is None:
             return ops.KVFormat.dense(dtype)
         return ops.KVFormat(

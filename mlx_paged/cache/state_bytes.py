@@ -16,7 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import StateArrays, StateRow, StateStack
+from mlx_paged.ops import StateArrays, StateRow, StateStack, dtype_name
 
 _LENGTH = struct.Struct("<I")
 # MLX's dtypes by their size, as numpy has them: it has no bfloat16.
@@ -29,7 +29,7 @@ def state_layout(arrays: StateArrays) -> list[list[tuple[str, tuple[int, ...]] |
     """
     return [
         [
-            None if array is None else (_name_of(array.dtype), tuple(array.shape[1:]))
+            None if array is None else (dtype_name(array.dtype), tuple(array.shape[1:]))
             for array in slots
         ]
         for slots in arrays
@@ -83,7 +83,3 @@ def _read(content: bytes, begin: int, name: str, shape: list[int]) -> mx.array:
     dtype = getattr(mx, name)
     numbers = np.frombuffer(content, _UNSIGNED[dtype.size], prod(shape), begin)
     return mx.array(numbers).view(dtype).reshape(1, *shape)
-
-
-def _name_of(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

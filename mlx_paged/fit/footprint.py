@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,7 +105,7 @@ class Footprint:
             config = SchedulerConfig(
                 max_num_seqs=num_seqs,
                 max_num_batched_tokens=max(DEFAULT_MAX_NUM_BATCHED_TOKENS, num_seqs),
-                max_num_mixed_tokens=max(512, num_seqs),
+                max_num_mixed_tokens=max(SchedulerConfig.max_num_mixed_tokens, num_seqs),
             )
             try:
                 with warnings.catch_warnings(action="ignore"):
@@ -119,7 +118,7 @@ class Footprint:
         blocks = (nbytes // self.one_block.nbytes_per_block - 1) // num_seqs
         if blocks < 1:
             return 0
-        return min(self._need.max_num_tokens(blocks), self.context_length, sys.maxsize)
+        return min(self._need.max_num_tokens(blocks), self.context_length)
 
     @cached_property
     def _need(self) -> BlockNeed:
@@ -147,7 +146,7 @@ class Footprint:
             isinstance(each, nn.Linear | nn.QuantizedLinear) and each.weight.shape[0] == vocab_size
             for each in modules
         )
-        total = 0.0
+        total = 0
         for each in modules:
             nbytes = _nbytes_of(each)
             if isinstance(each, _EXPERTS):
@@ -155,7 +154,7 @@ class Footprint:
             elif has_head and isinstance(each, nn.Embedding | nn.QuantizedEmbedding):
                 nbytes = 0
             total += nbytes
-        return int(total)
+        return total
 
 
 def _nbytes_of(module: Module) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from mlx_paged.fit.machine import Machine
 from mlx_paged.fit.verdict import Fit
 from mlx_paged.loading import LoadError
 from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
+from mlx_paged.loading.gguf.files import is_later_part
 from mlx_paged.loading.outline import read_outline
 from mlx_paged.memory import format_nbytes
 
@@ -62,20 +62,16 @@ def _models_in(folder: Path) -> list[Path]:
         path
         for path in sorted(folder.iterdir())
         if (path / "config.json").is_file()
-        or (path.suffix.lower() == GGUF_SUFFIX and _is_first_part(path))
+        or (path.suffix.lower() == GGUF_SUFFIX and path.is_file() and not is_later_part(path))
     ]
-
-
-def _is_first_part(path: Path) -> bool:
-    part = re.search(r"-(\d+)-of-\d+$", path.stem)
-    return path.is_file() and (part is None or int(part[1]) == 1)
 
 
 def _row(name: str, where: str | Path, machine: Machine, kv_bits: KVBits | None) -> _Row:
     try:
-        if find_local_model(where) is None:
+        path = find_local_model(where)
+        if path is None:
             return _Row(name, "", "", "not downloaded whole")
-        outline = read_outline(where)
+        outline = read_outline(path)
         fit = Fit.of(outline.model, machine, kv_bits)
     except LoadError as error:
         return _Row(name, "", "refused", str(error).removeprefix("[load] "))

@@ -48,23 +48,27 @@ class Machine:
     Attributes:
         memory: all of it.
         recommended: what Metal recommends as working set; 0 for a machine without Metal.
-        free: what no program uses now; ``None`` for a machine that is not this one.
+        is_this_one: whether Metal was asked, and not assumed.
+        free: what no program uses now; ``None`` where that is not known.
         chip: such as ``"M2 Max"``; ``None`` where it is not one of Apple's, or not known.
     """
 
     memory: int
     recommended: int
+    is_this_one: bool
     free: int | None = None
     chip: str | None = None
 
     @classmethod
     def here(cls, chip: str | None = None) -> Machine:
-        return cls(memory_size(), recommended_memory(), free_memory(), chip or _chip_here())
+        return cls(memory_size(), recommended_memory(), True, free_memory(), chip or _chip_here())
 
     @classmethod
     def mac(cls, memory: int, chip: str | None = None) -> Machine:
         """A Mac with this memory, of which Metal's share is assumed."""
-        return cls(memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4, None, chip)
+        return cls(
+            memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4, False, chip=chip
+        )
 
     @property
     def usable(self) -> int:

@@ -41,15 +41,6 @@ def report(outline: Outline, fit: Fit, ways_out: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def line_at_start(fit: Fit) -> str:
-    """What programs say before they read weights."""
-    return (
-        f"fit: weights {format_nbytes(fit.footprint.weight_nbytes)}, up to "
-        f"{format_nbytes(max(0, fit.budget))} for K/V, activations some "
-        f"{format_nbytes(fit.activations)}, of {_limit(fit)}"
-    )
-
-
 def _limit(fit: Fit) -> str:
     machine = fit.machine
     if machine.recommended:
@@ -62,7 +53,7 @@ def _machine_line(fit: Fit) -> str:
     line = f"{machine.chip}, {format_nbytes(machine.memory)} of memory" if machine.chip else ""
     line = line or f"{format_nbytes(machine.memory)} of memory"
     if machine.recommended:
-        assumed = " (assumed)" if machine.free is None else ""
+        assumed = "" if machine.is_this_one else " (assumed)"
         line += f"; Metal recommends at most {format_nbytes(machine.recommended)}{assumed}"
     if machine.free is not None:
         line += f"; {format_nbytes(machine.free)} are free now"

@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def activations(self) -> int:
-        is_cpu = None if self.machine.free is not None else False
+        is_cpu = None if self.machine.is_this_one else False
         return self.footprint.activation_nbytes(self.context, self.num_seqs, is_cpu)
 
     @property

@@ -42,6 +42,7 @@ from mlx_paged.models.weight_files import noting_classes
 # model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
 
+Adapt: TypeAlias = Callable[[Module, dict[str, Any]], LanguageModel]
 # Is told a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]
 
@@ -241,7 +242,7 @@ def load_from(
         split(model, config, group)
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
-    ours = _on_our_caches(model, config, path)
+    ours = on_our_caches(model, config, adapt)
     ours.group = group
     ours.name = model_name(path)
     return ours, tokenizer, config
@@ -318,7 +319,15 @@ def _check_weights(model: Module, path: Path) -> None:
             )
 
 
-def _on_our_caches(model: Module, config: dict[str, Any], path: Path) -> LanguageModel:
+def on_our_caches(model: Module, config: dict[str, Any], adapt: Adapt) -> LanguageModel:
+    """A model as it runs here.
+
+    Args:
+        adapt: makes it of one of mlx-lm's.
+
+    Raises:
+        LoadError: it can't run here, with the reason.
+    """
     if isinstance(model, LanguageModel):
         return model
     model_type = shown(config.get("model_type"))

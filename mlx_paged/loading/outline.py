@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mlx_paged.errors import one_line
 from mlx_paged.loading.folder import LoadError, find_local_model, find_model, load_errors
 from mlx_paged.loading.gguf import is_gguf
-from mlx_paged.loading.loader import build_model, model_name
+from mlx_paged.loading.loader import build_model, model_name, on_our_caches
 from mlx_paged.memory import format_nbytes, why_too_large
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt_unread
+from mlx_paged.models.mlx_lm import adapt_unread
 
 if TYPE_CHECKING:
     from huggingface_hub import SafetensorsFileMetadata
@@ -24,7 +24,6 @@ class Outline(NamedTuple):
     """A model none of whose weights is read, nor ever may be."""
 
     model: LanguageModel
-    config: dict[str, Any]
     name: str
     num_bytes_to_download: int  # 0 for one that is on this machine
 
@@ -43,13 +42,13 @@ def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Ou
     """
     path = find_local_model(path_or_hf_repo, revision)
     if path is not None:
-        return Outline(*_outline_of(path), model_name(path), 0)
+        return Outline(_outline_of(path), model_name(path), 0)
     repo = str(path_or_hf_repo)
     with TemporaryDirectory() as name:
         folder = Path(name)
         with load_errors(f"no folder {one_line(repr(repo))}, and the hub does not say"):
             num_bytes = _write_headers(repo, revision, folder)
-        return Outline(*_outline_of(folder), repo, num_bytes)
+        return Outline(_outline_of(folder), repo, num_bytes)
 
 
 def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
@@ -85,22 +84,14 @@ def check_size(weight_nbytes: int) -> None:
         )
 
 
-def _outline_of(path: Path) -> tuple[LanguageModel, dict[str, Any]]:
+def _outline_of(path: Path) -> LanguageModel:
     if is_gguf(path):
         from mlx_paged.loading.gguf.loader import build_unread
 
         model, config = build_unread(path)
     else:
         model, config = build_model(path)
-    if isinstance(model, LanguageModel):
-        return model, config
-    try:
-        return adapt_unread(model, config), config
-    except UnsuitableModelError as error:
-        raise LoadError(
-            f"[load] model type {config.get('model_type')!r} can't run on a paged cache: "
-            f"{one_line(error)}"
-        ) from error
+    return on_our_caches(model, config, adapt_unread)
 
 
 def _write_headers(repo: str, revision: str | None, folder: Path) -> int:

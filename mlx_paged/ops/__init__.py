@@ -14,6 +14,7 @@ from mlx_paged.ops.formats import (
     Parts,
     RowFormat,
     affine_name,
+    dtype_name,
 )
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
@@ -58,6 +59,7 @@ __all__ = [
     "attend_with_sdpa",
     "check_backend_name",
     "choose_backend",
+    "dtype_name",
     "part_ways",
     "reader_of",
     "traced_decode",

@@ -348,6 +348,11 @@ class AffineFormat(RowFormat):
         )
 
 
+def dtype_name(dtype: str | mx.Dtype) -> str:
+    """The name that numpy has for a dtype, too, such as ``"float16"``."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def affine_name(bits: int, group_size: int) -> str:
     """How affine rows are named in messages and files, those of other packages among them."""
     return f"{bits} bits in groups of {group_size}"
@@ -367,7 +372,7 @@ class KVFormat:
     @classmethod
     def dense(cls, dtype: str | mx.Dtype = "float32") -> KVFormat:
         """K and V as they are; raises ``ValueError`` for a dtype that is not floating."""
-        rows = DenseFormat(str(dtype).removeprefix("mlx.core."))
+        rows = DenseFormat(dtype_name(dtype))
         return cls(rows, rows)
 
     @classmethod

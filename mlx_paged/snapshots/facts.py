@@ -12,6 +12,7 @@ from mlx_paged.cache import KVCache, KVCacheConfig, PagedKVCache
 from mlx_paged.core import Retention
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.identity import ModelIdentity
+from mlx_paged.ops import dtype_name
 from mlx_paged.snapshots.errors import SnapshotError
 from mlx_paged.snapshots.rows import num_kept_tokens, parts_of, retention_of
 from mlx_paged.snapshots.tensor_file import TensorInfo
@@ -109,7 +110,7 @@ class KVFacts:
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)
             for part in parts_of(self.config, layer):
-                code = _DTYPES[str(part.dtype).removeprefix("mlx.core.")]
+                code = _DTYPES[dtype_name(part.dtype)]
                 shape = (spec.num_kv_heads, num_kept, part.width)
                 tensors[part.name] = TensorInfo(code, shape)
         if state_nbytes:

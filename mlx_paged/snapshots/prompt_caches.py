@@ -30,7 +30,7 @@ from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.models.language_model import LanguageModel, check_model
-from mlx_paged.ops import affine_name
+from mlx_paged.ops import affine_name, dtype_name
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
@@ -339,7 +339,7 @@ def _parts(parts: Any) -> tuple[mx.array, ...]:
 
 def _stored_as(held: Any) -> str:
     """The format of a cache of mlx-lm's, as formats here are named."""
-    dtype = str(_parts(held.keys)[-1].dtype).removeprefix("mlx.core.")
+    dtype = dtype_name(_parts(held.keys)[-1].dtype)
     if type(held) is not QuantizedKVCache:
         return dtype
     return affine_name(held.bits, held.group_size)

@@ -53,7 +53,7 @@ def test_states_of_a_model_without_kv_lack_nothing():
 
 
 def put(folder: Path, tokens: list[int], *ends: int) -> str:
-    """Blocks of a sequence, and states after so many tokens; the hash of its last block in hex."""
+    """Blocks of a sequence, and states where these numbers of tokens end; the last hash in hex."""
     store = BlockStore(folder, 1 << 30, HYBRID)
     hashes = hash_token_blocks(tokens, BLOCK_SIZE)
     for index, block_hash in enumerate(hashes):

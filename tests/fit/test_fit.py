@@ -36,25 +36,12 @@ from mlx_paged.models.kv_cache import make_kv_cache
 
 GIB = 2**30
 WAYS_OUT = "--kv-bits 8, or --context 23296, or --context 40960 --parallel 1"
-QWEN3_30B_A3B: Config = {
-    "model_type": "qwen3_moe",
+QWEN3_30B_A3B: Config = FULL_SIZE["Qwen3-235B-A22B"] | {
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_hidden_layers": 48,
     "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
 }
 
 

@@ -17,7 +17,7 @@ def ragged(name: str, **options: Any) -> Engine:
 
 
 def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
-    """The blocks of so many sequences of ``num_tokens`` tokens."""
+    """``share`` times the blocks that a sequence of ``num_tokens`` tokens takes."""
     need = ragged(name).scheduler.manager.block_need
     return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
 

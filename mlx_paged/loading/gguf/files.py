@@ -69,6 +69,12 @@ class GGUFFile:
         return data.reshape(info.num_rows, info.row_bytes)
 
 
+def is_later_part(path: Path) -> bool:
+    """Whether a file is a part of a split one, and not the first."""
+    match = _PART.fullmatch(path.name)
+    return match is not None and int(match["number"]) > 1
+
+
 def _parts_of(path: Path) -> list[Path]:
     match = _PART.fullmatch(path.name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
