@@ -5,6 +5,7 @@ freed buffers MLX keeps.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 import warnings
@@ -78,6 +79,16 @@ def memory_size() -> int:
     """Bytes of physical memory of this machine."""
     size = _metal_info("memory_size")
     return size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_available(nbytes: int) -> None:
+    """Ask the system for this much memory at once, and give it back untouched. On a CPU, MLX does
+    not look whether it got what it asked for, and the process ends where it writes.
+
+    Raises:
+        OSError, OverflowError: there is less, or this process may not have it.
+    """
+    mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
 
 
 def _metal_info(name: str) -> int:

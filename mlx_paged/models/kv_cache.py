@@ -34,7 +34,7 @@ from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.memory import default_kv_cache_bytes
+from mlx_paged.memory import check_available, default_kv_cache_bytes
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_format import stored_as, warn_if_coarse
 from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
@@ -161,8 +161,9 @@ def _paged_cache(
     if not preallocate:
         return PagedKVCache(config, backend, rotate_keys=rotate_keys)
     try:
+        check_available(config.nbytes)
         return PagedKVCache(config, backend, config.num_blocks, rotate_keys)
-    except RuntimeError as error:  # MLX's
+    except (RuntimeError, OSError, OverflowError) as error:  # MLX's, or the system's
         raise ArgumentError(
             f"[kv cache] preallocate: there is no memory for a budget of {config.nbytes:,} bytes "
             f"at once ({error}); make kv_cache_bytes smaller, or leave preallocate out",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -82,3 +84,23 @@ def test_a_budget_that_the_device_has_no_memory_for_is_refused_with_the_way_out(
         "([malloc] Unable to allocate 4 bytes.); make kv_cache_bytes smaller, or leave preallocate "
         "out"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems set no such limit")
+def test_a_process_that_may_not_have_the_memory_says_so_and_goes_on():
+    program = """
+import resource
+from mlx_paged import load, make_kv_cache
+model, _ = load("demo")
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    make_kv_cache(model, kv_cache_bytes="9G", preallocate=True)
+except ValueError as error:
+    print(error)
+print(make_kv_cache(model, kv_cache_bytes="1M", preallocate=True))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    refusal, cache = done.stdout.splitlines()
+    assert refusal.startswith("[kv cache] preallocate: there is no memory for a budget of 9,66")
+    assert "Cannot allocate memory" in refusal
+    assert cache.startswith("PagedKVCache(31 blocks")
