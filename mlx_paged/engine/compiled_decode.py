@@ -64,7 +64,7 @@ class CompiledDecode:
             return None
         weights = self._model.current()
         if weights is None:  # Other modules make another graph.
-            self._traces.clear()
+            self.forget_traces()
             weights = self._model.read()
         trace, is_new = self._trace_of(shape, tokens.dtype, before)
         if trace is None:
@@ -78,7 +78,7 @@ class CompiledDecode:
                 fences = self._check(weights, tokens, layers, logits)
         except Exception as error:
             self._has_failed = True
-            self._traces.clear()
+            self.forget_traces()
             warnings.warn(
                 f"[engine] decodes can't be compiled ({type(error).__name__}: {error}); each is "
                 "built in Python instead, which is slower",
@@ -93,6 +93,10 @@ class CompiledDecode:
                 state.after = row
                 state.at_cuts += [row.alone() for _ in state.cuts]
         return logits
+
+    def forget_traces(self) -> None:
+        """Drop all traces, in the thread that replayed them."""
+        self._traces.clear()
 
     def _check(
         self,

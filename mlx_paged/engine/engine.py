@@ -96,7 +96,8 @@ class Engine(EngineParts):
         super().__init__(**vars(parts))
         self.model = model
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
-        self.thread = EngineThread()
+        decode = self.runner.compiled_decode
+        self.thread = EngineThread(forget=None if decode is None else decode.forget_traces)
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False

@@ -99,12 +99,20 @@ class EngineThread:
 
     The thread ends with :meth:`end`, or when Python does, after the call that runs.
 
+    Args:
+        forget: drops the compiled functions that were called in the thread. It is called at the end
+            of the thread, and keeps them alive until then: one that another thread frees while MLX
+            clears this thread's streams stops both for ever.
+
     Attributes:
         failure: what stopped it before its end; ``None`` if nothing did.
     """
 
-    def __init__(self, name: str = "mlx_paged engine") -> None:
+    def __init__(
+        self, name: str = "mlx_paged engine", forget: Callable[[], None] | None = None
+    ) -> None:
         self.failure: BaseException | None = None
+        self._forget = forget
         self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
@@ -236,6 +244,8 @@ class EngineThread:
         finally:
             self._fail_waiting()
             self._background = self._at_end = None
+            if self._forget is not None:
+                self._forget()
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             # What runs on them ends before: it may want Python's lock, which clearing holds.
             with contextlib.suppress(Exception):

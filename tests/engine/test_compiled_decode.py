@@ -6,6 +6,7 @@ Kernels are functions of MLX operations here, so that ``mx.compile`` itself trac
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import warnings
@@ -311,6 +312,29 @@ def test_all_threads_share_the_traces(demo: nn.Module, at_once: None, traced: li
         thread.join()
     ask()
     assert outputs == [expected] * 4 and traced == [1]
+
+
+def test_traces_are_dropped_in_the_engines_thread_before_its_streams_are_cleared(
+    demo: nn.Module, at_once: None, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    # Another thread that frees a compiled function while MLX clears the streams of the one that
+    # called it stops both for ever, and the garbage collector runs in any thread.
+    engine = make_engine(demo)
+    tokens_of(engine, {"a": (prompt(20), greedy(4))})
+    decode, thread = engine.runner.compiled_decode, engine.thread
+    assert decode is not None and len(decode._traces) == len(traced) == 1
+    seen: list[tuple[bool, int]] = []
+    clear_streams = mx.clear_streams
+
+    def watched() -> None:
+        seen.append((thread.is_current, len(decode._traces)))
+        clear_streams()
+
+    monkeypatch.setattr(mx, "clear_streams", watched)
+    del engine
+    gc.collect()
+    thread.join()
+    assert seen == [(True, 0)]
 
 
 def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
