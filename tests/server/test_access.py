@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.asgi import IdleEngine, ask, echo
 
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.server.app import guarded as shielded
 from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
@@ -263,13 +263,12 @@ def test_a_file_of_keys_is_read_again_once_it_has_changed_and_rests(
         for _ in range(4):
             keys.look()
         assert statuses() == [200, 401, 200]
+    said = f"the keys stay as they were: api_key_file {shown(str(file))}"
     assert [record.getMessage() for record in caplog.records] == [
         "the keys were read again: 3 keys",
-        f"the keys stay as they were: api_key_file '{file}' has no key",
-        f"the keys stay as they were: api_key_file '{file}' can be read or written by others (mode "
-        "644); run chmod 600 on it",
-        f"the keys stay as they were: api_key_file '{file}' can't be read: No such file or "
-        "directory",
+        f"{said} has no key",
+        f"{said} can be read or written by others (mode 644); run chmod 600 on it",
+        f"{said} can't be read: No such file or directory",
     ]
 
 

@@ -93,7 +93,9 @@ def _state_of(file: str) -> tuple[int, ...] | None:
         found = os.stat(file)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    # Times of files are coarse: two changes within milliseconds may bear the same ones.
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_mode, found.st_size, *times
 
 
 def seems_named_by_equals(key: ApiKey) -> bool:
