@@ -12,7 +12,7 @@ import sys
 import pytest
 from helpers.engine_helpers import tiny_models
 from helpers.lanes import mark_lanes
-from helpers.mlx_compiler import precompile_header
+from helpers.mlx_compiler import prepare_compiler
 from metal_emulator.fixtures import compiler
 
 from mlx_paged.cache import PagedKVCache
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # It is ignored behind a script's "&" and under nohup, and so in programs that are started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
-        precompile_header()
+        prepare_compiler()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
