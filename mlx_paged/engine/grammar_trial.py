@@ -197,6 +197,8 @@ def main() -> None:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     os.nice(_NICENESS)  # What is answered meanwhile comes first.
+    # The end of a grammar that takes too long leaves no file of the process's memory behind.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     tokenizers: dict[str, LLTokenizer] = {}
     threading.stack_size(STACK_NBYTES)
     for line in sys.stdin:
