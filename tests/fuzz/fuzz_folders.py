@@ -42,6 +42,14 @@ MORE_FIELDS = (
 
 
 @cache
+def working_folder() -> Path:
+    """Where programs run, since a flag such as --cache-dir makes folders there; removed at the end."""
+    folder = Path(_kept().name) / "working"
+    folder.mkdir()
+    return folder
+
+
+@cache
 def right_folder() -> Path:
     """A folder of a tiny model with the demo model's tokenizer; removed when the program ends."""
     folder = Path(_kept().name) / "right"
