@@ -54,7 +54,7 @@ def engine_option_names() -> frozenset[str]:
 
 class Engine(EngineParts):
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal
-    beginnings.
+    beginnings::
 
         engine = Engine(model, tokenizer, kv_cache_bytes="2G")
         engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=100))
@@ -130,8 +130,8 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs first, as in vLLM, and preempts what runs; see :class:`Scheduler`
-                for the order.
+            priority: lower runs first, as in vLLM, and preempts what runs; ``priority_steps`` says
+                in which order.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
@@ -247,7 +247,7 @@ class Engine(EngineParts):
         on, in the thread that steps; ``None`` ends it.
 
         Args:
-            reader: called with the :class:`Request`, the number of the token in its answer, from 1,
+            reader: called with the ``Request``, the number of the token in its answer, from 1,
                 and the logits ``[vocab_size]`` that it was drawn from: after penalties, masks and
                 the request's processors, before temperature, filters and its sampler. Must not
                 raise. After an interrupt, a token may come twice. On rank 0 alone.
@@ -324,7 +324,7 @@ class Engine(EngineParts):
 
     def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
-        that begin with ``held.token_ids`` and have ``held.cache_salt``. They stay in host memory as
+        that begin with its ``token_ids`` and have its ``cache_salt``. They stay in host memory as
         long as the engine. Errors: :meth:`Snapshots.pin_prompt_cache`.
         """
         return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
