@@ -43,7 +43,7 @@ MORE_FIELDS = (
 
 @cache
 def working_folder() -> Path:
-    """Where programs run, since a flag such as --cache-dir makes folders there; removed at the end."""
+    """Where programs run: --cache-dir and other flags make folders there."""
     folder = Path(_kept().name) / "working"
     folder.mkdir()
     return folder
