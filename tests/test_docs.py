@@ -63,7 +63,9 @@ def test_no_link_between_pages_is_broken():
 
 def test_pages_that_code_and_tools_name_exist():
     folders = ("mlx_paged", "metal", "tests", "tools", "benchmarks", "examples", "grafana")
-    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
+    files = [
+        path for folder in (*folders, ".github") for path in (REPOSITORY / folder).rglob("*.*")
+    ]
     missing = [
         f"{path.relative_to(REPOSITORY)}: {name}"
         for path in [*files, *PAGES]
