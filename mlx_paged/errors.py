@@ -83,7 +83,7 @@ def words_for_all(error: BaseException) -> str:
     own errors, which quote nothing, and else :func:`type_and_place`.
     """
     is_ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
-    # A ValueError of ours shows the value.
+    # This package's ValueErrors show the value.
     if is_ours and not isinstance(error, ValueError):
         return without_room(one_line(error))
     return type_and_place(error)

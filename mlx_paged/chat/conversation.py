@@ -107,7 +107,7 @@ class Conversation:
         """Go on from these messages instead.
 
         Raises:
-            ChatTemplateError: they are no messages, or the template refuses them, and nothing has
+            ChatTemplateError: they are not messages, or the template refuses them, and nothing has
                 changed.
         """
         self._replace_messages(normalise_messages(messages))

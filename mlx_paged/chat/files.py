@@ -28,7 +28,7 @@ KV_SUFFIX = ".safetensors"
 
 
 class TranscriptError(ValueError):
-    """The file can't be read or written, or is no conversation; the message is one line."""
+    """The file can't be read or written, or is not a conversation; the message is one line."""
 
 
 class Transcript(NamedTuple):
@@ -61,7 +61,7 @@ def save_messages(
     try:
         if file.exists() and not is_transcript(file):
             raise TranscriptError(
-                f"{file} exists and is no saved conversation; choose another name"
+                f"{file} exists and is not a saved conversation; choose another name"
             )
         file = file.resolve()
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
@@ -93,7 +93,7 @@ def load_messages(path: str) -> Transcript:
     """Read a file.
 
     Raises:
-        TranscriptError: it can't be read, or is no conversation.
+        TranscriptError: it can't be read, or is not a conversation.
     """
     file = _expand(path)
     try:
@@ -105,7 +105,7 @@ def load_messages(path: str) -> Transcript:
     except (ValueError, RecursionError) as error:
         if isinstance(error, TranscriptError):
             raise
-        raise TranscriptError(f"{file} is no conversation: {one_line(error)}") from error
+        raise TranscriptError(f"{file} is not a conversation: {one_line(error)}") from error
     kv_file = None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
@@ -118,7 +118,7 @@ def load_messages(path: str) -> Transcript:
             kv_file = file.resolve().with_name(Path(name).name)
         content = content.get("messages")
     if not isinstance(content, list):
-        raise TranscriptError(f"{file} is no conversation: it has no list of messages")
+        raise TranscriptError(f"{file} is not a conversation: it has no list of messages")
     return Transcript(file, content, kv_file)
 
 
@@ -158,7 +158,7 @@ def history_path(environ: Mapping[str, str]) -> Path | None:
 def _expand(path: str) -> Path:
     try:
         if "\0" in path:
-            raise TranscriptError(f"{path!r} is no name of a file")
+            raise TranscriptError(f"{path!r} is not a name of a file")
         return Path(path).expanduser()
     except RuntimeError as error:
         raise TranscriptError(f"{path} can't be found: {error}") from error

@@ -211,7 +211,7 @@ def _fork(dialogue: Dialogue, argument: str) -> None:
 def _back(dialogue: Dialogue, argument: str) -> None:
     branches = dialogue.branches
     if len(branches) == 1:
-        dialogue.say("[this is no branch; /fork begins one]")
+        dialogue.say("[this is not a branch; /fork begins one]")
         return
     branches.pop()
     where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"

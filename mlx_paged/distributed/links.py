@@ -123,7 +123,7 @@ class Link:
         except (EOFError, OSError):
             reason = "died"
         except Exception:  # of bytes that may be anything
-            reason = "sent what is no message"
+            reason = "sent something that is not a message"
         if reason is not None and not self._is_closed:
             self._lost(f"rank {self._peer} {reason}")
         self.has_left = True

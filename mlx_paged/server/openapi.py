@@ -18,7 +18,7 @@ _PLACE = "#/components/schemas/{model}"
 
 
 class _WithoutNulls(GenerateJsonSchema):
-    """A default of ``None`` is that the field is not there, which is no value of most fields."""
+    """A default of ``None`` is that the field is not there, which most fields can't have."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         described = super().default_schema(schema)

@@ -90,10 +90,10 @@ def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
         (b'[0,"bye","failed: no memory"]', "failed: no memory"),
         (b'[1,"say",null]', "sent message 1 where 0 was due"),
         (b'["0","say",null]', "sent message '0' where 0 was due"),
-        (b'[0,"say"]', "sent what is no message"),
-        (b"{}", "sent what is no message"),
-        (b"\x80\x05.", "sent what is no message"),
-        (b"[" * 100_000, "sent what is no message"),
+        (b'[0,"say"]', "sent something that is not a message"),
+        (b"{}", "sent something that is not a message"),
+        (b"\x80\x05.", "sent something that is not a message"),
+        (b"[" * 100_000, "sent something that is not a message"),
     ],
 )
 def test_any_other_end_is_told_with_its_reason(
@@ -117,7 +117,10 @@ def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, End
     ("header", "reason"),
     [
         (struct.pack("!i", 100) + b"[0,", "died"),
-        (struct.pack("!iQ", -1, 1 << 62), "sent what is no message"),  # more than any memory
+        (
+            struct.pack("!iQ", -1, 1 << 62),
+            "sent something that is not a message",
+        ),  # more than any memory
     ],
 )
 def test_a_frame_that_is_cut_or_too_large_is_an_end(make_pair: Any, header: bytes, reason: str):
