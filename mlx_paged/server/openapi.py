@@ -31,7 +31,7 @@ def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
     """The endpoint that describes routes."""
 
     async def openapi(context: RequestContext[Body]) -> Response:
-        """This document."""
+        """The routes and the fields of their bodies, as OpenAPI 3.1 describes them."""
         document = await context.service.run_in_tokenizer_pool(
             context.user, lambda _: openapi_document(routes)
         )
