@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -62,7 +63,7 @@ class Link:
         self.has_left = self._is_closed = False
         self._peer, self._lost = peer, lost
         self._socket, self._connection = sock, connection_over(sock)
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._num_sent = 0
         self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         for work in (self._read, self._ping):
@@ -71,9 +72,15 @@ class Link:
     def send(self, kind: str, value: object = None) -> None:
         """Send a message; nothing is sent behind one that did not go out whole."""
         with self._sending:
-            is_stuck = self._write(kind, value)
-        if is_stuck:
-            self._lost(f"rank {self._peer} has taken no message for {SILENCE_SECONDS:.0f} seconds")
+            message = json.dumps([self._num_sent, kind, value], separators=(",", ":"))
+            self._num_sent += 1
+            try:
+                self._connection.send_bytes(message.encode())
+            except OSError as error:
+                self._end_sending()
+                # Where the connection has ended, the thread that reads says why.
+                if isinstance(error, BlockingIOError):
+                    self._ended(f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
 
     def receive(self) -> Message | None:
         """Wait for the next message; ``None`` once the peer has left."""
@@ -86,25 +93,11 @@ class Link:
         """Say goodbye, or why this rank ends. More than once is harmless."""
         self._is_closed = True
         # Where another thread waits for the peer inside a frame, nothing more can be said.
-        is_between_frames = self._sending.acquire(timeout=GOODBYE_SECONDS)
-        if is_between_frames:
+        if self._sending.acquire(timeout=GOODBYE_SECONDS):
             _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
-            self._write("bye", reason)
-        self._end_sending()
-        if is_between_frames:
+            self.send("bye", reason)
             self._sending.release()
-
-    def _write(self, kind: str, value: object) -> bool:
-        """Whether the peer has taken no message for too long."""
-        frame = json.dumps([self._num_sent, kind, value], separators=(",", ":")).encode()
-        self._num_sent += 1
-        try:
-            self._connection.send_bytes(frame)
-        except OSError as error:
-            self._end_sending()
-            # Where the connection has ended, the thread that reads says why.
-            return isinstance(error, BlockingIOError)
-        return False
+        self._end_sending()
 
     def _end_sending(self) -> None:
         with contextlib.suppress(OSError):
@@ -117,27 +110,27 @@ class Link:
 
     def _read(self) -> None:
         try:
-            reason = self._read_messages()
+            self._read_messages()
         except BlockingIOError:
-            reason = f"has said nothing for {SILENCE_SECONDS:.0f} seconds"
+            self._ended(f"has said nothing for {SILENCE_SECONDS:.0f} seconds")
         except (EOFError, OSError):
-            reason = "died"
+            self._ended("died")
         except Exception:  # of bytes that may be anything
-            reason = "sent what is no message"
-        if reason is not None and not self._is_closed:
-            self._lost(f"rank {self._peer} {reason}")
+            self._ended("sent what is no message")
         self.has_left = True
         self._received.put(None)
 
-    def _read_messages(self) -> str | None:
-        """Read until the peer says that it ends; returns why it does, ``None`` for a goodbye."""
-        due = 0
-        while True:
+    def _read_messages(self) -> None:
+        """Read until the peer says that it ends, or sends a message that is not due."""
+        for due in itertools.count():
             number, kind, value = json.loads(self._connection.recv_bytes())
             if number != due:
-                return f"sent message {shown(number)} where {due} was due"
+                return self._ended(f"sent message {shown(number)} where {due} was due")
             if kind == "bye":
-                return None if value is None else one_line(value)
+                return None if value is None else self._ended(one_line(value))
             if kind != "ping":
                 self._received.put((str(kind), value))
-            due += 1
+
+    def _ended(self, how: str) -> None:
+        if not self._is_closed:
+            self._lost(f"rank {self._peer} {how}")
