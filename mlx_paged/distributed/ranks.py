@@ -100,8 +100,8 @@ class Ranks:
         self.send("values", values)
         return values
 
-    def compare(self, facts: dict[str, str]) -> None:
-        """Hold versions, and what else must be equal on all ranks, against those of rank 0.
+    def compare(self, facts: Mapping[str, object]) -> None:
+        """Hold versions, and what else must have equal texts on all ranks, against those of rank 0.
 
         Raises:
             RanksError: on every rank; the message names the first fact that differs, and both
@@ -109,8 +109,8 @@ class Ranks:
         """
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         versions["mlx-paged"] = __version__
-        facts = {f"the version of {name}": each for name, each in versions.items()} | facts
-        leaders, *others = self.all_gather(facts)
+        facts = {f"the version of {name}": each for name, each in versions.items()} | {**facts}
+        leaders, *others = self.all_gather({name: str(fact) for name, fact in facts.items()})
         for rank, theirs in enumerate(others, 1):
             for name in leaders | theirs:
                 first, second = leaders.get(name, "missing"), theirs.get(name, "missing")
