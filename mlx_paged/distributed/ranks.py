@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -191,9 +190,8 @@ if not select.select([0], [], [], seconds)[0]:
 """
 
 
-@contextmanager
-def _given_up_after(seconds: float) -> Iterator[None]:
-    """End this process unless the body ends before that.
+def _given_up_after(seconds: float) -> subprocess.Popen[bytes]:
+    """What ends this process unless its ``with`` block ends before that.
 
     MLX waits for other ranks without end, and holds Python's lock meanwhile: no thread of this
     process could look at a clock.
@@ -203,5 +201,4 @@ def _given_up_after(seconds: float) -> Iterator[None]:
         f"{seconds:.0f} seconds: a rank is missing, or can't be reached"
     )
     command = [sys.executable, "-I", "-S", "-c", _GIVE_UP, str(seconds), line]
-    with subprocess.Popen(command, stdin=subprocess.PIPE):
-        yield
+    return subprocess.Popen(command, stdin=subprocess.PIPE)

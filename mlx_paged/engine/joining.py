@@ -43,10 +43,10 @@ def join_ranks(
         "the device": "CPU" if device.is_cpu() else "GPU",
         "the kind of model": type(model),
         **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
-        "the dtype of the model": model.dtype,
         # The shares of all ranks are alike.
-        "the names and shapes of the weights": [
-            (name, leaf.shape, leaf.dtype) for name, leaf in tree_flatten(model.parameters())
+        "the names, shapes and types of the weights": [
+            (name, leaf.shape, leaf.dtype)
+            for name, leaf in dict(tree_flatten(model.parameters())).items()
         ],
     }
     if tokenizer is not None:
