@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 from mlx_paged.errors import one_line, shown
 
@@ -22,8 +22,6 @@ from mlx_paged.errors import one_line, shown
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
-
-Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
 
 def connection_over(sock: socket.socket) -> Connection:
@@ -56,16 +54,16 @@ class Link:
             sends what is none; from the thread that noticed.
 
     Attributes:
-        has_left: no message will come any more.
+        is_over: this end has said goodbye, or no message will come from the other.
     """
 
     def __init__(self, sock: socket.socket, peer: int, lost: Callable[[str], object]) -> None:
-        self.has_left = self._is_closed = False
+        self.is_over = False
         self._peer, self._lost = peer, lost
         self._socket, self._connection = sock, connection_over(sock)
         self._sending = threading.RLock()
         self._num_sent = 0
-        self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         for work in (self._read, self._ping):
             threading.Thread(target=work, name=f"mlx_paged rank {peer}", daemon=True).start()
 
@@ -82,8 +80,8 @@ class Link:
                 if isinstance(error, BlockingIOError):
                     self._ended(f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
 
-    def receive(self) -> Message | None:
-        """Wait for the next message; ``None`` once the peer has left."""
+    def receive(self) -> tuple[str, Any] | None:
+        """Wait for the kind and the value of the next message; ``None`` once the peer has left."""
         message = self._received.get()
         if message is None:
             self._received.put(None)  # for the next call
@@ -91,7 +89,7 @@ class Link:
 
     def close(self, reason: str | None = None) -> None:
         """Say goodbye, or why this rank ends. More than once is harmless."""
-        self._is_closed = True
+        self.is_over = True
         # Where another thread waits for the peer inside a frame, nothing more can be said.
         if self._sending.acquire(timeout=GOODBYE_SECONDS):
             _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
@@ -104,7 +102,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _ping(self) -> None:
-        while not self._is_closed and not self.has_left:
+        while not self.is_over:
             self.send("ping")
             time.sleep(PING_SECONDS)
 
@@ -117,7 +115,7 @@ class Link:
             self._ended("died")
         except Exception:  # of bytes that may be anything
             self._ended("sent what is no message")
-        self.has_left = True
+        self.is_over = True
         self._received.put(None)
 
     def _read_messages(self) -> None:
@@ -132,5 +130,5 @@ class Link:
                 self._received.put((str(kind), value))
 
     def _ended(self, how: str) -> None:
-        if not self._is_closed:
+        if not self.is_over:
             self._lost(f"rank {self._peer} {how}")

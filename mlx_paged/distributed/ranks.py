@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from mlx_paged import __version__
-from mlx_paged.distributed.links import Link, Message
+from mlx_paged.distributed.links import Link
 from mlx_paged.distributed.meeting import meet
 from mlx_paged.errors import one_line, shown, words_for_all
 from mlx_paged.launch import is_launched
@@ -69,12 +69,12 @@ class Ranks:
             RanksError: one of them has left.
         """
         for rank, link in self._links.items():
-            if link.has_left:
+            if link.is_over:
                 raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
 
-    def receive(self, *kinds: str, rank: int = 0) -> Message:
-        """Wait for the next message of a rank. One of another kind ends this process.
+    def receive(self, *kinds: str, rank: int = 0) -> tuple[str, Any]:
+        """Wait for the kind and the value of a rank's next message. Another kind ends this process.
 
         Raises:
             RanksError: that rank has ended.
