@@ -93,10 +93,9 @@ class Ranks:
         """
         if not self.is_leader:
             self.send("value", value)
-            values: list[Any] = self.receive("values")[1]
-            return values
+            return list(self.receive("value")[1])
         values = [value, *(self.receive("value", rank=rank)[1] for rank in self._links)]
-        self.send("values", values)
+        self.send("value", values)
         return values
 
     def compare(self, facts: Mapping[str, object]) -> None:

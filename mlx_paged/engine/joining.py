@@ -67,5 +67,4 @@ def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: Language
     budget = kv_budget(kv_cache_bytes, model)
     if budget.nbytes is None:
         return f"{budget.num_blocks}blocks"
-    least: int = min(ranks.all_gather(budget.nbytes))
-    return least
+    return int(min(ranks.all_gather(budget.nbytes)))
