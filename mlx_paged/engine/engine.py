@@ -272,12 +272,11 @@ class Engine(EngineParts):
         """Give back K/V memory that no running request needs; returns the bytes. What is cached
         there is forgotten.
         """
-        return self._changed("shrink", partial(self._on_all_ranks, "shrink", self._shrink))
+        return self._changed("shrink", self.steps.shrink)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
-        name, reset = "reset_prefix_cache", self.scheduler.reset_prefix_cache
-        return self._changed(name, partial(self._on_all_ranks, name, reset))
+        return self._changed("reset_prefix_cache", self.steps.reset_prefix_cache)
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -379,13 +378,7 @@ class Engine(EngineParts):
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, self.thread, call)
-        changes = {
-            "shrink": self._shrink,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
-        }
-        following = self.thread.submit(
-            partial(follow, self.ranks, self, self.input_processor, changes)
-        )
+        following = self.thread.submit(partial(follow, self.ranks, self, self.input_processor))
         # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
         following.outlast()
         value: T = following.result()
@@ -403,11 +396,6 @@ class Engine(EngineParts):
                 f"[engine] {name} is for rank 0, and this is rank {self.ranks.rank}, which follows "
                 "it: call follow or share here"
             )
-
-    def _on_all_ranks(self, name: str, call: Callable[[], T]) -> T:
-        if self.ranks is not None and self.ranks.is_leader:
-            self.ranks.send("change", name)
-        return call()
 
     # Inside
 
@@ -478,10 +466,6 @@ class Engine(EngineParts):
         self.steps.add_new()
         while self._inbox:
             self._inbox.popleft()()
-
-    def _shrink(self) -> int:
-        self.steps.process_output()  # It may write to the memory that is given back.
-        return self.cache.shrink()
 
     def _step(self) -> None:
         begin = time.perf_counter()
