@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.server.anthropic.endpoints import count_tokens, messages
+from mlx_paged.server.anthropic.answers import count_tokens, messages
 from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
 from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
@@ -22,7 +22,8 @@ from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.http_server import Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
-from mlx_paged.server.openai.chat import ChatRequest, chat_completions
+from mlx_paged.server.openai.chat import ChatRequest
+from mlx_paged.server.openai.chat_answers import chat_completions
 from mlx_paged.server.openai.completions import CompletionRequest, completions
 from mlx_paged.server.openai.models import health, model, models, version
 from mlx_paged.server.openai.tokenize import (
@@ -32,8 +33,8 @@ from mlx_paged.server.openai.tokenize import (
     tokenize,
 )
 from mlx_paged.server.openapi import openapi_endpoint
+from mlx_paged.server.responses.answers import responses, stored_response
 from mlx_paged.server.responses.body import ResponsesRequest
-from mlx_paged.server.responses.endpoint import responses, stored_response
 from mlx_paged.server.routes import ApiRoute, get, post
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings

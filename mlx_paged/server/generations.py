@@ -87,10 +87,10 @@ class Answer:
                 self._first = None
                 self._places.close()
                 self._note(output, True)
-                return output
-            output = await anext(self._rest)
-            self._note(output, False)
-            return output
+            else:
+                output = await anext(self._rest)
+                self._note(output, False)
+            return _check_end(output)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -143,7 +143,7 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
     """
     if len(answers) == 1:
         async for output in answers[0]:
-            yield 0, check_end(output)
+            yield 0, output
         return
     # With a bound, so that parts that no task waits for are merged where they come from.
     inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
@@ -170,14 +170,14 @@ async def _read(
     """Put the parts of an answer into an inbox, and then ``None``, or why there are no more."""
     try:
         async for part in answer:
-            await inbox.put((index, check_end(part)))
+            await inbox.put((index, part))
     except ApiError as error:
         await inbox.put((index, error))
     else:
         await inbox.put((index, None))
 
 
-def check_end(output: RequestOutput) -> RequestOutput:
+def _check_end(output: RequestOutput) -> RequestOutput:
     """The output; raises an :class:`ApiError` where one of its completions ended before its end:
     no protocol has a word for that.
     """

@@ -19,13 +19,7 @@ from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.fair_threads import FairThreads, Work
-from mlx_paged.server.generations import (
-    Answer,
-    CompletionCollector,
-    Generation,
-    api_error,
-    check_end,
-)
+from mlx_paged.server.generations import Answer, CompletionCollector, Generation, api_error
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.idle_prefill import IdlePrefill
 from mlx_paged.server.prompt_length import LengthLimit
@@ -258,7 +252,7 @@ class Service:
         ]
         answers = await self.start_all(final, request_id)
         try:
-            return [check_end(await anext(answer)) for answer in answers]
+            return [await anext(answer) for answer in answers]
         finally:
             for answer in answers:
                 await answer.aclose()

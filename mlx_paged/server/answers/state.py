@@ -11,7 +11,6 @@ from mlx_paged.reasoning import ReasoningTokens
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
 from mlx_paged.server.answers.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.generations import check_end
 
 Kind: TypeAlias = Literal["reasoning", "text", "call"]
 PLAIN = AnswerFormat()
@@ -153,12 +152,7 @@ class AnswerState:
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
-        """The completions that a part of the answer is about, for :meth:`CompletionState.add`.
-
-        Raises:
-            ApiError: one of them ended before its end.
-        """
-        check_end(output)
+        """The completions that a part of the answer is about, for :meth:`CompletionState.add`."""
         self._num_prompt_tokens = len(output.prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens
         parts = []

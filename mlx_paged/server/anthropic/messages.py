@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -210,27 +209,13 @@ class CountRequest(ConversationFields):
 AnyRequest = MessagesRequest | CountRequest
 
 
-@dataclass(frozen=True)
-class MessagesBody:
-    """A body, read.
-
-    Args:
-        shows_thinking: whether the answer shows the text of its reasoning.
-    """
-
-    job: ChatJob
-    model: str
-    is_streamed: bool = False
-    shows_thinking: bool = True
-
-
-def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
-    """Everything that the body says.
+def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
+    """The conversation that the body has.
 
     Raises:
         ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    model = request.model_name(service)
+    request.model_name(service)
     tools = tuple(tool.as_function() for tool in request.tools)
     choice = _tool_choice(request.tool_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
@@ -246,7 +231,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
     if messages[-1]["role"] == "assistant":
         # The answer goes on from it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
-    job = ChatJob(
+    return ChatJob(
         messages,
         _read_params(request, service),
         tools,
@@ -257,8 +242,6 @@ def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
         request.cache_salt or None,
         request.no_store,
     )
-    shows_thinking = thinking is None or thinking.display != "omitted"
-    return MessagesBody(job, model, request.stream, shows_thinking)
 
 
 def _read_params(request: AnyRequest, service: Service) -> SamplingParams:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mlx_paged.errors import shown
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.grammars.response_format import Format
 from mlx_paged.server.openai.messages import (
@@ -173,30 +173,44 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     client_metadata: Any = None
     max_tool_calls: Any = None  # of tools that run on the server
 
+    @property
+    def has_sealed_reasoning(self) -> bool:
+        """Whether reasoning comes as ``encrypted_content``, too."""
+        return _INCLUDES[0] in self.include
 
-@dataclass(frozen=True)
-class ResponsesBody:
-    """A body, read.
+    def namespaces(self) -> dict[str, str]:
+        """Those of the tools that came in one, by their names."""
+        spaces = [each for each in self.tools if isinstance(each, Namespace)]
+        return {tool.name: space.name for space in spaces for tool in space.tools}
 
-    Args:
-        namespaces: of the tools that came in one, by their names.
-        echo: what the response repeats of the request.
-        has_sealed_reasoning: whether reasoning comes as ``encrypted_content``, too.
-    """
+    def echo(self, params: SamplingParams) -> dict[str, Any]:
+        """What the response repeats of the request.
 
-    job: ChatJob
-    model: str
-    is_streamed: bool = False
-    num_top_logprobs: int | None = None
-    has_sealed_reasoning: bool = False
-    namespaces: dict[str, str] = field(default_factory=dict)
-    echo: dict[str, Any] = field(default_factory=dict)
+        Args:
+            params: that it was sampled with.
+        """
+        repeated = {"text", "tool_choice", "tools"}
+        given = self.model_dump(include=repeated, exclude_unset=True, by_alias=True)
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": params.max_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": params.logprobs or 0,
+            "top_p": params.top_p,
+            **{name: value for name, value in given.items() if value},
+        }
 
 
 def read_responses_body(
     request: ResponsesRequest, service: Service, owner: str | None = None
-) -> ResponsesBody:
-    """Everything that the body says.
+) -> ChatJob:
+    """The conversation that the body has.
 
     Args:
         owner: of the items that it may refer to.
@@ -204,8 +218,8 @@ def read_responses_body(
     Raises:
         ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    model = request.model_name(service)
-    tools, namespaces = _read_tools(request.tools)
+    request.model_name(service)
+    tools = _read_tools(request.tools)
     wanted = request.tool_choice
     if isinstance(wanted, NamedTool):
         choice = checked_tool_choice(wanted.name, "tool_choice.name", tools)
@@ -222,7 +236,7 @@ def read_responses_body(
     )
     if request.stream_options is not None and not request.stream:
         raise refused("stream_options", "is given, and stream is not true")
-    job = ChatJob(
+    return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
         params,
         tools,
@@ -231,26 +245,6 @@ def read_responses_body(
         options,
         **request.job_fields(),
     )
-    repeated = {"text", "tool_choice", "tools"}
-    given = request.model_dump(include=repeated, exclude_unset=True, by_alias=True)
-    echo = {
-        "instructions": request.instructions,
-        "max_output_tokens": params.max_tokens,
-        "metadata": request.metadata or {},
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "reasoning": {"effort": request.reasoning.effort, "summary": None},
-        "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": num_top_logprobs or 0,
-        "top_p": params.top_p,
-        **{name: value for name, value in given.items() if value},
-    }
-    return ResponsesBody(
-        job, model, request.stream, num_top_logprobs, _INCLUDES[0] in request.include, namespaces,
-        echo,
-    )  # fmt: skip
 
 
 def _num_top_logprobs(request: ResponsesRequest) -> int | None:
@@ -274,19 +268,14 @@ def _template_options(request: ResponsesRequest) -> dict[str, Any]:
     return options
 
 
-def _read_tools(
-    tools: Sequence[Tool | Namespace],
-) -> tuple[tuple[dict[str, Any], ...], dict[str, str]]:
-    """The tools, those of Codex's namespaces among them, and the namespaces by the tools' names."""
+def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
+    """The tools, those of Codex's namespaces among them."""
     functions: list[dict[str, Any]] = []
-    namespaces: dict[str, str] = {}
     for each in tools:
         inner = each.tools if isinstance(each, Namespace) else [each]
         functions += [tool.as_function() for tool in inner]
-        if isinstance(each, Namespace):
-            namespaces |= {tool.name: each.name for tool in inner}
     refuse_second_names([function["function"]["name"] for function in functions])
-    return tuple(functions), namespaces
+    return tuple(functions)
 
 
 # Input
