@@ -5,6 +5,7 @@ others out.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -39,7 +40,7 @@ from mlx_paged.server.routes import ApiRoute, get, post
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.cache_report import cache
-from mlx_paged.server.watching.metrics import HttpCounts, metrics_endpoint
+from mlx_paged.server.watching.metrics import count_request, metrics_endpoint
 from mlx_paged.server.watching.pool_page import page_endpoint, pool
 
 
@@ -71,11 +72,10 @@ class App:
             },
         )
         self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
-        self._app = RequestLog(HttpCounts(self.gate, counts, routes))
+        self._app = RequestLog(self.gate, partial(count_request, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
+        scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
         await self._app(scope, receive, send)
 
     def _protocol_of(self, path: str) -> WireProtocol:

@@ -12,13 +12,12 @@ from starlette.routing import Route
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.bodies import read_json
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.http.disconnects import CLIENT_LEFT, ClientLeftError, until_disconnect
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
 B = TypeVar("B", bound=Body)
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
-CLIENT_LEFT = 499  # nginx's word for it; only the log reads it
 
 
 class ApiRoute(Route):

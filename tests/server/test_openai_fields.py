@@ -478,9 +478,7 @@ def test_tools_and_their_choice(shared_service):
     job = chat(shared_service, tools=[TOOL, other])
     assert (job.tools, job.tool_choice, job.parallel_tool_calls) == ((TOOL, other), "auto", True)
     choice = {"type": "function", "function": {"name": "sub"}}
-    job = chat(
-        shared_service, tools=[TOOL, other], tool_choice=choice, parallel_tool_calls=False
-    )
+    job = chat(shared_service, tools=[TOOL, other], tool_choice=choice, parallel_tool_calls=False)
     assert (job.tool_choice, job.parallel_tool_calls) == ("sub", False)
 
 

@@ -50,9 +50,6 @@ class Limits:
         self._tidying = Tidying()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
         try:
             try:
