@@ -36,7 +36,7 @@ from mlx_paged.server.openai.tokenize import (
 from mlx_paged.server.openapi import openapi_endpoint
 from mlx_paged.server.responses.answers import responses, stored_response
 from mlx_paged.server.responses.body import ResponsesRequest
-from mlx_paged.server.routes import ApiRoute, get, post
+from mlx_paged.server.routes import ApiRoute
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.cache_report import cache
@@ -109,32 +109,33 @@ def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[A
     """
     anthropic, of_responses = WireProtocol.ANTHROPIC, WireProtocol.RESPONSES
     routes = [
-        get("/health", health),
-        get("/ping", health),  # as SageMaker and vLLM call it
-        get("/version", version),
+        ApiRoute("/health", health),
+        ApiRoute("/ping", health),  # as SageMaker and vLLM call it
+        ApiRoute("/version", version),
         # Clients that were given a base URL without /v1 leave it out of their paths, too.
-        *(get(path, models) for path in ("/v1/models", "/models")),
-        *(get(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-        get("/v1/cache", cache),
-        get("/", page_endpoint()),
-        get("/v1/pool", pool),
-        get("/metrics", metrics_endpoint(service, counts)),
-        post("/v1/chat/completions", chat_completions, ChatRequest),
-        post("/chat/completions", chat_completions, ChatRequest),
-        post("/v1/completions", completions, CompletionRequest),
-        post("/v1/messages", messages, MessagesRequest, anthropic),
-        post("/v1/messages/count_tokens", count_tokens, CountRequest, anthropic),
-        post("/v1/responses", responses, ResponsesRequest, of_responses),
+        *(ApiRoute(path, models) for path in ("/v1/models", "/models")),
+        *(ApiRoute(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+        ApiRoute("/v1/cache", cache),
+        ApiRoute("/", page_endpoint()),
+        ApiRoute("/v1/pool", pool),
+        ApiRoute("/metrics", metrics_endpoint(service, counts)),
+        ApiRoute("/v1/chat/completions", chat_completions, ChatRequest),
+        ApiRoute("/chat/completions", chat_completions, ChatRequest),
+        ApiRoute("/v1/completions", completions, CompletionRequest),
+        ApiRoute("/v1/messages", messages, MessagesRequest, anthropic),
+        ApiRoute("/v1/messages/count_tokens", count_tokens, CountRequest, anthropic),
+        ApiRoute("/v1/responses", responses, ResponsesRequest, of_responses),
         ApiRoute(
             "/v1/responses/{path:path}",
             stored_response,
-            methods=("GET", "POST", "DELETE"),
-            protocol=of_responses,
+            None,
+            of_responses,
+            ("GET", "POST", "DELETE"),
         ),
-        post("/tokenize", tokenize, TokenizeRequest),
-        post("/detokenize", detokenize, DetokenizeRequest),
+        ApiRoute("/tokenize", tokenize, TokenizeRequest),
+        ApiRoute("/detokenize", detokenize, DetokenizeRequest),
     ]
-    routes.append(get("/openapi.json", openapi_endpoint(routes)))
+    routes.append(ApiRoute("/openapi.json", openapi_endpoint(routes)))
     for route in routes:
         route.service = service
     return routes

@@ -34,7 +34,7 @@ class Generation:
     Args:
         prompt_token_ids: the prompt. Encoded before, in a thread of its own: a long text takes a
             tokenizer longer than a step.
-        params: with ``output_kind`` DELTA for :meth:`Service.start`.
+        params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
         no_store: write none of its K/V to disk.
         when_finished: is told of each completion that ended, with all of its tokens.
@@ -54,7 +54,7 @@ class Answer:
     """The parts of a generation as they come, the first of which is there already, so that an error
     can still be an answer of HTTP, unless it takes long.
 
-        answer = await service.start(generation, request_id)
+        [answer] = await service.start_all([generation], request_id)
         try:
             async for part in answer: ...
         finally:

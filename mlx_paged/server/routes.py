@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,8 +24,10 @@ class ApiRoute(Route):
     """A route whose endpoint takes a :class:`RequestContext`.
 
     Args:
-        body: what requests have; ``None``: nothing that is read. An endpoint with a body is
-            cancelled when the client leaves before there is a response.
+        body: what requests have, which are POST; ``None``: nothing that is read, and requests are
+            GET. An endpoint with a body is cancelled when the client leaves before there is a
+            response.
+        methods: others than these.
 
     Attributes:
         service: that answers, before the first request.
@@ -36,12 +38,12 @@ class ApiRoute(Route):
     def __init__(
         self,
         path: str,
-        endpoint: Endpoint[Any],
-        *,
-        methods: Iterable[str],
-        body: type[Body] | None = None,
+        endpoint: Endpoint[B],
+        body: type[B] | None = None,
         protocol: WireProtocol = WireProtocol.OPENAI,
+        methods: Sequence[str] = (),
     ):
+        methods = methods or ("GET" if body is None else "POST",)
         super().__init__(path, self._respond, methods=list(methods))
         self.body = body
         self.protocol = protocol
@@ -65,15 +67,3 @@ class ApiRoute(Route):
         return RequestContext(
             request, self.service, self.body or Body, value, state.principal, state.request_id
         )
-
-
-def get(path: str, endpoint: Endpoint[Body]) -> ApiRoute:
-    """A route that is asked."""
-    return ApiRoute(path, endpoint, methods=("GET",))
-
-
-def post(
-    path: str, endpoint: Endpoint[B], body: type[B], protocol: WireProtocol = WireProtocol.OPENAI
-) -> ApiRoute:
-    """A route that is sent a JSON object."""
-    return ApiRoute(path, endpoint, methods=("POST",), body=body, protocol=protocol)

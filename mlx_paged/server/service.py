@@ -149,11 +149,6 @@ class Service:
         context_length = self.engine.engine.scheduler.context_length
         return LengthLimit(self.tokenizer, self.max_model_len, context_length, work.check)
 
-    async def start(self, generation: Generation, request_id: str | None = None) -> Answer:
-        """Ask the engine, and wait for the first part; see :meth:`start_all`."""
-        [answer] = await self.start_all([generation], request_id)
-        return answer
-
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None
     ) -> list[Answer]:
@@ -244,7 +239,7 @@ class Service:
         """The whole answers, for clients that want no stream. Nothing is done here meanwhile.
 
         Raises:
-            ApiError: as :meth:`start`, or why an answer ended before its end.
+            ApiError: as :meth:`start_all`, or why an answer ended before its end.
         """
         final = [
             replace(each, params=each.params.clone(output_kind=RequestOutputKind.FINAL_ONLY))

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError
 from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.grammars.tool_call_grammars import json_rule
 from mlx_paged.server.grammars.tool_grammar import (
     ToolGrammar,
     reasoning_before,
@@ -19,8 +19,6 @@ from mlx_paged.server.grammars.tool_grammar import (
     strict_calls,
 )
 from mlx_paged.structured_outputs import StructuredOutputsParams
-
-_ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 
 def chat_grammar(
@@ -94,7 +92,6 @@ def _format_or_calls(
         )
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     schema = schema if isinstance(schema, dict) else {}
-    schema = {**one_of_as_any_of(schema), "x-guidance": _ONE_LINE}
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
-    lark = f"start: calls | formatted\nformatted: %json {json.dumps(schema)}\n{lark}"
+    lark = f"start: calls | formatted\nformatted: {json_rule(schema)}\n{lark}"
     return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json=False)

@@ -16,7 +16,7 @@ from mlx_paged.server.openai.messages import (
     read_messages,
     read_tools,
 )
-from mlx_paged.server.openai.options import OpenAIFields, first_given
+from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options, first_given
 from mlx_paged.server.schemas import Body, Children, Fixed, OneOf, refused
 from mlx_paged.server.service import Service
 
@@ -47,27 +47,20 @@ _NO_TEMPLATE_VARIABLES = {
 class TemplateFields(Body):
     """Variables of the chat template."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     enable_thinking: bool | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """``chat_template_kwargs``, and those that have a field.
-
-        ``reasoning_effort`` is one that some templates know; ``"none"`` turns thinking off, and all
-        others turn it on, unless ``enable_thinking`` says something else.
+        """``chat_template_kwargs``, and those that have a field. What ``enable_thinking`` says
+        counts more than what the effort does.
 
         Raises:
             ApiError: a variable that can't be set, or two that exclude each other; 400.
         """
-        options: dict[str, Any] = {}
-        effort = self.reasoning_effort
-        if effort is not None:
-            options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        options = effort_options(self.reasoning_effort)
         for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & self.chat_template_kwargs.keys()):
             way_out = _NO_TEMPLATE_VARIABLES[name]
             raise refused(f"chat_template_kwargs.{name}", f"can't be set; {way_out}")

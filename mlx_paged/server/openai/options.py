@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -63,6 +63,18 @@ class CacheFields(Body):
             "cache_salt": self.cache_salt if self.cache_prompt else uuid.uuid4().hex,
             "no_store": self.no_store or is_in_memory or not self.cache_prompt,
         }
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_options(effort: Effort | None) -> dict[str, Any]:
+    """The variables of the chat template that an effort sets: ``reasoning_effort``, which some
+    templates know; ``"none"`` turns thinking off, and all others turn it on.
+    """
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 class StreamOptions(Body):

@@ -19,7 +19,14 @@ from mlx_paged.server.openai.messages import (
     function_tool,
     refuse_second_names,
 )
-from mlx_paged.server.openai.options import CacheFields, ModelFields, StreamOptions, first_given
+from mlx_paged.server.openai.options import (
+    CacheFields,
+    Effort,
+    ModelFields,
+    StreamOptions,
+    effort_options,
+    first_given,
+)
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
@@ -128,7 +135,7 @@ class NamedTool(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     # Reasoning is shown as it is, and not summed up.
     summary: Any = None
     generate_summary: Any = None
@@ -226,7 +233,9 @@ def read_responses_body(
     else:
         choice = checked_tool_choice(wanted, "", tools)
     num_top_logprobs = _num_top_logprobs(request)
-    options = _template_options(request)
+    options = effort_options(request.reasoning.effort)
+    if request.text.verbosity is not None:
+        options["verbosity"] = request.text.verbosity  # There may be templates that know it.
     answer_format = request.text.format
     params = request.sampling(
         service.default_params,
@@ -255,17 +264,6 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     if request.top_logprobs and not has_logprobs:
         raise refused("top_logprobs", f"is given, and include has no {_INCLUDES[1]!r}")
     return request.top_logprobs if has_logprobs else None
-
-
-def _template_options(request: ResponsesRequest) -> dict[str, Any]:
-    """Variables of the template."""
-    options: dict[str, Any] = {}
-    effort = request.reasoning.effort
-    if effort is not None:
-        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    if request.text.verbosity is not None:
-        options["verbosity"] = request.text.verbosity  # There may be templates that know it.
-    return options
 
 
 def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
