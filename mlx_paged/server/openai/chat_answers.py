@@ -8,9 +8,9 @@ from typing import Any
 from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.events import ToolCallStart
+from mlx_paged.server.answers.events import Kind, ToolCall
 from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState, Kind
+from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.openai.chat import ChatRequest, read_chat
 from mlx_paged.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -163,6 +163,6 @@ def _end(completion: CompletionState) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
-def _call(call: ToolCallStart, arguments: str = "") -> dict[str, Any]:
+def _call(call: ToolCall, arguments: str = "") -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.call_id, "type": "function", "function": function}
