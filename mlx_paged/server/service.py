@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -81,21 +81,18 @@ class Service:
     step_timeout: float = DEFAULT_STEP_TIMEOUT
     takes_any_name: bool = False
     prefills_when_idle: bool = True
-    _threads: FairThreads = field(
-        default_factory=partial(
-            FairThreads, "mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER
-        ),
-        init=False,
-        repr=False,
-    )
-    _grammar_threads: FairThreads = field(
-        default_factory=partial(
-            FairThreads, "mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER
-        ),
-        init=False,
-        repr=False,
-    )
-    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    @cached_property
+    def _threads(self) -> FairThreads:
+        return FairThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
+
+    @cached_property
+    def _grammar_threads(self) -> FairThreads:
+        return FairThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
+
+    @cached_property
+    def _numbers(self) -> Iterator[int]:
+        return itertools.count()
 
     @cached_property
     def token_texts(self) -> TokenTexts:

@@ -287,17 +287,16 @@ def _read_conversation(
     A content is the list of its texts until all of them are there: to join them one by one would
     take the square of their number.
     """
-    messages: list[dict[str, Any]] = []
+    reader = _ItemReader(find)
+    messages = reader.messages
     if request.instructions:
         messages.append({"role": "system", "content": [request.instructions]})
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": [request.input]})
     else:
-        reader = _ItemReader(messages, find)
         last = len(request.input) - 1
         for index, each in enumerate(request.input):
             reader.add(each, f"input[{index}]", is_last=index == last)
-        reader.end_turn()
     for message in messages:
         message["content"] = "".join(message["content"])
     return messages
@@ -310,12 +309,10 @@ class _ItemReader:
         find: returns an item by its id, if it is kept.
     """
 
-    def __init__(
-        self, messages: list[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
-    ):
-        self._messages = messages
+    def __init__(self, find: Callable[[str], dict[str, Any] | None]):
+        self.messages: list[dict[str, Any]] = []
         self._find = find
-        self._turn: dict[str, Any] | None = None  # what the model says, which may be many items
+        self._is_turn_over = False
         self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
 
     def add(self, item: AnyItem, place: str, is_last: bool) -> None:
@@ -340,47 +337,41 @@ class _ItemReader:
             raise refused(f"{place}.id", f"{shown(reference.id)} {words}")
         return _KeptItem.read({"item": found}).item
 
-    def end_turn(self) -> None:
-        """What the model said is over."""
-        if self._turn is not None:
-            self._messages.append(self._turn)
-            self._turn = None
-
-    def _open_turn(self) -> dict[str, Any]:
-        if self._turn is None:
-            self._turn = {"role": "assistant", "content": []}
-        return self._turn
+    def _turn(self) -> dict[str, Any]:
+        """The message of what the model says, which may be many items."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or self._is_turn_over:
+            self.messages.append({"role": "assistant", "content": []})
+            self._is_turn_over = False
+        return self.messages[-1]
 
     def _add_message(self, item: MessageItem, text: str) -> None:
+        last = self.messages[-1] if self.messages else None
         if item.role == "assistant":
-            self._open_turn()["content"].append(text)
-            return
-        self.end_turn()
-        last = self._messages[-1] if self._messages else None
-        if item.role == "user":
-            self._messages.append({"role": "user", "content": [text]})
+            self._turn()["content"].append(text)
+        elif item.role == "user":
+            self.messages.append({"role": "user", "content": [text]})
         elif last is None:
-            self._messages.append({"role": "system", "content": [text]})
+            self.messages.append({"role": "system", "content": [text]})
         elif last["role"] == "system":
             last["content"] += ["\n\n", text]
         else:
             # Few templates know a system's message in the middle.
             content = f"<system-reminder>\n{text}\n</system-reminder>"
-            self._messages.append({"role": "user", "content": [content]})
+            self.messages.append({"role": "user", "content": [content]})
 
     def _add_call(self, item: CallItem) -> None:
         self._names[item.call_id] = item.name
         function = {"name": item.name, "arguments": arguments_of(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
-        self._open_turn().setdefault("tool_calls", []).append(call)
+        self._turn().setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: OutputItem, place: str, is_last: bool) -> None:
         call_id = item.call_id
         if call_id not in self._names:
             words = f"is {shown(call_id)}, and no function_call has that id"
             raise refused(f"{place}.call_id", words)
-        self.end_turn()
-        self._messages.append(
+        self.messages.append(
             {
                 "role": "tool",
                 "tool_call_id": call_id,
@@ -390,13 +381,13 @@ class _ItemReader:
         )
 
     def _add_reasoning(self, item: ReasoningItem) -> None:
-        turn = self._turn
-        if turn is not None and (any(turn["content"]) or "tool_calls" in turn):
-            self.end_turn()  # Reasoning comes first.
         texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
         text = "\n".join(filter(None, texts))
+        last = self.messages[-1] if self.messages else {}
+        # Reasoning comes first.
+        self._is_turn_over |= any(last.get("content", ())) or "tool_calls" in last
         if text:
-            self._open_turn()["reasoning_content"] = text
+            self._turn()["reasoning_content"] = text
 
 
 class _KeptItem(Body):
