@@ -94,11 +94,11 @@ def build_app(
     """The application for a service.
 
     Args:
-        settings: by default those of a server without flags.
+        settings: by default those of the service.
         is_loopback: whether only this machine can reach the server.
         key_file: has the keys in the place of the settings, and may get others.
     """
-    return App(service, settings or ServerSettings(), is_loopback, key_file)
+    return App(service, settings or service.settings, is_loopback, key_file)
 
 
 def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[ApiRoute]:

@@ -246,10 +246,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admit=Admission(
             settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
         ).admit,
-        logs_cache=settings.log_cache,
-        shows_cache_texts=settings.allow_cache_texts,
-        step_timeout=settings.step_timeout,
-        prefills_when_idle=not settings.no_idle_prefill,
+        settings=settings,
     )
 
 

@@ -24,7 +24,7 @@ from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.idle_prefill import IdlePrefill
 from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
-from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
+from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ class Service:
         engine: runs the generations.
         tokenizer: of its model, with or without a chat template.
         model_names: that clients may use, the first of which is said in answers.
+        settings: of the server.
         takes_any_name: whether clients may call the model whatever they like.
         defaults: of the model's ``generation_config.json``, or of flags.
         max_tokens: of an answer, where a request does not say; ``None``: what the protocol says,
@@ -56,18 +57,14 @@ class Service:
         admit: given a number of sequences, holds as many places in the queue until their request
             begins; raises an :class:`ApiError` where the queue is full. By default there is no
             limit.
-        logs_cache: whether a line says for each prompt why no more of it was cached.
-        shows_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
-        step_timeout: seconds after which a step counts as hanging; ``inf``: never.
-        prefills_when_idle: whether the history of a finished answer is computed as the template
-            will write it, while no request runs.
     """
 
     engine: AsyncEngine
     tokenizer: TokenizerWrapper
     model_names: tuple[str, ...]
+    settings: ServerSettings = field(default_factory=ServerSettings)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
@@ -75,12 +72,8 @@ class Service:
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
-    logs_cache: bool = False
-    shows_cache_texts: bool = False
     first_part_seconds: float = 10.0
-    step_timeout: float = DEFAULT_STEP_TIMEOUT
     takes_any_name: bool = False
-    prefills_when_idle: bool = True
 
     @cached_property
     def _threads(self) -> FairThreads:
@@ -226,7 +219,7 @@ class Service:
             return
         count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
         report = output.prefix_report
-        if self.logs_cache and report is not None:
+        if self.settings.log_cache and report is not None:
             logger.info("cache: %s", explanation(report))
             log_text("cache", lambda: report_texts(report, self.tokenizer))
 
