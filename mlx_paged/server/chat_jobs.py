@@ -61,7 +61,7 @@ class ChatJob:
     user: str = "-"
 
 
-def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
+def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
     call it with :meth:`Service.run_in_tokenizer_pool`.
 
@@ -106,10 +106,11 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         job.priority,
         job.cache_salt,
         job.no_store,
+        answer_format,
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
-    ), answer_format
+    )
 
 
 def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGrammar | None:

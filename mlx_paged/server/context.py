@@ -4,7 +4,7 @@ K/V with it, whether they may be stored, and the conversation that it is about.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Answer, Generation
@@ -25,8 +24,8 @@ from mlx_paged.server.service import Service
 class Renderer(Protocol):
     """Writes the answer to a request, whole or as events."""
 
-    @property
-    def request_id(self) -> str: ...
+    request_id: str
+    is_streamed: bool
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]: ...
 
@@ -86,7 +85,7 @@ class RequestContext(Generic[B]):
 
     async def prepare_chat(
         self, read: Callable[[B, Service], ChatJob], leaves_out: bool = False
-    ) -> tuple[B, Generation, AnswerFormat]:
+    ) -> tuple[B, Generation]:
         """The body, and the prompt and the answers that it asks for.
 
         Args:
@@ -97,17 +96,15 @@ class RequestContext(Generic[B]):
             ApiError: what ``read`` raises, or the conversation can't be a prompt.
         """
 
-        def prepared(work: Work) -> tuple[B, Generation, AnswerFormat]:
+        def prepared(work: Work) -> tuple[B, Generation]:
             body = self.read_body(leaves_out)
-            return body, *prepare(work, self.service, self.owned(read(body, self.service)))
+            return body, prepare(work, self.service, self.owned(read(body, self.service)))
 
         return await self.service.run_in_tokenizer_pool(self.user, prepared)
 
-    async def respond(
-        self, renderer: Renderer, generations: Sequence[Generation], is_streamed: bool
-    ) -> Response:
+    async def respond(self, renderer: Renderer, *generations: Generation) -> Response:
         """The answers of generations, as a renderer writes them."""
-        if is_streamed:
+        if renderer.is_streamed:
             answers = await self.service.start_all(generations, renderer.request_id)
             return EventStream(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)

@@ -22,6 +22,7 @@ from mlx_paged.errors import (
 )
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.answers.reader import PLAIN, AnswerFormat
 from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger("mlx_paged.server")
@@ -37,6 +38,7 @@ class Generation:
         params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
         no_store: write none of its K/V to disk.
+        answer_format: how the text of an answer is read; by default it is text as it is.
         when_finished: is told of each completion that ended, with all of its tokens.
         user: who asks.
     """
@@ -46,6 +48,7 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    answer_format: AnswerFormat = PLAIN
     when_finished: Callable[[CompletionOutput], object] | None = None
     user: str = "-"
 

@@ -115,6 +115,9 @@ class AnswerFormat:
         return states
 
 
+PLAIN = AnswerFormat()
+
+
 class AnswerReader:
     """Reads the text of one completion, piece by piece. However it is cut, the events together are
     the same.

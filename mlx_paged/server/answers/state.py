@@ -12,8 +12,6 @@ from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
 from mlx_paged.server.answers.events import Kind, ToolCall
 from mlx_paged.server.answers.reader import AnswerFormat
 
-PLAIN = AnswerFormat()
-
 
 @dataclass
 class Block:
@@ -130,13 +128,13 @@ class AnswerState:
     """The answer to one prompt, which may be several completions.
 
     Args:
-        answer_format: how the text is read. By default it is text as it is.
+        answer_format: how the text is read.
 
     Attributes:
         completions: by their index, as far as they have begun.
     """
 
-    def __init__(self, answer_format: AnswerFormat = PLAIN):
+    def __init__(self, answer_format: AnswerFormat):
         self.completions: dict[int, CompletionState] = {}
         self._format = answer_format
         self._num_prompt_tokens = self._num_cached_tokens = 0

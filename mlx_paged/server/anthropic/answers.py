@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent, CompletionState
 from mlx_paged.server.anthropic.messages import (
     AnyRequest,
@@ -30,18 +29,17 @@ C = TypeVar("C", bound=AnyRequest)
 
 async def messages(context: RequestContext[MessagesRequest]) -> Response:
     """An answer to a conversation, whole or as events."""
-    body, generation, answer_format = await _prepare(context)
-    renderer = MessageRenderer(context, body, generation, answer_format)
-    return await context.respond(renderer, [generation], body.stream)
+    body, generation = await _prepare(context)
+    return await context.respond(MessageRenderer(context, body, generation), generation)
 
 
 async def count_tokens(context: RequestContext[CountRequest]) -> Response:
     """How many tokens the prompt of a conversation has."""
-    _, generation, _ = await _prepare(context)
+    _, generation = await _prepare(context)
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
 
 
-async def _prepare(context: RequestContext[C]) -> tuple[C, Generation, AnswerFormat]:
+async def _prepare(context: RequestContext[C]) -> tuple[C, Generation]:
     # Betas have fields that are newer than this server.
     has_betas = "anthropic-beta" in context.request.headers
     return await context.prepare_chat(read_messages_body, leaves_out=has_betas)
@@ -55,16 +53,15 @@ class MessageRenderer:
         context: RequestContext[MessagesRequest],
         body: MessagesRequest,
         generation: Generation,
-        answer_format: AnswerFormat,
     ):
         thinking = body.thinking
-        self.request_id = context.request_id
+        self.request_id, self.is_streamed = context.request_id, body.stream
         self._model = body.model_name(context.service)
         self._params = generation.params
         # Otherwise blocks of thinking have no text.
         self._shows_thinking = thinking is None or thinking.display != "omitted"
         self._has_context_management = body.context_management is not None
-        self._state = AnswerState(answer_format)
+        self._state = AnswerState(generation.answer_format)
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         """The answer as one object."""

@@ -21,13 +21,13 @@ from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
 from mlx_paged.server.sampling_fields import StopTexts, made_params
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
 )
 from mlx_paged.server.service import Service
@@ -102,14 +102,14 @@ class Reminder(Repeated):
 
 
 AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
-Conversation = Annotated[list[AnyMessage], AtMost(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        Fixed(
+        fixed(
             "custom",
             way_out="it is Anthropic's own tool; describe it as a custom tool with an input_schema",
         ),
@@ -153,7 +153,7 @@ class ConversationFields(ModelFields):
 
     # By this code Anthropic's clients know that they have to send the conversation.
     thread: Annotated[
-        Any, Fixed(way_out="send all messages", code="thread_unsupported_request")
+        Any, fixed(way_out="send all messages", code="thread_unsupported_request")
     ] = None
     messages: Conversation
     system: Content = ""
@@ -171,7 +171,7 @@ class ConversationFields(ModelFields):
     cache_salt: str | None = None
     no_store: bool = False
     mcp_servers: Annotated[
-        Any, Fixed([], way_out="give the servers' tools as tools, and call them yourself")
+        Any, fixed([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
     # They say whose request it is, how soon it should be answered, or what is cached, which
     # everything is; or they let Anthropic's servers shorten a conversation, which is not done here,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.schemas import Body, Fixed, OneOf, refused
+from mlx_paged.server.schemas import Body, OneOf, fixed, refused
 from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
 
@@ -77,9 +77,9 @@ class StructuredOutputs(Body):
     choice: Any = None
     grammar: Any = None
     json_object: Any = None
-    structural_tag: Annotated[Any, Fixed()] = None
+    structural_tag: Annotated[Any, fixed()] = None
     # That there is no white space is the default here; vLLM would fall back to another engine.
-    disable_any_whitespace: Annotated[Any, Fixed(True)] = None
+    disable_any_whitespace: Annotated[Any, fixed(True)] = None
     disable_fallback: Any = None
     whitespace_flexible: bool = False
 

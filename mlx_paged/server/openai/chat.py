@@ -17,7 +17,7 @@ from mlx_paged.server.openai.messages import (
     read_tools,
 )
 from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options, first_given
-from mlx_paged.server.schemas import Body, Children, Fixed, OneOf, refused
+from mlx_paged.server.schemas import Body, Children, OneOf, fixed, refused
 from mlx_paged.server.service import Service
 
 # What would be taken for a parameter of the function that applies a template, or has a field.
@@ -90,10 +90,10 @@ class ChatRequest(OpenAIFields, TemplateFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
-    modalities: Annotated[Any, Fixed(["text"])] = None
-    verbosity: Annotated[Any, Fixed("medium")] = None
-    echo: Annotated[Any, Fixed(False)] = None
-    add_special_tokens: Annotated[Any, Fixed(False)] = None
+    modalities: Annotated[Any, fixed(["text"])] = None
+    verbosity: Annotated[Any, fixed("medium")] = None
+    echo: Annotated[Any, fixed(False)] = None
+    add_special_tokens: Annotated[Any, fixed(False)] = None
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.answers.events import Kind, ToolCall
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState
 from mlx_paged.server.context import RequestContext
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.openai.chat import ChatRequest, read_chat
 from mlx_paged.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
@@ -19,27 +19,22 @@ from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     """An answer to a conversation, whole or in parts."""
-    body, generation, answer_format = await context.prepare_chat(read_chat)
-    renderer = ChatRenderer(context, body, answer_format)
-    return await context.respond(renderer, [generation], body.stream)
+    body, generation = await context.prepare_chat(read_chat)
+    return await context.respond(ChatRenderer(context, body, generation), generation)
 
 
 class ChatRenderer(OpenAIRenderer):
-    """Writes the completions of a conversation.
-
-    Args:
-        answer_format: how the text is read.
-    """
+    """Writes the completions of a conversation."""
 
     def __init__(
         self,
         context: RequestContext[ChatRequest],
         body: ChatRequest,
-        answer_format: AnswerFormat,
+        generation: Generation,
     ):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(context, body, "chatcmpl", kind)
-        self._state = AnswerState(answer_format)
+        self._state = AnswerState(generation.answer_format)
         self._num_top_logprobs = body.num_top_logprobs
         self._has_token_ids = body.return_token_ids
         self._has_reasoning = body.include_reasoning

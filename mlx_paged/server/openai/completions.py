@@ -22,7 +22,7 @@ from mlx_paged.server.openai.options import OpenAIFields, first_given
 from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
 from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
-from mlx_paged.server.schemas import Fixed, OneOf, refused
+from mlx_paged.server.schemas import OneOf, fixed, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids
 
@@ -46,7 +46,7 @@ class CompletionRequest(OpenAIFields):
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
-    suffix: Annotated[Any, Fixed("")] = None
+    suffix: Annotated[Any, fixed("")] = None
     add_special_tokens: bool = True
 
     def num_tokens(self, service: Service) -> int:
@@ -60,7 +60,7 @@ async def completions(context: RequestContext[CompletionRequest]) -> Response:
     service, user = context.service, context.user
     body, generations = await service.run_in_tokenizer_pool(user, _prepared, context)
     renderer = CompletionsRenderer(context, body, generations)
-    return await context.respond(renderer, generations, body.stream)
+    return await context.respond(renderer, *generations)
 
 
 def _prepared(
@@ -200,7 +200,7 @@ class CompletionsRenderer(OpenAIRenderer):
         self._has_answer = body.num_tokens(context.service) != 0
         self._tokenizer = context.service.tokenizer
         self._prompts = [each.prompt_token_ids for each in generations]
-        self._states = [AnswerState() for _ in generations]
+        self._states = [AnswerState(each.answer_format) for each in generations]
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by the choice
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:

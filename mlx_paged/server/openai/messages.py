@@ -13,13 +13,13 @@ from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
 )
 
@@ -27,8 +27,8 @@ from mlx_paged.server.schemas import (
 class Message(Repeated):
     place = "messages[]"
     name: str | None = None
-    function_call: Annotated[Any, Fixed(way_out="send tool_calls")] = None
-    audio: Annotated[Any, Fixed(way_out="only text can be read")] = None
+    function_call: Annotated[Any, fixed(way_out="send tool_calls")] = None
+    audio: Annotated[Any, fixed(way_out="only text can be read")] = None
 
 
 class Question(Message):
@@ -72,7 +72,7 @@ class Answer(Message):
 
 AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
 NO_MESSAGES = "is empty; give at least one message"
-Conversation = Annotated[list[AnyMessage], AtMost(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
 
 
 class Function(Repeated):
@@ -85,7 +85,7 @@ class Function(Repeated):
 
 class Tool(Repeated):
     place = "tools[]"
-    type: Annotated[str, Fixed("function", way_out="describe it as a function")]
+    type: Annotated[str, fixed("function", way_out="describe it as a function")]
     function: Function
 
 

@@ -12,7 +12,7 @@ from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.grammars.response_format import FormatFields
 from mlx_paged.server.sampling_fields import SamplingFields
-from mlx_paged.server.schemas import Body, Fixed, refused, wrong
+from mlx_paged.server.schemas import Body, fixed, refused, wrong
 from mlx_paged.server.service import Service
 
 _MAX_NAME_LEN = 256  # of a model, by which each event of an answer calls it
@@ -100,8 +100,8 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    store: Annotated[Any, Fixed(False)] = None
-    service_tier: Annotated[Any, Fixed("auto", "default")] = None
+    store: Annotated[Any, fixed(False)] = None
+    service_tier: Annotated[Any, fixed("auto", "default")] = None
 
     @property
     def has_usage(self) -> bool:

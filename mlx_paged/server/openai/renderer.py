@@ -30,6 +30,7 @@ class OpenAIRenderer(ABC):
     """
 
     def __init__(self, context: RequestContext[Any], body: OpenAIFields, prefix: str, kind: str):
+        self.is_streamed = body.stream
         self.request_id = body.request_id or context.request_id
         self.head = {
             "id": f"{prefix}-{self.request_id}",

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
@@ -32,9 +31,8 @@ _NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "functio
 async def responses(context: RequestContext[ResponsesRequest]) -> Response:
     """An answer to a conversation, whole or as events."""
     read = partial(read_responses_body, owner=context.principal.cache_salt)
-    body, generation, answer_format = await context.prepare_chat(read)
-    renderer = ResponseRenderer(context, body, generation, answer_format)
-    return await context.respond(renderer, [generation], body.stream)
+    body, generation = await context.prepare_chat(read)
+    return await context.respond(ResponseRenderer(context, body, generation), generation)
 
 
 async def stored_response(context: RequestContext[Body]) -> NoReturn:
@@ -55,17 +53,16 @@ class ResponseRenderer:
         context: RequestContext[ResponsesRequest],
         body: ResponsesRequest,
         generation: Generation,
-        answer_format: AnswerFormat,
     ):
         service = context.service
-        self.request_id = context.request_id
+        self.request_id, self.is_streamed = context.request_id, body.stream
         self._model = body.model_name(service)
         self._echo = body.echo(generation.params)
         self._namespaces = body.namespaces()
         self._has_sealed_reasoning = body.has_sealed_reasoning
         self._num_top_logprobs = generation.params.logprobs
         self._created = int(time.time())
-        self._state = AnswerState(answer_format)
+        self._state = AnswerState(generation.answer_format)
         self._names = TokenNames(service.token_texts)
         self._status = "completed"
         self._items: list[dict[str, Any]] = []  # those that are whole

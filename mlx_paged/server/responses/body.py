@@ -32,13 +32,13 @@ from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
     ONE_OR_MORE,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
     short,
 )
@@ -95,14 +95,14 @@ AnyItem = Annotated[
     OneOf("type", default="message"),
 ]
 _NO_ITEMS = "is empty; give a text, or at least one item"
-Items = Annotated[list[AnyItem], AtMost(MAX_CHILDREN, if_empty=_NO_ITEMS)]
+Items = Annotated[list[AnyItem], at_most(MAX_CHILDREN, if_empty=_NO_ITEMS)]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        Fixed(
+        fixed(
             "function",
             way_out="this server has function tools only; turn the tool off in the client, or "
             "describe it as a function",
@@ -155,7 +155,7 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[Filled], AtMost(100), short(2**14), ONE_OR_MORE] = Field(
+    include: Annotated[list[Filled], at_most(100), short(2**14), ONE_OR_MORE] = Field(
         default_factory=list
     )
     top_logprobs: int = 0
@@ -167,12 +167,12 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     metadata: dict[str, Any] | None = None
     # Nothing is stored, and the answer says so.
     store: bool | None = None
-    background: Annotated[Any, Fixed(False)] = None
+    background: Annotated[Any, fixed(False)] = None
     # A conversation that is too long is refused, and nothing of it goes missing.
-    truncation: Annotated[Any, Fixed("disabled", "auto")] = None
-    service_tier: Annotated[Any, Fixed("auto", "default")] = None
-    n: Annotated[Any, Fixed(1)] = None
-    prompt_logprobs: Annotated[Any, Fixed()] = None
+    truncation: Annotated[Any, fixed("disabled", "auto")] = None
+    service_tier: Annotated[Any, fixed("auto", "default")] = None
+    n: Annotated[Any, fixed(1)] = None
+    prompt_logprobs: Annotated[Any, fixed()] = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
