@@ -52,9 +52,6 @@ class _SamplingFields(Body):
         Args:
             defaults: where nothing is said.
             values: parameters that the protocol writes in its own way, such as ``max_tokens``.
-
-        Raises:
-            ApiError: a value that can't be, named; 400.
         """
         values |= {
             name: getattr(self, name)
@@ -86,11 +83,7 @@ else:
 
 
 def made_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """``defaults`` with other values.
-
-    Raises:
-        ApiError: a value that can't be, named; 400.
-    """
+    """``defaults`` with other values."""
     try:
         return defaults.clone(**values)
     except ArgumentError as error:

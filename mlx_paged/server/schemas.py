@@ -1,6 +1,8 @@
 """What a body may hold, declared as pydantic models, and the words for what is wrong with one.
 
-The words are made of the place and the kind of what is wrong, never of pydantic's texts.
+The words are made of the place and the kind of what is wrong, never of pydantic's texts. All that
+reads a body, here and in the protocols, raises an :class:`ApiError` for the first thing that is
+wrong with it, by its place: 404 for an unknown model, and else 400.
 """
 
 from __future__ import annotations

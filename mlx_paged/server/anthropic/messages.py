@@ -210,11 +210,7 @@ AnyRequest = MessagesRequest | CountRequest
 
 
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
-    """The conversation that the body has.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
-    """
+    """The conversation that the body has."""
     request.model_name(service)
     tools = tuple(tool.as_function() for tool in request.tools)
     choice = _tool_choice(request.tool_choice, tools)

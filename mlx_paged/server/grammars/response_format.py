@@ -22,9 +22,6 @@ class TextFormat(Body):
 
         Args:
             place: of the format in the body.
-
-        Raises:
-            ApiError: it can't be used; 400.
         """
         return None
 
@@ -102,11 +99,7 @@ class FormatFields(Body):
     grammar: str | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What they say; ``None``: any text.
-
-        Raises:
-            ApiError: one of them is wrong, or there are several; it names the field.
-        """
+        """What they say; ``None``: any text."""
         found: dict[str, StructuredOutputsParams] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)

@@ -56,9 +56,6 @@ class TemplateFields(Body):
     def template_options(self) -> dict[str, Any]:
         """``chat_template_kwargs``, and those that have a field. What ``enable_thinking`` says
         counts more than what the effort does.
-
-        Raises:
-            ApiError: a variable that can't be set, or two that exclude each other; 400.
         """
         options = effort_options(self.reasoning_effort)
         for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & self.chat_template_kwargs.keys()):
@@ -102,11 +99,7 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
-    """The conversation that the body has.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
-    """
+    """The conversation that the body has."""
     request.check(service)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:

@@ -77,11 +77,7 @@ def _prepared(
 def read_completions(
     request: CompletionRequest, service: Service
 ) -> tuple[list[Prompt], Generation]:
-    """The prompts of the body, and what is asked for each, without its tokens.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
-    """
+    """The prompts of the body, and what is asked for each, without its tokens."""
     request.check(service)
     prompts = read_prompts(request.prompt)
     max_tokens = request.num_tokens(service)
@@ -102,11 +98,7 @@ def read_completions(
 
 
 def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The prompts: a text, token ids, or a list of either.
-
-    Raises:
-        ApiError: something else, by its place; 400.
-    """
+    """The prompts: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(value, int) for value in prompt):

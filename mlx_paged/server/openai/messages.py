@@ -102,9 +102,6 @@ def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
     """The conversation: each message has a role and a content that is text; ``tool_calls`` of an
     assistant have arguments that are objects. ``developer`` becomes ``system``. Images and the like
     are refused in the last message alone; in the history a line of text stands for them.
-
-    Raises:
-        ApiError: something else, by its place; 400.
     """
     last = len(messages) - 1
     return [
@@ -139,11 +136,7 @@ def _read_call(call: ToolCall) -> dict[str, Any]:
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """The functions that may be called, with those of their fields that templates know.
-
-    Raises:
-        ApiError: two of one name, by the place of the second; 400.
-    """
+    """The functions that may be called, with those of their fields that templates know."""
     refuse_second_names([tool.function.name for tool in tools], "function.name")
     return tuple(tool.model_dump(exclude_unset=True) for tool in tools)
 
@@ -166,9 +159,6 @@ def refuse_second_names(names: Sequence[str], field: str = "name") -> None:
 
     Args:
         field: of a tool, which has the name.
-
-    Raises:
-        ApiError: by the tool's place; 400.
     """
     seen: set[str] = set()
     for index, name in enumerate(names):
@@ -184,9 +174,6 @@ def checked_tool_choice(
 
     Args:
         place: of the tool's name, where that is the choice; ``""``: it is another choice.
-
-    Raises:
-        ApiError: there is no such tool, or another kind of choice; 400.
     """
     names = [tool["function"]["name"] for tool in tools]
     if place and choice not in names:

@@ -31,11 +31,7 @@ class ModelFields(Body):
     model: str | None = None
 
     def model_name(self, service: Service) -> str:
-        """The name of the model that is asked for.
-
-        Raises:
-            ApiError: there is no such model; 404.
-        """
+        """The name of the model that is asked for."""
         name = service.model_names[0] if self.model is None else self.model
         check_model_name(name, service)
         return name
@@ -115,22 +111,14 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check(self, service: Service) -> None:
-        """Check what all of these bodies say about their model and the stream.
-
-        Raises:
-            ApiError: 404 for an unknown model, and else 400.
-        """
+        """Check what all of these bodies say about their model and the stream."""
         self.model_name(service)
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "is given, and stream is not true")
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name.
-
-    Raises:
-        ApiError: there is no such model; 404.
-    """
+    """Raise unless the server has a model of this name."""
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
     if name not in service.model_names and not is_taken:
         names = ", ".join(map(shown, service.model_names))

@@ -221,9 +221,6 @@ def read_responses_body(
 
     Args:
         owner: of the items that it may refer to.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
     request.model_name(service)
     tools = _read_tools(request.tools)
