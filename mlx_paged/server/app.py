@@ -60,9 +60,11 @@ class App:
     ):
         counts: Counter[tuple[str, str, int]] = Counter()
         routes = routes_of(service, counts)
-        others = (route for route in routes if route.protocol is not WireProtocol.OPENAI)
-        self._protocols = {route.path: route.protocol for route in others}
-        self._protocol_paths = tuple(self._protocols)
+        self._protocols = [
+            (route.path, route.protocol)
+            for route in routes
+            if route.protocol is not WireProtocol.OPENAI
+        ]
         inner = Starlette(
             routes=routes,
             exception_handlers={
@@ -75,14 +77,10 @@ class App:
         self._app = RequestLog(self.gate, partial(count_request, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
+        # Of the path, or of what it is below, for what is refused on the way, too.
+        found = (each for begin, each in self._protocols if scope["path"].startswith(begin))
+        scope.setdefault("state", {})["protocol"] = next(found, WireProtocol.OPENAI)
         await self._app(scope, receive, send)
-
-    def _protocol_of(self, path: str) -> WireProtocol:
-        """The protocol of a path, or of what is below it; also of what is refused on the way."""
-        if not path.startswith(self._protocol_paths):
-            return WireProtocol.OPENAI
-        return next(each for begin, each in self._protocols.items() if path.startswith(begin))
 
 
 def build_app(
