@@ -14,6 +14,7 @@ from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.grammars.response_format import Format
+from mlx_paged.server.histories import History
 from mlx_paged.server.openai.messages import (
     checked_tool_choice,
     function_tool,
@@ -279,112 +280,62 @@ def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]
 def _read_conversation(
     request: ResponsesRequest, find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Instructions and input as messages; what one side says in several items becomes one.
-
-    A content is the list of its texts until all of them are there: to join them one by one would
-    take the square of their number.
-    """
-    reader = _ItemReader(find)
-    messages = reader.messages
-    if request.instructions:
-        messages.append({"role": "system", "content": [request.instructions]})
-    if isinstance(request.input, str):
-        messages.append({"role": "user", "content": [request.input]})
-    else:
-        last = len(request.input) - 1
-        for index, each in enumerate(request.input):
-            reader.add(each, f"input[{index}]", is_last=index == last)
-    for message in messages:
-        message["content"] = "".join(message["content"])
-    return messages
-
-
-class _ItemReader:
-    """Items of the input, one after another, to messages.
+    """Instructions and input as messages; what the model says in several items becomes one.
 
     Args:
         find: returns an item by its id, if it is kept.
     """
-
-    def __init__(self, find: Callable[[str], dict[str, Any] | None]):
-        self.messages: list[dict[str, Any]] = []
-        self._find = find
-        self._is_turn_over = False
-        self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
-
-    def add(self, item: AnyItem, place: str, is_last: bool) -> None:
-        """Take the next item, which stands at a place."""
+    history = History()
+    if request.instructions:
+        history.message("system", request.instructions)
+    if isinstance(request.input, str):
+        history.message("user", request.input)
+        return history.messages()
+    last = len(request.input) - 1
+    for index, item in enumerate(request.input):
+        place = f"input[{index}]"
         if isinstance(item, ItemReference):
-            item = self._referred(item, place)
-        if isinstance(item, MessageItem):
-            text = "".join(texts_of(item.content, f"{place}.content", is_last))
-            self._add_message(item, text)
-        elif isinstance(item, CallItem):
-            self._add_call(item)
-        elif isinstance(item, OutputItem):
-            self._add_output(item, place, is_last)
-        else:
-            assert isinstance(item, ReasoningItem)
-            self._add_reasoning(item)
+            found = find(item.id)
+            if found is None:
+                words = "is not kept here, or not any more; send the item itself"
+                raise refused(f"{place}.id", f"{shown(item.id)} {words}")
+            item = _KeptItem.read({"item": found}).item
+        _read_item(history, item, place, is_last=index == last)
+    return history.messages()
 
-    def _referred(self, reference: ItemReference, place: str) -> AnyItem:
-        found = self._find(reference.id)
-        if found is None:
-            words = "is not kept here, or not any more; send the item itself"
-            raise refused(f"{place}.id", f"{shown(reference.id)} {words}")
-        return _KeptItem.read({"item": found}).item
 
-    def _turn(self) -> dict[str, Any]:
-        """The message of what the model says, which may be many items."""
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") != "assistant" or self._is_turn_over:
-            self.messages.append({"role": "assistant", "content": []})
-            self._is_turn_over = False
-        return self.messages[-1]
-
-    def _add_message(self, item: MessageItem, text: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        if item.role == "assistant":
-            self._turn()["content"].append(text)
-        elif item.role == "user":
-            self.messages.append({"role": "user", "content": [text]})
-        elif last is None:
-            self.messages.append({"role": "system", "content": [text]})
-        elif last["role"] == "system":
-            last["content"] += ["\n\n", text]
-        else:
-            # Few templates know a system's message in the middle.
-            content = f"<system-reminder>\n{text}\n</system-reminder>"
-            self.messages.append({"role": "user", "content": [content]})
-
-    def _add_call(self, item: CallItem) -> None:
-        self._names[item.call_id] = item.name
-        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        self._turn().setdefault("tool_calls", []).append(call)
-
-    def _add_output(self, item: OutputItem, place: str, is_last: bool) -> None:
-        call_id = item.call_id
-        if call_id not in self._names:
-            words = f"is {shown(call_id)}, and no function_call has that id"
-            raise refused(f"{place}.call_id", words)
-        self.messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "name": self._names[call_id],
-                "content": texts_of(item.output, f"{place}.output", is_last),
-            }
-        )
-
-    def _add_reasoning(self, item: ReasoningItem) -> None:
+def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> None:
+    if isinstance(item, MessageItem):
+        text = "".join(texts_of(item.content, f"{place}.content", is_last))
+        _read_message(history, item.role, text)
+    elif isinstance(item, CallItem):
+        history.call(item.call_id, item.name, arguments_of(item.arguments))
+    elif isinstance(item, OutputItem):
+        message = history.result(item.call_id, f"{place}.call_id", "function_call")
+        message["content"] += texts_of(item.output, f"{place}.output", is_last)
+    else:
+        assert isinstance(item, ReasoningItem)
+        said = history.last
+        if said["role"] == "assistant" and (any(said["content"]) or "tool_calls" in said):
+            history.end_message()  # Reasoning comes first.
         texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
         text = "\n".join(filter(None, texts))
-        last = self.messages[-1] if self.messages else {}
-        # Reasoning comes first.
-        self._is_turn_over |= any(last.get("content", ())) or "tool_calls" in last
         if text:
-            self._turn()["reasoning_content"] = text
+            history.message("assistant")["reasoning_content"] = text
+
+
+def _read_message(history: History, role: str, text: str) -> None:
+    before = history.last["role"]
+    if role == "assistant":
+        history.message("assistant", text)
+    elif role != "user" and before in (None, "system"):
+        history.message("system", *(("\n\n", text) if before else (text,)))
+    else:
+        history.end_message()
+        if role == "user":
+            history.message("user", text)
+        else:
+            history.remind(text)
 
 
 class _KeptItem(Body):
