@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -55,7 +55,7 @@ class ApiRoute(Route):
             return await self._endpoint(self._context(request, None))
         try:
             return await until_disconnect(request.receive, self._answer(request))
-        except (ClientDisconnect, ClientLeftError):
+        except ClientLeftError:
             return Response(status_code=CLIENT_LEFT)
 
     async def _answer(self, request: Request) -> Response:

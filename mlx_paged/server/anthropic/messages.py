@@ -289,9 +289,11 @@ def _read_messages(system: Content, told: Sequence[AnyMessage]) -> list[dict[str
 
 
 def _read_question(history: History, question: Question, place: str, is_last: bool) -> None:
-    if isinstance(question.content, str) or not question.content:
-        history.message("user", *([question.content] if question.content else ()))
+    if isinstance(question.content, str):
+        history.message("user", question.content)
         return
+    if not question.content:
+        history.message("user")
     for index, block in enumerate(question.content):
         here = f"{place}[{index}]"
         if not isinstance(block, ResultBlock):
