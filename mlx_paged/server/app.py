@@ -67,11 +67,7 @@ class App:
         ]
         inner = Starlette(
             routes=routes,
-            exception_handlers={
-                ApiError: _api_error,
-                HTTPException: _http_error,
-                Exception: _failure,
-            },
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         )
         self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
         self._app = RequestLog(self.gate, partial(count_request, counts, routes))
@@ -161,16 +157,11 @@ def guarded(
     return Gate(OriginGuard(app, settings, is_loopback), engine)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _failed(request: Request, error: Exception) -> Response:
+    """What is answered in the place of what raised."""
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, text, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, FAILED)
     return error_response(error, request.scope)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return await _api_error(request, ApiError(error.status_code, text, headers=error.headers))
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    return await _api_error(request, ApiError(500, FAILED))
