@@ -26,7 +26,7 @@ class History:
         return self._messages[-1] if self._messages else {"role": None, "content": []}
 
     def end_message(self) -> None:
-        """What follows is a message of its own, whoever says it."""
+        """What follows is a message of its own, whatever its role is."""
         self._is_over = True
 
     def message(self, role: str, *texts: str) -> dict[str, Any]:
