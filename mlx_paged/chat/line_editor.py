@@ -6,8 +6,9 @@ Imported only where there is one: prompt_toolkit takes a tenth of a second.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -114,3 +115,25 @@ class _CommandCompleter(Completer):
                 yield from self._paths.get_completions(Document(name, len(name)), complete_event)
             elif offered.startswith(word.lower()):
                 yield Completion(offered, start_position=-len(word))
+
+
+def history_path(environ: Mapping[str, str]) -> Path | None:
+    """The file of the prompt's history, made if it is not there, which only its user may read.
+
+    ``None`` where there is no place for it: no home, or one that can't be written to.
+    """
+    # The XDG specification says to ignore a path that is not absolute.
+    state = environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+        folder = folder / "mlx_paged"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / "chat_history"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError):
+        return None
+    return file

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged.chat.command_line import error_line
-from mlx_paged.chat.dialogue import Dialogue
-from mlx_paged.chat.files import load_messages, save_kv, save_messages
-from mlx_paged.chat.reports import describe_stats
-from mlx_paged.chat.settings import VARIABLES, canonical_name
-from mlx_paged.errors import CacheFullError, reason, without_room
+from mlx_paged.chat.command_line import VARIABLES, canonical_name, error_line
+from mlx_paged.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
+from mlx_paged.replaced_file import replaced_file
 from mlx_paged.standard_streams import OutputLostError
 
+if TYPE_CHECKING:
+    from mlx_paged.chat.conversation import Conversation
+
+FORMAT = "mlx_paged.chat"
+VERSION = 1
+KV_SUFFIX = ".safetensors"
 KEYS = (
     ("//TEXT", "send a message that begins with a slash"),
     ("\\ at a line's end", "go on in a new line; so do Alt-Enter (Esc Enter) and pasted lines"),
@@ -273,3 +279,121 @@ COMMAND_TABLE = (
     Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
 )
 COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
+
+
+# Saved conversations
+
+
+class TranscriptError(ValueError):
+    """The file can't be read or written, or is no conversation; the message is one line."""
+
+
+class Transcript(NamedTuple):
+    """What was read of a file.
+
+    Attributes:
+        messages: what is in their place, for the caller to check.
+        kv_file: with the K/V, if it names one.
+    """
+
+    file: Path
+    messages: list[Any]
+    kv_file: Path | None
+
+
+def save_messages(
+    path: str | Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
+) -> Path:
+    """Write the file, aside first and then in its place, so that it is never half there.
+
+    Only another saved conversation is overwritten.
+
+    Args:
+        kv_file: name of the file with the K/V, in the same folder.
+
+    Raises:
+        TranscriptError: there is another file, or the system refuses.
+    """
+    file = _expand(str(path))
+    try:
+        if file.exists() and not is_transcript(file):
+            raise TranscriptError(
+                f"{file} exists and is no saved conversation; choose another name"
+            )
+        file = file.resolve()
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        content |= {} if kv_file is None else {"kv_file": kv_file}
+        content["messages"] = list(messages)
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        with replaced_file(file) as stream:
+            stream.write(text.encode("utf-8", errors="replace"))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
+    return file
+
+
+def save_kv(conversation: Conversation, file: Path) -> str:
+    """Write the K/V of a conversation that was saved to ``file`` beside it, have it name them, and
+    return what was saved in words.
+
+    Raises:
+        ValueError: there are none that could be saved, or they can't be written.
+    """
+    kv_file = file.with_name(file.name + KV_SUFFIX)
+    num_tokens = conversation.save_kv(kv_file)
+    save_messages(file, conversation.messages, kv_file.name)
+    nbytes = kv_file.stat().st_size
+    return f"K/V of {num_tokens:,} tokens in {kv_file.name}, {nbytes / 1e6:.1f} MB"
+
+
+def load_messages(path: str) -> Transcript:
+    """Read a file.
+
+    Raises:
+        TranscriptError: it can't be read, or is no conversation.
+    """
+    file = _expand(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise TranscriptError(f"{file} is not a file")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TranscriptError(f"{file} can't be read: {system_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TranscriptError):
+            raise
+        raise TranscriptError(f"{file} is no conversation: {one_line(error)}") from error
+    kv_file = None
+    if isinstance(content, dict):
+        if content.get("version", VERSION) != VERSION:
+            raise TranscriptError(
+                f"{file} is of version {content['version']!r}, and only {VERSION} can be read"
+            )
+        name = content.get("kv_file")
+        # In the folder of the conversation, whatever the file says.
+        if isinstance(name, str) and "\0" not in name and Path(name).name:
+            kv_file = file.resolve().with_name(Path(name).name)
+        content = content.get("messages")
+    if not isinstance(content, list):
+        raise TranscriptError(f"{file} is no conversation: it has no list of messages")
+    return Transcript(file, content, kv_file)
+
+
+def is_transcript(file: Path) -> bool:
+    """Whether the file is one that :func:`save_messages` wrote."""
+    if not file.is_file():
+        return False
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _expand(path: str) -> Path:
+    try:
+        if "\0" in path:
+            raise TranscriptError(f"{path!r} is no name of a file")
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise TranscriptError(f"{path} can't be found: {error}") from error

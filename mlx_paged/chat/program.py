@@ -12,7 +12,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import error_line, setup_arg_parser
+from mlx_paged.chat.command_line import Settings, error_line, setup_arg_parser
 from mlx_paged.chat.terminal import (
     PipeReader,
     Reader,
@@ -36,7 +36,6 @@ from mlx_paged.standard_streams import (
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
-    from mlx_paged.chat.settings import Settings
 
 NO_INPUT = (
     "there is no message: give one as argument, or on standard input, or start the chat in a "
@@ -112,9 +111,8 @@ def _answer_or_converse(
     Raises:
         ValueError: a pipe had no message.
     """
-    from mlx_paged.chat.dialogue import Dialogue
+    from mlx_paged.chat.dialogue import Dialogue, describe_start
     from mlx_paged.chat.loop import converse
-    from mlx_paged.chat.reports import describe_start
 
     is_dialogue = message is None
     reader = _make_reader(screen) if is_dialogue else PipeReader()
@@ -131,8 +129,7 @@ def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not is_terminal(sys.stdin) or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
         return PipeReader()
-    from mlx_paged.chat.files import history_path
-    from mlx_paged.chat.line_editor import LineEditor
+    from mlx_paged.chat.line_editor import LineEditor, history_path
     from mlx_paged.chat.loop import complete
 
     return LineEditor(complete, screen, history_path(os.environ))
@@ -172,9 +169,13 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     import_first("mlx_paged.loading", "mlx_paged.chat.dialogue")
-    from mlx_paged.chat.conversation import NO_PREFIX, Conversation
-    from mlx_paged.chat.prompt_cache import chosen_model, put_before, read_facts
-    from mlx_paged.chat.settings import Settings
+    from mlx_paged.chat.conversation import (
+        NO_PREFIX,
+        Conversation,
+        chosen_model,
+        put_before,
+        read_facts,
+    )
     from mlx_paged.command_line.flags import engine_options
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine

@@ -18,7 +18,7 @@ from helpers.terminal import saved_messages
 from mlx_lm import cache_prompt
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat import files
+from mlx_paged.chat import loop
 
 QUESTIONS = ["My name is Tom. The code of apple is 4821.", "What is my name?"]
 # More than a block behind what was saved.
@@ -131,7 +131,7 @@ def test_the_name_in_a_conversation_leads_nowhere_else(tmp_path: Path):
     file = tmp_path / "talk.json"
     for name, expected in (("/etc/passwd", "passwd"), ("../x", "x"), ("", None), (5, None)):
         file.write_text(json.dumps({"messages": [], "kv_file": name}))
-        read = files.load_messages(str(file)).kv_file
+        read = loop.load_messages(str(file)).kv_file
         assert read == (None if expected is None else tmp_path / expected)
 
 

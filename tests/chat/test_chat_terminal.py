@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.terminal import ESCAPE_ENTER, TAB, UP, Terminal, dialogue, saved_messages
 
-from mlx_paged.chat.files import history_path
+from mlx_paged.chat.line_editor import history_path
 
 
 def user_texts(file: Path) -> list[str]:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.chat.command_line import setup_arg_parser
-from mlx_paged.chat.dialogue import Dialogue
-from mlx_paged.chat.settings import Settings
+from mlx_paged.chat.command_line import Settings, setup_arg_parser
+from mlx_paged.chat.dialogue import Dialogue, Piece, ThinkingSplitter
 from mlx_paged.chat.terminal import PipeReader, Screen
-from mlx_paged.chat.thinking import Piece, ThinkingSplitter
 
 THOUGHT = [
     Piece("Well. ", False),
