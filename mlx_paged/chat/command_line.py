@@ -33,6 +33,17 @@ OPTIONS = {
         AT_LEAST_1,
         says=f"as many as take --prefill-step-seconds, up to {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
     ),
+    "plain": Option(
+        "write answers to a terminal as they come, for screen readers too: no markdown, no dimmed "
+        "or moving lines",
+        BOOL,
+        default=False,
+    ),
+    "json": Option(
+        "with a message: write the answer with its figures, or an error, as one JSON object",
+        BOOL,
+        default=False,
+    ),
     "verbose": Option(
         "say all figures of the model, the cache and each answer", BOOL, default=False
     ),
@@ -45,7 +56,7 @@ _FLAGS = {
 }
 
 
-def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def setup_arg_parser(prog: str | None = None) -> parser.Parser:
     """The argument parser of the chat, for a program of this name."""
     chat = parser.Parser(
         prog=prog or _name_as_called(),

@@ -6,12 +6,12 @@ import argparse
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mlx_paged.chat.command_line import Settings
 from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
@@ -36,6 +36,19 @@ if TYPE_CHECKING:
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse, Progress
     from mlx_paged.sampling_params import SamplingParams
+
+
+# Fields of GenerationResponse that say what an answer took.
+_FIGURES = (
+    "prompt_tokens",
+    "cached_tokens",
+    "read_tokens",
+    "generation_tokens",
+    "time_to_first_token",
+    "prompt_tps",
+    "generation_tps",
+    "peak_memory",
+)
 
 
 class Ask(Protocol):
@@ -83,12 +96,51 @@ class Dialogue:
         Raises:
             OutputLostError: stdout takes no more; the conversation has what came until then.
         """
-        conversation, screen = self.conversation, self.screen
-        view = _AnswerView(screen, self.settings.show_thinking)
+        view = _AnswerView(self.screen, self.settings.show_thinking)
         params = self.settings.next_params()
-        response = None
+        response, is_interrupted = self._stream(ask, params, view.show)
+        if response is not None:
+            self.screen.finish_answer()
+            self._say_figures(response, params.max_tokens)
+        if is_interrupted:
+            self.screen.say("[stopped]")
+        return is_interrupted
+
+    def answer_in_full(self, text: str) -> dict[str, Any]:
+        """The answer to a message, of which nothing is shown: its text and reasoning, and the
+        fields of the last :class:`~mlx_paged.generation.GenerationResponse`. The ``finish_reason``
+        is ``"interrupted"`` where Ctrl-C cut it short.
+
+        Raises:
+            KeyboardInterrupt: it did so before the first token.
+        """
+        pieces: list[Piece] = []
+        ask, params = partial(self.conversation.ask, text), self.settings.next_params()
+        response, is_interrupted = self._stream(ask, params, pieces.append)
+        if response is None:
+            raise KeyboardInterrupt
+        said = "".join(piece.text for piece in pieces if not piece.is_thinking)
+        reasoning = "".join(piece.text for piece in pieces if piece.is_thinking)
+        tokenizer = self.conversation.tokenizer
+        for mark in filter(None, (tokenizer.think_start, tokenizer.think_end)):
+            reasoning = reasoning.replace(mark, "")
+        return {
+            "text": said.lstrip() if reasoning else said,
+            "reasoning": reasoning.strip() if self.settings.show_thinking else "",
+            "finish_reason": "interrupted" if is_interrupted else response.finish_reason,
+            **{name: getattr(response, name) for name in _FIGURES},
+        }
+
+    def _stream(
+        self, ask: Ask, params: SamplingParams, show: Callable[[Piece], None]
+    ) -> tuple[GenerationResponse | None, bool]:
+        """Show the pieces of an answer; returns its last response, if there was one, and whether
+        Ctrl-C cut it short.
+        """
+        conversation, screen = self.conversation, self.screen
+        response, splitter = None, None
         shown = PromptProgress(num_known=len(conversation.tokens))
-        with interrupted_waits() as interrupted:
+        with interrupted_waits(self.reader.close) as interrupted:
 
             def progress(done: int, total: int) -> None:
                 if interrupted:
@@ -99,7 +151,12 @@ class Dialogue:
                 # Closing the answer notes in the conversation what was said so far.
                 with closing(ask(params, progress=progress)) as answer:
                     for response in answer:
-                        view.add(conversation, response.text)
+                        if splitter is None:
+                            # Now that the first token is there, it is known how the prompt ended.
+                            splitter = ThinkingSplitter.of(conversation)
+                            screen.clear_progress()
+                        for piece in splitter.add(response.text):
+                            show(piece)
                         if interrupted:
                             break
             except KeyboardInterrupt:
@@ -109,12 +166,9 @@ class Dialogue:
                 )
                 conversation.engine.thread.call(lambda: None)
         screen.clear_progress()
-        if response is not None:
-            view.finish()
-            self._say_figures(response, params.max_tokens)
-        if interrupted:
-            screen.say("[stopped]")
-        return bool(interrupted)
+        for piece in () if splitter is None else splitter.finish():
+            show(piece)
+        return response, bool(interrupted)
 
     def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
         engine = self.conversation.engine
@@ -127,31 +181,14 @@ class Dialogue:
 
 
 class _AnswerView:
-    """Shows the pieces of one answer, its reasoning dimmed or not at all."""
+    """Shows the pieces of one answer, its reasoning as such or not at all."""
 
     def __init__(self, screen: Screen, show_thinking: bool):
         self._screen = screen
         self._shows_thinking = show_thinking
-        self._splitter: ThinkingSplitter | None = None
         self._hid_thinking = False  # and nothing was shown since
 
-    def add(self, conversation: Conversation, text: str) -> None:
-        if self._splitter is None:
-            tokenizer = conversation.tokenizer
-            # Now that the first token is there, it is known how the prompt ended.
-            self._splitter = ThinkingSplitter(
-                tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking
-            )
-            self._screen.clear_progress()
-        for piece in self._splitter.add(text):
-            self._show(piece)
-
-    def finish(self) -> None:
-        for piece in self._splitter.finish() if self._splitter is not None else ():
-            self._show(piece)
-        self._screen.answer("\n")
-
-    def _show(self, piece: Piece) -> None:
+    def show(self, piece: Piece) -> None:
         if piece.is_thinking and not self._shows_thinking:
             self._hid_thinking = True
             self._screen.show_progress("[thinking ...]")
@@ -165,12 +202,15 @@ class _AnswerView:
 
 
 @contextmanager
-def interrupted_waits() -> Iterator[list[int]]:
+def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
     """The first Ctrl-C ends a wait for the engine with ``KeyboardInterrupt``. Where none is under
     way, it is noted in the list alone: no line that keeps the conversation is cut in the middle.
     The second one ends the process at once, since the step that runs may take long.
 
     Only the main thread catches anything, as Python delivers signals to no other.
+
+    Args:
+        leave: is called before that.
     """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -180,6 +220,7 @@ def interrupted_waits() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         if caught:
             say("")
+            leave()
             # Nothing of Python's or MLX's is taken down, so nothing can fail at it.
             os._exit(130)
         caught.append(number)
@@ -216,6 +257,12 @@ class ThinkingSplitter:
         self._start, self._end = start, end
         self._is_thinking = is_thinking
         self._held_back = ""  # may turn out to be the beginning of a mark
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> ThinkingSplitter:
+        """That of the answer to the last prompt of a conversation."""
+        tokenizer = conversation.tokenizer
+        return cls(tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking)
 
     def add(self, text: str) -> list[Piece]:
         """The pieces that can be told apart by now."""

@@ -1,4 +1,5 @@
-"""A person at a terminal: several lines in one message, pasted or typed, history, Tab.
+"""A person at a terminal: several lines in one message, pasted or typed, history, Tab. What is
+typed while an answer comes is not shown, and stays for the next message.
 
 Imported only where there is one: prompt_toolkit takes a tenth of a second.
 """
@@ -8,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
-from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.shortcuts import CompleteStyle, confirm
 
 from mlx_paged.chat.terminal import Screen, clean
 
@@ -42,6 +45,7 @@ class LineEditor:
         # terminal that can't move its cursor, prompt_toolkit has a prompt of its own, which it
         # takes only without an output given.
         stream = sys.stderr if screen.stderr_is_terminal else sys.stdout
+        self._output = create_output(stream) if screen.can_move else None
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -53,14 +57,33 @@ class LineEditor:
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
             color_depth=None if screen.has_colour else ColorDepth.DEPTH_1_BIT,
-            output=create_output(stream) if screen.can_move else None,
+            output=self._output,
         )
+        self._mode = termios.tcgetattr(sys.stdin)
+        # prompt_toolkit puts the terminal into a mode of its own for as long as it reads. Between
+        # its prompts keys are neither shown nor joined to lines, and Ctrl-C is still a signal, one
+        # that does not throw them away.
+        iflag, oflag, cflag, lflag, *rest = self._mode
+        lflag = lflag & ~(termios.ECHO | termios.ICANON | termios.IEXTEN) | termios.NOFLSH
+        quiet = [iflag & ~termios.ICRNL, oflag, cflag, lflag, *rest]
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
 
     def read(self, text: str = "") -> str | None:
         try:
             return clean(self._session.prompt(default=text))
         except EOFError:
             return None
+
+    def confirm(self, question: str) -> bool | None:
+        try:
+            with create_app_session(output=self._output):
+                return confirm(question)
+        except EOFError:
+            return False
+
+    def close(self) -> None:
+        with contextlib.suppress(termios.error):  # it has hung up
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._mode)
 
 
 def _continuation(width: int, line_number: int, is_soft_wrap: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,7 +108,7 @@ def complete(typed: str) -> Iterable[str]:
     if len(words) == 1:
         return sorted(COMMANDS)
     name = words[0].lower()
-    if name in ("/save", "/load"):
+    if name in ("/save", "/save!", "/load"):
         return ["path"]
     if name == "/set" and len(words) == 2:
         return VARIABLES
@@ -171,8 +172,15 @@ def _set(dialogue: Dialogue, argument: str) -> None:
     dialogue.say(f"[{name} {settings.get(name)}]")
 
 
-def _save(dialogue: Dialogue, argument: str) -> None:
+def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
     conversation = dialogue.conversation
+    if not overwrites and is_transcript(file := _expand(argument)):
+        may_overwrite = dialogue.reader.confirm(f"{file} exists; write this conversation over it?")
+        if may_overwrite is None:
+            raise ValueError(f"{file} exists; /save! {argument} writes over it")
+        if not may_overwrite:
+            dialogue.say("[nothing is saved]")
+            return
     # Without the K/V first: they may not fit on the disk.
     file = save_messages(argument, conversation.messages)
     done = f"saved to {file}: messages: {len(conversation.messages)}"
@@ -209,8 +217,8 @@ def _fork(dialogue: Dialogue, argument: str) -> None:
     branches.append(branches[-1].fork())
     num_tokens = len(branches[-1].tokens)
     dialogue.say(
-        f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; "
-        "/back leaves it]"
+        f"[branch {len(branches) - 1} of the conversation: {num_tokens:,} tokens so far are "
+        "shared; /back leaves it]"
     )
 
 
@@ -266,6 +274,9 @@ COMMAND_TABLE = (
     Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
     Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
     Command("/save", "FILE", "write the conversation to a file (JSON), its K/V beside it", _save),
+    Command(
+        "/save!", "FILE", "the same, over what was saved there", partial(_save, overwrites=True)
+    ),
     Command("/load", "FILE", "go on with a conversation that was saved", _load),
     Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
     Command("/back", "", "leave the branch, and go on where it began", _back),
@@ -380,12 +391,10 @@ def load_messages(path: str) -> Transcript:
 
 
 def is_transcript(file: Path) -> bool:
-    """Whether the file is one that :func:`save_messages` wrote."""
-    if not file.is_file():
-        return False
+    """Whether the file is one that :func:`save_messages` wrote, and can be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
 

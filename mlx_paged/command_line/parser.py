@@ -26,11 +26,15 @@ class Parser(argparse.ArgumentParser):
     Args:
         flags: arguments of the library, and names that other programs have for them; and the flags
             that stand for them here, of which a program may lack some.
+
+    Attributes:
+        mistake: what was wrong with the arguments, in one line.
     """
 
     def __init__(self, *, prog: str, description: str, flags: Mapping[str, str] | None = None):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
         self._flags = {} if flags is None else flags
+        self.mistake = ""
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -79,7 +83,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # The values in the message are the user's, and may hold line ends.
-        self.exit(2, f"{self.prog}: error: {one_line(message, _MAX_ERROR)} (see --help)\n")
+        self.mistake = one_line(message, _MAX_ERROR)
+        self.exit(2, f"{self.prog}: error: {self.mistake} (see --help)\n")
 
 
 class _VersionAction(argparse.Action):

@@ -405,16 +405,17 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
     saved, notes, link = tmp_path / "saved.json", tmp_path / "notes.txt", tmp_path / "link.json"
     notes.write_text("precious")
     link.symlink_to(saved)
-    saved_before = ["hello", f"/save {saved}", "hello", f"/save {link}"]
+    saved_before = ["hello", f"/save {saved}", "hello", f"/save {link}", f"/save! {link}"]
     _, _, err = talk(
         *saved_before,
-        f"/save {notes}",
+        f"/save! {notes}",
         f"/save {tmp_path}",
         "/save /dev/null",
         "/save /no/such/folder/x",
         "/save",
     )
     assert len(messages_of(saved)) == 4 and link.is_symlink()
+    assert f"[{link} exists; /save! {link} writes over it]" in err
     assert notes.read_text() == "precious"
     assert f"[{notes} exists and is no saved conversation; choose another name]" in err
     assert f"[{tmp_path} exists and is no saved conversation; choose another name]" in err
