@@ -60,8 +60,9 @@ def setup_arg_parser(prog: str | None = None) -> parser.Parser:
     """The argument parser of the chat, for a program of this name."""
     chat = parser.Parser(
         prog=prog or _name_as_called(),
-        description="Chat with a model whose K/V live in a paged (or a contiguous) cache.",
+        description="Chat with a model in the terminal, or ask it once.",
         flags=flags.SAMPLING | _FLAGS,
+        usage="%(prog)s [options] [message]",
     )
     chat.add_argument(
         "message",

@@ -24,11 +24,12 @@ from mlx_paged.command_line.descriptions import (
     describe_disk_tier,
     describe_memory,
     describe_model,
+    in_words,
 )
 from mlx_paged.command_line.flags import EXAMPLE_MODEL
 from mlx_paged.engine.text_stream import find_unfinished_stop
 from mlx_paged.engine.thread import Call
-from mlx_paged.memory import memory_size
+from mlx_paged.memory import format_nbytes, memory_size
 from mlx_paged.standard_streams import say
 
 if TYPE_CHECKING:
@@ -328,7 +329,7 @@ def describe_start(
         parts = [
             model,
             f"{describe_device()}, {describe_backend(cache)}",
-            f"{cache.kind} K/V: {describe_budget(cache)}",
+            describe_budget(cache),
             describe_memory(engine),
             *describe_disk_tier(engine),
             f"context: {describe_context(engine)}",
@@ -363,13 +364,15 @@ def describe_answer(conversation: Conversation, response: GenerationResponse) ->
 
 def describe_answer_briefly(engine: Engine, response: GenerationResponse) -> str:
     """The figures that most want, in one line."""
+    config = engine.cache.config
+    num_held = engine.stats().num_cached_blocks * config.block_size
     parts = [
         f"{response.time_to_first_token:.2f} s to first token",
         f"{response.generation_tps:.1f} tokens/s",
         f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused"
         f"{_from_disk(response)}",
         *_drafts(response),
-        f"{engine.stats().num_cached_blocks:,} of {engine.cache.config.num_blocks:,} blocks in use",
+        f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
     ]
     return f"[{' | '.join(parts)}]"
 
@@ -422,8 +425,8 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
             f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
         )
-    held, budget = cache.nbytes_held / 1e6, config.nbytes / 1e6
-    return "\n".join([*lines, f"K/V memory: {held:.2f} MB allocated, budget {budget:.2f} MB"])
+    held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
+    return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])
 
 
 def _from_disk(response: GenerationResponse) -> str:

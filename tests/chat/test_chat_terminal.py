@@ -71,7 +71,7 @@ def test_figures_are_dim_on_a_terminal_that_shows_colours(
     tmp_path: Path, term: str, environ: dict, is_dim: bool
 ):
     terminal = Terminal("hello", state=tmp_path, term=term, environ=environ)
-    shown = terminal.wait_for("blocks in use]")
+    shown = terminal.wait_for("K/V in use]")
     assert terminal.close() == 0
     assert ("\x1b[2m[" in shown, "m[" in shown) == (is_dim, is_dim)
 
