@@ -397,11 +397,11 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
     conversation, engine = branches[-1], branches[-1].engine
     stats, cache, config = engine.stats(), engine.cache, engine.cache.config
     lines = [
-        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens)}",
-        f"blocks: {stats.num_cached_blocks} of {config.num_blocks} hold K/V "
+        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}",
+        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
         f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
         f"each, {stats.num_evictions} evicted so far",
-        f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens "
+        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
         f"found ({stats.hit_rate:.1%})",
     ]
     if (tier := stats.disk_tier) is not None:

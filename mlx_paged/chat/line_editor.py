@@ -41,11 +41,13 @@ class LineEditor:
     is_interactive = True
 
     def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
-        # The answer goes to stdout, so the prompt goes to stderr where both are terminals. On a
-        # terminal that can't move its cursor, prompt_toolkit has a prompt of its own, which it
-        # takes only without an output given.
+        # The answer goes to stdout, so the prompt goes to stderr where both are terminals. For
+        # terminals that can't move their cursor, prompt_toolkit has a prompt which writes keys one
+        # after the other; it takes that where TERM says so, and only without an output given.
         stream = sys.stderr if screen.stderr_is_terminal else sys.stdout
-        self._output = create_output(stream) if screen.can_move else None
+        self._output = create_output(stream) if screen.can_move and not screen.is_plain else None
+        if self._output is None:
+            os.environ["TERM"] = "dumb"
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -74,7 +76,7 @@ class LineEditor:
         except EOFError:
             return None
 
-    def confirm(self, question: str) -> bool | None:
+    def confirm(self, question: str) -> bool:
         try:
             with create_app_session(output=self._output):
                 return confirm(question)

@@ -175,10 +175,10 @@ def _set(dialogue: Dialogue, argument: str) -> None:
 def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
     conversation = dialogue.conversation
     if not overwrites and is_transcript(file := _expand(argument)):
-        may_overwrite = dialogue.reader.confirm(f"{file} exists; write this conversation over it?")
-        if may_overwrite is None:
+        if not dialogue.reader.is_interactive:
             raise ValueError(f"{file} exists; /save! {argument} writes over it")
-        if not may_overwrite:
+        dialogue.say(f"[{file} exists]")
+        if not dialogue.reader.confirm("write over it?"):
             dialogue.say("[nothing is saved]")
             return
     # Without the K/V first: they may not fit on the disk.

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from mlx_paged.errors import harmless
@@ -66,7 +67,7 @@ class Screen:
         self.clear_progress()
         if self.stdout_is_terminal:
             text = harmless(text)
-        if self.stdout_is_terminal and self.has_colour:
+        if self._draws_answers:
             if self._drawing is None:
                 from mlx_paged.chat.markdown import MarkdownWriter
 
@@ -79,12 +80,12 @@ class Screen:
 
     def finish_answer(self) -> None:
         """The answer is over, and its last line ends; raises what :meth:`answer` does."""
-        if self._drawing is None:
+        if not self._draws_answers:
             self.answer("\n")
-            return
-        self._drawing.finish()
-        self._drawing = None
-        self._say_held_warnings()
+        elif self._drawing is not None:
+            self._drawing.finish()
+            self._drawing = None
+            self._say_held_warnings()
 
     def say(self, text: str) -> None:
         """Lines, which on a terminal are folded between words."""
@@ -114,6 +115,10 @@ class Screen:
         self._say_held_warnings()
 
     @property
+    def _draws_answers(self) -> bool:
+        return self.stdout_is_terminal and self.has_colour
+
+    @property
     def _is_in_answer(self) -> bool:
         """Whether a line of the answer would be cleared or torn apart by another one."""
         return self._is_in_line or (self._drawing is not None and self._drawing.is_in_block)
@@ -126,12 +131,9 @@ class Screen:
     def _folded(self, text: str) -> str:
         if self._width is None:
             return text
-        from rich.console import Console
-        from rich.text import Text
-
         # A word that is longer than a line, such as the name of a file, stays in one piece.
-        lines = Text(text).wrap(Console(width=self._width), self._width, overflow="ignore")
-        return "\n".join(line.plain for line in lines)
+        fold = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False).fill
+        return "\n".join(map(fold, text.split("\n")))
 
     def _say_held_warnings(self) -> None:
         if not self._is_in_answer:
@@ -245,8 +247,8 @@ class Reader(Protocol):
     def read(self, text: str = "") -> str | None:
         """The next message, ``None`` at the end of the input; ``text`` is there to be edited."""
 
-    def confirm(self, question: str) -> bool | None:
-        """What a person answers to a question; ``None`` where none is there."""
+    def confirm(self, question: str) -> bool:
+        """Whether a person says yes."""
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
@@ -261,8 +263,8 @@ class PipeReader:
         line = read_line()
         return without_line_end(clean(line)) if line else None
 
-    def confirm(self, question: str) -> bool | None:
-        return None
+    def confirm(self, question: str) -> bool:
+        return False
 
     def close(self) -> None:
         pass
