@@ -125,7 +125,7 @@ class Conversation:
         """Go on from these messages instead.
 
         Raises:
-            ChatTemplateError: they are no messages, or the template refuses them, and nothing has
+            ChatTemplateError: they are not messages, or the template refuses them, and nothing has
                 changed.
         """
         self._replace_messages(normalise_messages(messages))
@@ -333,7 +333,7 @@ def read_facts(path: str) -> PromptCacheFacts:
     try:
         config = json.loads(metadata.get(TOKENIZER_CONFIG, "{}"))
         if not isinstance(config, dict):
-            raise ValueError(f"{shown(config)} is no mapping")
+            raise ValueError(f"{shown(config)} is not a mapping")
     except (ValueError, RecursionError) as error:
         raise SnapshotError(file, f"has a tokenizer_config that can't be read: {error}") from error
     # Its code is never trusted on a file's word.

@@ -290,7 +290,7 @@ class ThinkingSplitter:
         return [piece for piece in pieces if piece.text]
 
     def finish(self) -> list[Piece]:
-        """The answer is over: what was held back was no mark."""
+        """The answer is over: what was held back was not a mark."""
         text, self._held_back = self._held_back, ""
         return [Piece(text, self._is_thinking)] if text else []
 

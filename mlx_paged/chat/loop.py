@@ -225,7 +225,7 @@ def _fork(dialogue: Dialogue, argument: str) -> None:
 def _back(dialogue: Dialogue, argument: str) -> None:
     branches = dialogue.branches
     if len(branches) == 1:
-        dialogue.say("[this is no branch; /fork begins one]")
+        dialogue.say("[this is not a branch; /fork begins one]")
         return
     branches.pop()
     where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
@@ -296,7 +296,7 @@ COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name
 
 
 class TranscriptError(ValueError):
-    """The file can't be read or written, or is no conversation; the message is one line."""
+    """The file can't be read or written, or is not a conversation; the message is one line."""
 
 
 class Transcript(NamedTuple):
@@ -329,7 +329,7 @@ def save_messages(
     try:
         if file.exists() and not is_transcript(file):
             raise TranscriptError(
-                f"{file} exists and is no saved conversation; choose another name"
+                f"{file} exists and is not a saved conversation; choose another name"
             )
         file = file.resolve()
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
@@ -361,7 +361,7 @@ def load_messages(path: str) -> Transcript:
     """Read a file.
 
     Raises:
-        TranscriptError: it can't be read, or is no conversation.
+        TranscriptError: it can't be read, or is not a conversation.
     """
     file = _expand(path)
     try:
@@ -373,7 +373,7 @@ def load_messages(path: str) -> Transcript:
     except (ValueError, RecursionError) as error:
         if isinstance(error, TranscriptError):
             raise
-        raise TranscriptError(f"{file} is no conversation: {one_line(error)}") from error
+        raise TranscriptError(f"{file} is not a conversation: {one_line(error)}") from error
     kv_file = None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
@@ -386,7 +386,7 @@ def load_messages(path: str) -> Transcript:
             kv_file = file.resolve().with_name(Path(name).name)
         content = content.get("messages")
     if not isinstance(content, list):
-        raise TranscriptError(f"{file} is no conversation: it has no list of messages")
+        raise TranscriptError(f"{file} is not a conversation: it has no list of messages")
     return Transcript(file, content, kv_file)
 
 
@@ -402,7 +402,7 @@ def is_transcript(file: Path) -> bool:
 def _expand(path: str) -> Path:
     try:
         if "\0" in path:
-            raise TranscriptError(f"{path!r} is no name of a file")
+            raise TranscriptError(f"{path!r} is not a name of a file")
         return Path(path).expanduser()
     except RuntimeError as error:
         raise TranscriptError(f"{path} can't be found: {error}") from error

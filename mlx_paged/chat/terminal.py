@@ -149,7 +149,7 @@ class Screen:
         write_codes(f"{_DIM}{self._folded(harmless(text))}{_PLAIN}\n")
 
     def show_progress(self, *forms: str) -> None:
-        """A line that the next one replaces; nothing where stderr is no terminal or a plain one, or
+        """A line that the next one replaces; nothing if stderr is not a terminal or a plain one, or
         in the middle of a line of the answer, which would be cleared with it.
 
         Args:
@@ -271,7 +271,7 @@ class PipeReader:
 
 
 def clean(text: str) -> str:
-    """Text that a tokenizer can encode: bytes that were no UTF-8, which Python hands over as lone
+    """Text that a tokenizer can encode: bytes that were not UTF-8, which Python hands over as lone
     surrogates, are replaced.
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -157,7 +157,7 @@ class CompiledDecode:
             return logits, _fences_of(layers), _leaves_after(states)
 
         # MLX knows a traced function by its address, which a later one may get, and by arguments
-        # that are not arrays. No two of ours have the same number.
+        # that are not arrays. No two traces have the same number.
         return partial(mx.compile(decode), next(_numbers))
 
 

@@ -343,10 +343,10 @@ def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, t
     ("content", "line"),
     [
         (None, "can't be read: No such file or directory"),
-        (b"{nope", "is no conversation: Expecting property name"),
-        (b"\xff\xfe", "is no conversation: "),
-        (b"[" * 100_000, "is no conversation: "),
-        (b"{}", "is no conversation: it has no list of messages"),
+        (b"{nope", "is not a conversation: Expecting property name"),
+        (b"\xff\xfe", "is not a conversation: "),
+        (b"[" * 100_000, "is not a conversation: "),
+        (b"{}", "is not a conversation: it has no list of messages"),
         (b'{"version": 2, "messages": []}', "is of version 2, and only 1 can be read"),
         (b"[]", "can't be gone on with: messages is empty"),
         (
@@ -417,9 +417,9 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
     assert len(messages_of(saved)) == 4 and link.is_symlink()
     assert f"[{link} exists; /save! {link} writes over it]" in err
     assert notes.read_text() == "precious"
-    assert f"[{notes} exists and is no saved conversation; choose another name]" in err
-    assert f"[{tmp_path} exists and is no saved conversation; choose another name]" in err
-    assert "[/dev/null exists and is no saved conversation; choose another name]" in err
+    assert f"[{notes} exists and is not a saved conversation; choose another name]" in err
+    assert f"[{tmp_path} exists and is not a saved conversation; choose another name]" in err
+    assert "[/dev/null exists and is not a saved conversation; choose another name]" in err
     assert "[/no/such/folder/x can't be written: No such file or directory]" in err
     assert "[/save needs FILE]" in err
     assert sorted(os.listdir(tmp_path)) == [

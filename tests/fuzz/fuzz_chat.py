@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from fuzz_folders import right_folder
+from fuzz_folders import right_folder, working_folder
 from fuzzing import Case, Defect
 
 # Real processes, of these cases: they take as long as Python and MLX take to start.
@@ -97,7 +97,12 @@ def _run_process(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "mlx_paged.chat", *argv]
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, timeout=PROCESS_TIMEOUT, check=False
+            command,
+            input=stdin,
+            capture_output=True,
+            timeout=PROCESS_TIMEOUT,
+            check=False,
+            cwd=working_folder(),
         )
     except subprocess.TimeoutExpired as error:
         raise Defect(f"it was not done after {PROCESS_TIMEOUT} s") from error
@@ -112,7 +117,7 @@ def _run_process(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
 
 def _run_here(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
     main = importlib.import_module("mlx_paged.chat").main
-    with _streams(stdin) as (stdout, stderr):
+    with contextlib.chdir(working_folder()), _streams(stdin) as (stdout, stderr):
         try:
             status = main(argv)
         except SystemExit as end:
