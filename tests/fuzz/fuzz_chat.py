@@ -31,7 +31,7 @@ LINES = (
     b"", b"\n", b"hi\n", b"hi", b"/help\n", b"/HELP\n", b"/fork\n", b"/back\n", b"/reset\n",
     b"/stats\n", b"/exit\n", b"/nothing\n", b"/set temp 0.7\n", b"/set temp x\n", b"/set\n",
     b"/system\n", b"/system be short\n", b"/regenerate\n", b"/edit\n", b"/edit x\n", b"/save\n",
-    b"/load\n", b"/load /nothing/there\n", b"/save /\n", b"/set max-tokens 0\n",
+    b"/load\n", b"/load /nothing/there\n", b"/save /\n", b"/save!\n", b"/set max-tokens 0\n",
     b"/set nothing 1\n", b"/ \n", b"//\n", b"\xff\xfe\n", b"\x00\n", b"\r\n", b"a" * 4000 + b"\n",
     b"\xf0\x9f\x98\x80\n", b"\x1b[200~a\nb\x1b[201~\n", b"\x04", b"\xed\xa0\x80\n", b"<think>\n",
     b"/fork x y\n",
