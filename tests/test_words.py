@@ -35,6 +35,7 @@ WORDS = {
     r"|parameters?|json|utf-8|gbnf|gguf|file|folder|terminal|conversation|messages?|mapping|branch"
     r"|schema|state|member|mark|secret|name|part|short)": "is not a ...",
     r"stops? to (listen|read|write|wait|run)": "stops listening",
+    r"stands? behind": "comes after, follows",
     r"says? nothing of": "says nothing about",
     r"as they were told": "as they received it",
     r"afresh": "again, from the beginning",

@@ -264,14 +264,14 @@ class Conversation:
     def _check_tokens_are_known(self) -> None:
         if self.cache_salt is not None:
             raise ValueError(
-                "[chat] the conversation stands behind a prompt cache that does not say its "
+                "[chat] the conversation follows a prompt cache that does not say its "
                 "tokens, so its K/V have no name to be found by"
             )
 
     def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if self._prefix.token_ids and messages and messages[0]["role"] == "system":
             raise ValueError(
-                "[chat] a system prompt can't stand behind a prompt cache, in which the "
+                "[chat] a system prompt can't follow a prompt cache, in which the "
                 "conversation has begun; put it into the prompt that is cached"
             )
 

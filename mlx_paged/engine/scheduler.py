@@ -44,7 +44,7 @@ class Scheduler:
 
     - a running one finds no block, or
     - the first that waits has no place to run or too few blocks, and comes with what the preempted
-      ones give back. These stand behind it in order, were added with a higher number as priority,
+      ones give back. These come after it in order, were added with a higher number as priority,
       and have been preempted fewer than ``MAX_PREEMPTIONS`` times; equal levels never take each
       other's place. None is preempted for one that has too few blocks all the same.
 

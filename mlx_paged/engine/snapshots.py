@@ -55,7 +55,7 @@ class Snapshots:
     What goes into a file, and comes from one, are whole blocks of the prefix cache.
 
     Args:
-        identities: of the model and, if there is one, of the draft model, whose layers stand behind
+        identities: of the model and, if there is one, of the draft model, whose layers come after
             those of the model. They are asked for when a file is written or read.
         finds_prefixes: whether K/V stay to be found when a request has ended.
         ranks: that hold the model together.

@@ -19,7 +19,7 @@ class SnapshotError(ArgumentError):
 
 
 def check_path(path: object) -> Path:
-    """The path of a file, in which ``~`` may stand.
+    """The path of a file, which may begin with ``~``.
 
     Raises:
         ArgumentError: it is not a path.

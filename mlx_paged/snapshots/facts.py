@@ -29,7 +29,7 @@ class KVFacts:
 
     Attributes:
         model: by content.
-        draft_model: whose layers stand behind those of the model, if there is one.
+        draft_model: whose layers come after those of the model, if there is one.
         config: of the cache.
     """
 

@@ -228,16 +228,16 @@ def test_turns_behind_a_prompt_cache_are_those_behind_its_text(talk, cached):
     assert reused(err)[-1] == reused(err)[0]
 
 
-def test_what_can_not_stand_behind_a_prompt_cache_is_said(talk, cached, tmp_path: Path):
+def test_what_can_not_follow_a_prompt_cache_is_said(talk, cached, tmp_path: Path):
     file, saved = cached(STORY), tmp_path / "talk.json"
     argv = ("--prompt-cache-file", str(file))
     _, _, err = talk("What is my name?", "/system Be brief.", f"/save {saved}", argv=argv)
-    assert "[a system prompt can't stand behind a prompt cache, in which" in err
-    assert "[the K/V are not saved: the conversation stands behind a prompt cache" in err
+    assert "[a system prompt can't follow a prompt cache, in which" in err
+    assert "[the K/V are not saved: the conversation follows a prompt cache" in err
     assert len(saved_messages(saved)) == 2
     talk("hello", f"/save! {saved}")
     _, _, err = talk(f"/load {saved}", "What is my name?", argv=argv)
-    assert "[the K/V are not loaded, and computed again: the conversation stands behind" in err
+    assert "[the K/V are not loaded, and computed again: the conversation follows" in err
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
