@@ -331,7 +331,7 @@ def _announce(
     parts = [
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
-        f"{cache.kind} K/V: {describe_budget(cache)}",
+        describe_budget(cache),
         describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",

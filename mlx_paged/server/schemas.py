@@ -39,7 +39,7 @@ _MAX_LOGGED = 256  # names of fields that were left out
 _logged: set[str] = set()
 # Begins the names of unions' members in pydantic's places.
 _MEMBER = "::"
-_OURS = "mlx_paged"  # the type of errors that have words of ours
+_OURS = "mlx_paged"  # the type of errors with this package's own messages
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -332,7 +332,7 @@ def _words(cls: type[Body], error: ErrorDetails) -> str:
 
 
 def _refused_member(place: str, error: ErrorDetails) -> ApiError:
-    """A value that is no member of a union: of another type, or with another name of a kind."""
+    """A value that is not a member of a union: of another type, or with another name of a kind."""
     value = error["input"]
     expected = error.get("ctx", {})["expected_tags"].split(", ")
     tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]

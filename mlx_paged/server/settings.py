@@ -116,7 +116,7 @@ class ServerSettings:
     )
     share_cache: bool = setting(False, "let users with different keys share cached K/V")
     allow_cache_texts: bool = setting(
-        False, "let /v1/cache?text=true show pieces of prompts, to the users whose they are"
+        False, "let /v1/cache?text=true show pieces of prompts, to the users who sent them"
     )
     max_queue_len: int = setting(
         256, "sequences that may wait; more are told to come back", AT_LEAST_0

@@ -1,5 +1,5 @@
 """Answers of the server that are kept for conversations that come back: clients send them as they
-were told, which is not as they were generated.
+received them, which is not as they were generated.
 """
 
 from __future__ import annotations

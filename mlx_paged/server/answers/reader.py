@@ -138,7 +138,7 @@ class AnswerReader:
         self._state = answer_format.initial_state or (REASONING if is_thinking else OPENING)
         self._calls: CallReader | None = None
         self._pending = ""  # may be the beginning of a mark
-        self._space = ""  # is shown when something follows that is no mark
+        self._space = ""  # is shown when something follows that is not a mark
         self._is_after_mark = is_thinking
 
     def add(self, text: str) -> list[Event]:

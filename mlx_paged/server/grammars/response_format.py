@@ -129,7 +129,7 @@ def _lark_of(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # Its parser is recursive, and the text may be anything.
-        raise refused("grammar", f"can't be used: it is no GBNF: {one_line(error)}") from None
+        raise refused("grammar", f"can't be used: it is not GBNF: {one_line(error)}") from None
     return lark
 
 

@@ -25,8 +25,8 @@ class Function:
     Args:
         path: where it stands in the request.
         parameters: the JSON schema of its arguments, an object.
-        is_strict: its schema is kept to whole, or refused. Of others, keywords that no grammar can
-            keep to are left out.
+        is_strict: its schema is enforced in whole, or refused. Of others, keywords that no grammar
+            can enforce are left out.
     """
 
     path: str

@@ -59,7 +59,7 @@ def required_calls(
         parallel_tool_calls: whether there may be several calls.
 
     Raises:
-        ArgumentError: no tool, none of that name, or parameters that are no schema of an object;
+        ArgumentError: no tool, none of that name, or parameters that are not an object's schema;
             its ``argument`` is the field's name.
     """
     functions = _functions(tools)
@@ -92,7 +92,7 @@ def strict_calls(
         tools, call_format, parallel_tool_calls: as for :func:`required_calls`.
 
     Raises:
-        ArgumentError: parameters that are no schema of an object, or a strict tool where no grammar
+        ArgumentError: parameters that are not an object's schema, or a strict tool where no grammar
             is written for the model's format; its ``argument`` is the field's name.
     """
     functions = _functions(tools)

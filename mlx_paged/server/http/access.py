@@ -163,7 +163,7 @@ class OriginGuard(Guard):
         if not is_plain_look and not self._is_allowed_host(host):
             return ApiError(
                 421,
-                f"the Host header {shown(host)} is no name of this server; --allowed-host allows "
+                f"the Host header {shown(host)} is not this server's name; --allowed-host allows "
                 "others",
                 code="host_not_allowed",
             )

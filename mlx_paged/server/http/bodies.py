@@ -1,4 +1,4 @@
-"""JSON bodies, and what of them is dear to parse."""
+"""JSON bodies, and what of them is expensive to parse."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Gate(Guard):
 class HttpServer(uvicorn.Server):
     """Serves until it is told to end, or the engine fails.
 
-    When it ends, it stops to listen, answers 503 to what comes on open connections, and lets
+    When it ends, it stops listening, answers 503 to what comes on open connections, and lets
     answers go on for ``drain_seconds``. Then it aborts them, and each says so to its client.
 
     Args:

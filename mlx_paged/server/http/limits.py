@@ -155,7 +155,7 @@ def check_head(scope: Scope) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """Raise :class:`ApiError` for a body that is no UTF-8, or that would be dear to parse: too
+    """Raise :class:`ApiError` for a body that is not UTF-8, or would be expensive to parse: too
     deep, too many values, or numbers that are too long. Whether it is JSON is left to the parser.
 
     It goes through the body in chunks: other threads run between two of them.
@@ -163,7 +163,7 @@ def check_json(body: bytes) -> None:
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is no UTF-8 at byte {error.start}") from error
+        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Each value has at most a name and a text, and so four quotes.
     if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:

@@ -179,7 +179,7 @@ def checked_tool_choice(
     if place and choice not in names:
         raise refused(place, f"is {shown(choice)}, and no tool has that name")
     if place and choice in ("none", "auto", "required"):
-        raise refused(place, f"is {choice!r}, which is no name for a tool here")
+        raise refused(place, f"is {choice!r}, which is not a name of a tool here")
     if choice == "required" and not tools:
         raise refused("tool_choice", "is 'required', and there are no tools; send some")
     return choice

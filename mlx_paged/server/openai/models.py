@@ -23,7 +23,7 @@ async def models(context: RequestContext[Body]) -> Response:
 
 
 async def model(context: RequestContext[Body]) -> Response:
-    """One of them."""
+    """One of the names that clients may use."""
     service = context.service
     name = context.request.path_params["name"]
     check_model_name(name, service)

@@ -344,7 +344,7 @@ class _KeptItem(Body):
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as ``encrypted_content``. It is no secret: the client sees it in any case."""
+    """Reasoning as ``encrypted_content``. It is not secret: the client sees it in any case."""
     return _SEAL + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 

@@ -46,7 +46,7 @@ def page_endpoint() -> Endpoint[Body]:
 
 
 async def pool(context: RequestContext[Body]) -> Response:
-    """What is in the pool, who is there, and what was done so far.
+    """What the page draws: the blocks of the pool, the requests, and figures so far.
 
     ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
     """
