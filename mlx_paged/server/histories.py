@@ -31,11 +31,12 @@ class History:
 
     def message(self, role: str, *texts: str) -> dict[str, Any]:
         """The message to which a role's next texts belong: the last one, or a new one."""
-        if self._is_over or self.last["role"] != role:
-            self._messages.append({"role": role, "content": []})
+        messages = self._messages
+        if self._is_over or not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": []})
             self._is_over = False
-        self._messages[-1]["content"] += texts
-        return self._messages[-1]
+        messages[-1]["content"] += texts
+        return messages[-1]
 
     def remind(self, text: str) -> None:
         """What a system says in the middle, where few templates know a message of it."""

@@ -308,10 +308,10 @@ def _read_question(history: History, question: Question, place: str, is_last: bo
 
 
 def _read_answer(history: History, answer: Answer, place: str, is_last: bool) -> None:
-    message = history.message("assistant")
     if isinstance(answer.content, str):
-        message["content"].append(answer.content)
+        history.message("assistant", answer.content)
         return
+    message = history.message("assistant")
     texts, reasoning = [], []
     for index, block in enumerate(answer.content):
         if isinstance(block, ThinkingBlock):

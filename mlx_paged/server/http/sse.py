@@ -17,7 +17,8 @@ from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 logger = logging.getLogger("mlx_paged.server")
 
 DONE = b"data: [DONE]\n\n"
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# What events say is made here, and nothing of it holds itself.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _LIFE = b": the answer is on its way\n\n"
 
 _HEADERS = {

@@ -325,17 +325,18 @@ def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> No
 
 
 def _read_message(history: History, role: str, text: str) -> None:
-    before = history.last["role"]
     if role == "assistant":
         history.message("assistant", text)
-    elif role != "user" and before in (None, "system"):
-        history.message("system", *(("\n\n", text) if before else (text,)))
+    elif role == "user":
+        history.end_message()
+        history.message("user", text)
+    elif history.last["role"] is None:
+        history.message("system", text)
+    elif history.last["role"] == "system":
+        history.message("system", "\n\n", text)
     else:
         history.end_message()
-        if role == "user":
-            history.message("user", text)
-        else:
-            history.remind(text)
+        history.remind(text)
 
 
 class _KeptItem(Body):
