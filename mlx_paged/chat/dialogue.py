@@ -99,7 +99,11 @@ class Dialogue:
         """
         view = _AnswerView(self.screen, self.settings.show_thinking)
         params = self.settings.next_params()
-        response, is_interrupted = self._stream(ask, params, view.show)
+        try:
+            response, is_interrupted = self._stream(ask, params, view.show)
+        except BaseException:
+            self.screen.abandon_answer()
+            raise
         if response is not None:
             self.screen.finish_answer()
             self._say_figures(response, params.max_tokens)
