@@ -32,10 +32,6 @@ def area(r):
 
 > quoted
 
-| n | square |
-|---|-------:|
-| 3 | 9 |
-
 Done."""
 
 AT_40 = """\
@@ -60,10 +56,6 @@ def area(r):
 
 ▌ quoted
 
- n  square
- ─────────
- 3       9
-
 Done."""
 
 AT_80 = """\
@@ -83,10 +75,6 @@ def area(r):
     return 3.14 * r**2  # of a circle
 
 ▌ quoted
-
- n  square
- ─────────
- 3       9
 
 Done."""
 
@@ -159,6 +147,18 @@ def test_reasoning_is_dim_text_in_its_own_lines_and_no_markdown():
         "**Hm**, this is a thought of more than",
         "forty columns.",
         "",
+    ]
+
+
+def test_a_table_has_columns_and_one_empty_line_around_it():
+    written = Written(answer("Look:\n\n| n | square |\n|---|-----:|\n| 3 | `9` |\n\nDone."), 40)
+    first, *table, last = screen_lines("".join(written), 40)
+    # How its lines are drawn is up to the version of rich.
+    assert (first, last) == ("Look:", "Done.")
+    assert [row.strip(" ─━").split() for row in table] == [
+        *([], ["n", "square"]),
+        *([], ["3", "9"]),
+        [],
     ]
 
 
