@@ -41,8 +41,13 @@ class Function:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON of a schema in Lark."""
-        options = {**_ONE_LINE, "lenient": not self.is_strict}
-        return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": options})
+        return json_rule(schema, lenient=not self.is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], **options: Any) -> str:
+    """JSON of a schema in Lark, on one line."""
+    guidance = {**_ONE_LINE, **options}
+    return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": guidance})
 
 
 def call_rules(

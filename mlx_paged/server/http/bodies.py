@@ -22,7 +22,6 @@ async def read_json(request: Request, service: Service, user: str) -> Any:
 
     Raises:
         ApiError: it is not JSON, or encoded in a way that is not read.
-        ClientDisconnect: the client left before it was there.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):

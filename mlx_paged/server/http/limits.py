@@ -11,6 +11,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.http.disconnects import ClientLeftError
 from mlx_paged.server.http.tidying import Tidying
 
 BODY_SECONDS = 60.0
@@ -50,16 +51,13 @@ class Limits:
         self._tidying = Tidying()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
         try:
             try:
                 check_head(scope)
                 if scope["method"] in _METHODS_WITH_BODY:
                     receive = _replayed(await self._body(scope, receive, held), receive)
-            except _DisconnectedError:
+            except ClientLeftError:
                 return
             except ApiError as error:
                 await error_response(error, scope)(scope, receive, send)
@@ -86,7 +84,7 @@ class Limits:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _DisconnectedError
+                raise ClientLeftError
             chunk = message.get("body", b"")
             chunks.append(chunk)
             if held.num_bytes + len(chunk) > self._max_body_bytes:
@@ -132,10 +130,6 @@ class _HeldBytes:
         self._by_user[self._user] -= self.num_bytes
         if not self._by_user[self._user]:
             del self._by_user[self._user]
-
-
-class _DisconnectedError(Exception):
-    """The client left before its request was there."""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
