@@ -17,11 +17,11 @@ from mlx_paged.chat.command_line import Settings
 from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.command_line.descriptions import (
     describe_backend,
-    describe_budget,
     describe_budget_in_full,
     describe_context,
     describe_device,
     describe_disk_tier,
+    describe_engine,
     describe_memory,
     describe_model,
     in_words,
@@ -99,7 +99,11 @@ class Dialogue:
         """
         view = _AnswerView(self.screen, self.settings.show_thinking)
         params = self.settings.next_params()
-        response, is_interrupted = self._stream(ask, params, view.show)
+        try:
+            response, is_interrupted = self._stream(ask, params, view.show)
+        except BaseException:
+            self.screen.abandon_answer()
+            raise
         if response is not None:
             self.screen.finish_answer()
             self._say_figures(response, params.max_tokens)
@@ -310,12 +314,12 @@ def describe_start(
     """The model, its device and its cache, before the first message: in one line, or all figures if
     they are asked for.
     """
-    cache, model = engine.cache, describe_model(args.model, engine)
+    cache = engine.cache
     sampling, is_of_model = settings.describe_sampling(), bool(settings.from_model)
     if args.verbose:
         own = f"; {', '.join(settings.from_model)} from generation_config.json" * is_of_model
         lines = [
-            f"[model: {model} | device: {describe_device()} | "
+            f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
             f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
             f"[K/V budget: {describe_budget_in_full(cache)}]",
             f"[{describe_memory(engine)}]",
@@ -327,12 +331,7 @@ def describe_start(
         ]
     else:
         parts = [
-            model,
-            f"{describe_device()}, {describe_backend(cache)}",
-            describe_budget(cache),
-            describe_memory(engine),
-            *describe_disk_tier(engine),
-            f"context: {describe_context(engine)}",
+            *describe_engine(args.model, engine),
             sampling + " (the model's)" * is_of_model,
             *(["/help"] if is_dialogue else []),
         ]

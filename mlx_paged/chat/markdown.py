@@ -51,6 +51,7 @@ _CODE = ANSISyntaxTheme(
 # the backslashes of formulas, and where pictures and links in angle brackets lead to.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _PARSER.disable(["autolink", "escape", "html_block", "html_inline", "image"])
+_MIN_PAUSE = 0.03  # seconds between two drawings, which take a tenth of the time at most
 _STYLED_NOTHING = re.compile(r"\x1b\[[\d;]+m\x1b\[0m")
 _TRAILING_BLANKS = re.compile(r" +((?:\x1b\[0m)?)$", re.MULTILINE)
 
@@ -95,12 +96,12 @@ class MarkdownWriter:
         self._text += text
         if "\n" in text:
             self._finish_blocks()
-        # Long blocks take long to draw: no more than a fifth of the time.
+        # A long block takes long to draw, which must not hold up the engine.
         begin = self._clock()
         if begin >= self._next_drawing:
             self._draw(self._lines_of(self._text))
             end = self._clock()
-            self._next_drawing = end + 4 * (end - begin)
+            self._next_drawing = end + max(_MIN_PAUSE, 9 * (end - begin))
 
     def finish(self) -> None:
         """The answer, or its reasoning, is over."""

@@ -87,6 +87,10 @@ class Screen:
             self._drawing = None
             self._say_held_warnings()
 
+    def abandon_answer(self) -> None:
+        """What is written of an answer is all that comes."""
+        self._drawing, self._is_in_line = None, False
+
     def say(self, text: str) -> None:
         """Lines, which on a terminal are folded between words."""
         self.clear_progress()
@@ -249,6 +253,7 @@ class Reader(Protocol):
 
     def confirm(self, question: str) -> bool:
         """Whether a person says yes."""
+        ...
 
     def close(self) -> None:
         """Leave the terminal as it was found."""

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from mlx_paged.engine.engine import Engine
 
 
+def describe_engine(model: str | None, engine: Engine) -> list[str]:
+    """The parts of the line that a program prints when it starts: the model, its device, the K/V
+    budget, other memory, the tier on disk if there is one, and the context.
+    """
+    return [
+        describe_model(model, engine),
+        f"{describe_device()}, {describe_backend(engine.cache)}",
+        describe_budget(engine.cache),
+        describe_memory(engine),
+        *describe_disk_tier(engine),
+        f"context: {describe_context(engine)}",
+    ]
+
+
 def describe_device() -> str:
     if mx.metal.is_available():
         return "Metal"

@@ -314,27 +314,13 @@ def _announce(
     sockets: list[socket.socket],
 ) -> None:
     """Say what is served, how, and where."""
-    from mlx_paged.command_line.descriptions import (
-        describe_backend,
-        describe_budget,
-        describe_context,
-        describe_device,
-        describe_disk_tier,
-        describe_memory,
-        describe_model,
-    )
+    from mlx_paged.command_line.descriptions import describe_engine
     from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
-    cache = engine.cache
     parts = [
-        describe_model(args.model, engine),
-        f"{describe_device()}, {describe_backend(cache)}",
-        describe_budget(cache),
-        describe_memory(engine),
-        *describe_disk_tier(engine),
-        f"context: {describe_context(engine)}",
+        *describe_engine(args.model, engine),
         in_words(settings.api_keys) if settings.api_keys else "no key needed",
     ]
     say(f"[{' | '.join(parts)}]")

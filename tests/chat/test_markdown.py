@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import count
 
 import pytest
 from helpers.terminal import screen_lines
@@ -31,10 +32,6 @@ def area(r):
 
 > quoted
 
-| n | square |
-|---|-------:|
-| 3 | 9 |
-
 Done."""
 
 AT_40 = """\
@@ -59,10 +56,6 @@ def area(r):
 
 ▌ quoted
 
- n  square
- ─────────
- 3       9
-
 Done."""
 
 AT_80 = """\
@@ -83,10 +76,6 @@ def area(r):
 
 ▌ quoted
 
- n  square
- ─────────
- 3       9
-
 Done."""
 
 
@@ -95,7 +84,9 @@ class Written(list[str]):
 
     def __init__(self, pieces: Iterable[tuple[str, bool]], columns: int, rows: int = 24):
         size = os.terminal_size((columns, rows))
-        writer = MarkdownWriter(self.append, lambda: size, clock=lambda: 0.0)
+        # Each piece comes a second after the one before, and nothing takes time to draw.
+        clock = (float(reading // 2) for reading in count())
+        writer = MarkdownWriter(self.append, lambda: size, clock=clock.__next__)
         for text, is_thinking in pieces:
             writer.add(text, is_thinking)
         writer.finish()
@@ -159,6 +150,18 @@ def test_reasoning_is_dim_text_in_its_own_lines_and_no_markdown():
     ]
 
 
+def test_a_table_has_columns_and_one_empty_line_around_it():
+    written = Written(answer("Look:\n\n| n | square |\n|---|-----:|\n| 3 | `9` |\n\nDone."), 40)
+    first, *table, last = screen_lines("".join(written), 40)
+    # How its lines are drawn is up to the version of rich.
+    assert (first, last) == ("Look:", "Done.")
+    assert [row.strip(" ─━").split() for row in table] == [
+        *([], ["n", "square"]),
+        *([], ["3", "9"]),
+        [],
+    ]
+
+
 def test_colours_can_be_read_on_black_and_on_white():
     """None but magenta, and no background."""
     codes = "".join(Written(answer(ANSWER), 80))
@@ -175,3 +178,15 @@ def test_words_longer_than_a_line_and_wide_characters_are_folded():
 
 def test_an_answer_of_nothing_writes_nothing():
     assert Written(answer("", "\n", " \n\n"), 40) == []
+
+
+def test_drawing_takes_a_tenth_of_the_time_at_most():
+    size, written = os.terminal_size((40, 24)), list[str]()
+    # A drawing takes 2 seconds; pieces come at 0, 10, 21 and 22.
+    clock = iter((0.0, 2.0, 10.0, 21.0, 23.0, 23.5))
+    writer = MarkdownWriter(written.append, lambda: size, clock.__next__)
+    for word in ("one ", "two ", "three ", "four"):
+        writer.add(word)
+    assert written == ["one\n", "\x1b[1A\x1b[Jone two three\n"]
+    writer.finish()
+    assert written[2:] == ["\x1b[1A\x1b[Jone two three four\n"]

@@ -123,3 +123,23 @@ def test_a_model_can_not_move_the_cursor_of_a_terminal(monkeypatch, capsys):
     out, _ = shown(monkeypatch, capsys, is_terminal=True, answer=answer)
     assert screen_lines(out, 80) == ["a\\x1b]0;title\\x07\\r\\x9b2J       b"]
     assert shown(monkeypatch, capsys, is_terminal=False, answer=answer)[0] == answer + "\n"
+
+
+def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    screen = Screen({"TERM": "xterm"})
+    settings = Settings(setup_arg_parser().parse_args([]), {})
+    tokenizer = SimpleNamespace(think_start=None, think_end=None)
+    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False, tokens=[])
+    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+
+    def fail(params: Any, progress: Any) -> Iterator[Any]:
+        yield SimpleNamespace(text="The first")
+        raise RuntimeError("the GPU is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        dialogue.show(fail)  # type: ignore[arg-type]
+    screen.warn("a warning")
+    screen.answer("The second")
+    screen.finish_answer()
+    assert capsys.readouterr() == ("The first\nThe second\n", "a warning\n")
