@@ -7,8 +7,8 @@ A block never has an earlier time than one that follows it, so the least recentl
 that no other follows, and a prefix goes from its end. To keep it so,
 
 - a use sets the time of a prefix from its first block on, and nothing makes a block older;
-- a new block gets the time of the one before it, if that was used within the last minute;
-  otherwise all before it are used now, too.
+- a new block gets the time of the one before it, if that was used a moment ago; otherwise all
+  before it are used now, too.
 
 Blocks of one time are told apart by their headers. So it is no matter how coarse the times of a
 file system are: rounding keeps an order, or makes two times one.
@@ -41,7 +41,10 @@ _MOST_REFUSALS = 16  # of files that can't be removed, before an eviction ends
 # Of all blocks, a listing keeps this share as those that go next, and at least so many.
 _SHARE_OF_OLDEST = 1 / 16
 _LEAST_OLDEST = 4096
-_SAME_USE = 60_000_000_000  # nanoseconds
+# A new block gets the time of the one before it, if that was used in the last minute, or in the
+# last quarter of a time to live.
+_SAME_USE_SECONDS = 60.0
+_SAME_USE_SHARE_OF_TTL = 1 / 4
 _LAST_PLACE = (float("inf"), 0)
 
 
@@ -73,6 +76,8 @@ class Catalogue:
         self._layout = layout
         self._digest = digest
         self._ttl = ttl
+        longest = float("inf") if ttl is None else ttl * _SAME_USE_SHARE_OF_TTL
+        self._same_use = int(min(_SAME_USE_SECONDS, longest) * 1e9)
         self._list_lock = threading.RLock()
         self._sums_lock = threading.Lock()
         self._oldest = Oldest(0, self._place)
@@ -163,7 +168,7 @@ class Catalogue:
             status = self.shards.status((digest, parent))
             if status is None:
                 break
-            if now - time_used(status) <= _SAME_USE:
+            if now - time_used(status) <= self._same_use:
                 now = min(now, time_used(status))
                 break
             older[parent] = None

@@ -184,6 +184,15 @@ def test_what_follows_after_a_minute_makes_all_before_it_used(tmp_path, clock):
     assert times == dict.fromkeys("ad", clock.now)
 
 
+def test_a_new_block_is_not_over_before_it_is_read(tmp_path, clock):
+    store = open_store(tmp_path / "cache", ttl=40.0)
+    put(store, "a")
+    clock.now += 30 * SECOND
+    put(store, "b", "a", 16)
+    clock.now += 35 * SECOND
+    assert found(store, "ab") == "ab"
+
+
 def test_nothing_makes_a_block_older(tmp_path, clock):
     store, other = open_store(tmp_path / "cache"), open_store(tmp_path / "cache")
     put_chain(store, *"ab")

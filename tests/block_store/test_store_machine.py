@@ -20,7 +20,7 @@ from mlx_paged.block_store import store as store_module
 
 LIMIT = 5
 TTL = 50.0
-SAME_USE = 20.0
+SAME_USE = TTL / 4
 # A forest: each block's parent.
 PARENTS = {
     "a": None,
@@ -70,7 +70,6 @@ class StoreMachine(RuleBasedStateMachine):
         for module in (catalogue_module, shards_module, store_module):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(store_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
-        self.patch.setattr(catalogue_module, "_SAME_USE", int(SAME_USE * 1e9))
         self.times: dict[str, float] = {}  # of the last use, of what should be there
         self.pins: set[str] = set()
         self.limit = LIMIT
