@@ -68,8 +68,8 @@ def batch_generate(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         completion_batch_size: how many answers run at once at most (default: 32).
         prefill_step_size: prompt tokens per step (default: 2048).
-        kv, block_size, kv_cache_bytes, backend, max_model_len, cache_dir and others: as
-            :class:`Engine` takes them.
+        options: ``kv``, ``block_size``, ``kv_cache_bytes``, ``backend``, ``max_model_len``,
+            ``cache_dir`` and others, as :class:`Engine` takes them.
 
     Returns:
         mlx-lm's response. In its ``stats``, ``prompt_tokens`` counts those that were computed, and

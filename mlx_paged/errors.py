@@ -83,7 +83,7 @@ def words_for_all(error: BaseException) -> str:
     own errors, which quote nothing, and else :func:`type_and_place`.
     """
     is_ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
-    # A ValueError of ours shows the value.
+    # This package's ValueErrors show the value.
     if is_ours and not isinstance(error, ValueError):
         return without_room(one_line(error))
     return type_and_place(error)
@@ -156,7 +156,9 @@ class CacheFullError(RuntimeError):
         argument: the argument that the message advises to raise.
     """
 
-    argument = "kv_cache_bytes"
+    def __init__(self, message: str, argument: str = "kv_cache_bytes"):
+        super().__init__(message)
+        self.argument = argument
 
 
 class PromptTooLongError(CacheFullError):
@@ -187,12 +189,11 @@ def prompt_beyond_context(
         way_out += f", which may be {context_length}"
         if max_model_len >= context_length:
             way_out = "the model was made for no more; shorten the prompt"
-    error = PromptTooLongError(
+    return PromptTooLongError(
         f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
-        f"answer have at most {max_model_len} tokens together; {way_out}"
+        f"answer have at most {max_model_len} tokens together; {way_out}",
+        "max_model_len",
     )
-    error.argument = "max_model_len"
-    return error
 
 
 class UnsuitableModelError(ValueError):

@@ -139,7 +139,8 @@ def stream_generate(
     Args:
         tokenizer: as :func:`mlx_paged.load` returns it, or one of transformers.
         prompt: text, or token ids (what ``tokenizer.apply_chat_template`` returns).
-        Others, and errors raised: see :func:`generate_step`.
+
+    Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
     responses = _stream(model, as_tokenizer(tokenizer), prompt, max_tokens=max_tokens, **options)
     return (dataclasses.replace(response, logprobs=logprobs) for response, logprobs in responses)
@@ -157,7 +158,8 @@ def generate(
 
     Args:
         verbose: print the text as it is made, and the figures after it.
-        Others, and errors raised: see :func:`generate_step`.
+
+    Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
     BOOL.check("generate", "verbose", verbose)
     text = ""

@@ -54,7 +54,7 @@ class _Batch(NamedTuple):
 
 
 class LLM:
-    """A model and an :class:`Engine` for it.
+    """A model and an :class:`Engine` for it::
 
         llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G")
         prompts = ["Once upon a time", "The capital of France is"]
@@ -205,7 +205,8 @@ class LLM:
                 has a ``role`` and a ``content``: text, or a list of text parts.
             chat_template_kwargs: variables of the template, such as ``enable_thinking`` or
                 ``tools``.
-            Others, and errors raised: see :meth:`generate`.
+
+        Other arguments, and the errors raised, are those of :meth:`generate`.
 
         Raises:
             ValueError: the tokenizer has no chat template.

@@ -15,6 +15,8 @@ from urllib.request import urlopen
 
 import pytest
 
+import mlx_paged
+
 REPOSITORY = Path(__file__).parent.parent
 GUIDE = sorted((REPOSITORY / "docs/guide").rglob("*.md"))
 PAGES = [
@@ -61,7 +63,9 @@ def test_no_link_between_pages_is_broken():
 
 def test_pages_that_code_and_tools_name_exist():
     folders = ("mlx_paged", "metal", "tests", "tools", "benchmarks", "examples", "grafana")
-    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
+    files = [
+        path for folder in (*folders, ".github") for path in (REPOSITORY / folder).rglob("*.*")
+    ]
     missing = [
         f"{path.relative_to(REPOSITORY)}: {name}"
         for path in [*files, *PAGES]
@@ -72,11 +76,20 @@ def test_pages_that_code_and_tools_name_exist():
     assert missing == []
 
 
-def test_every_page_is_in_the_table_of_its_half():
-    for half in ("guide", "internals"):
-        index = REPOSITORY / "docs" / half / "README.md"
+def test_every_page_is_in_the_table_of_its_part():
+    for part in ("guide", "reference", "internals"):
+        index = REPOSITORY / "docs" / part / "README.md"
         linked = {target for target, _ in LINK.findall(index.read_text())}
         assert {path.name for path in index.parent.glob("*.md")} - linked == {"README.md"}
+
+
+def test_the_reference_has_each_public_name_once():
+    pages = "".join(path.read_text() for path in REPOSITORY.glob("docs/reference/*.md"))
+    names = re.findall(r"^\.\. auto\w+:: mlx_paged\.(\w+)$", pages, re.M)
+    # What it is, is mlx-lm's, and a page says so; the version is no interface.
+    others = ["__version__", "make_sampler"]
+    assert sorted([*names, *others]) == sorted(mlx_paged.__all__)
+    assert "`mlx_paged.make_sampler` is" in pages
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,21 @@ WORDS = {
     r"an argument that there is not|an argument that does not exist": "an unknown argument",
     r"from what is there": "from a local path",
     r"at the door": "when it is added, where it is called",
-    r"(?<!there\s)(is|are|was) no (valid|number|snapshot|model|prompt cache|integer|parameters?"
-    r"|json|file|folder)": "is not a ...",
+    r"(?<!there\s)(is|are|was|were) no (valid|number|snapshot|model|prompt cache|integer"
+    r"|parameters?|json|utf-8|gbnf|gguf|file|folder|terminal|conversation|messages?|mapping|branch"
+    r"|schema|state|member|mark|secret|name|part|short)": "is not a ...",
+    r"stops? to (listen|read|write|wait|run)": "stops listening",
+    r"says? nothing of": "says nothing about",
+    r"as they were told": "as they received it",
+    r"afresh": "again, from the beginning",
+    r"(called|named|said|written) otherwise": "has another name",
+    r"for so long": "for this long",
+    r"kept to (by|whole|where|whether)": "enforced by",
+    r"\w+ of ours": "this package's ...",
+    r"to the users whose they are": "to the users who sent them",
+    r"(is|are|be) dear": "is expensive",
+    r"go(es)? on without(?! (end|limit))": "continues without it",
+    r"(any|that) \w+ will do": "works, is enough",
 }
 
 

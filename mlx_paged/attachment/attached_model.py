@@ -35,18 +35,30 @@ MAX_CHUNK = 2048
 
 @dataclass(frozen=True)
 class AttachStats:
-    """What an attached model holds now, and what its prefix cache has done so far."""
+    """What an attached model holds now, and what its prefix cache has done so far.
+
+    Attributes:
+        num_seqs: prompt caches that hold tokens.
+        num_blocks: the budget.
+        num_used_blocks: held by a sequence.
+        num_cached_blocks: that can be found, in use or free.
+        num_evictions: cached blocks that were given to other tokens.
+        nbytes_used: of the blocks in use.
+        nbytes_held: allocated for K/V.
+        num_tokens: that calls have brought.
+        num_hit_tokens: of these, found in the prefix cache and not computed.
+        num_recomputed_tokens: computed once more, since the blocks of their sequence were given up.
+    """
 
     num_seqs: int
-    num_blocks: int  # the budget
+    num_blocks: int
     num_used_blocks: int
-    num_cached_blocks: int  # that can be found, in use or free
+    num_cached_blocks: int
     num_evictions: int
-    nbytes_used: int  # of the blocks in use
-    nbytes_held: int  # allocated for K/V
-    num_tokens: int  # that calls have brought
-    num_hit_tokens: int  # of them, found in the prefix cache and not computed
-    # Computed once more, since the blocks of their sequence had been given up
+    nbytes_used: int
+    nbytes_held: int
+    num_tokens: int
+    num_hit_tokens: int
     num_recomputed_tokens: int
 
 

@@ -19,21 +19,25 @@ from mlx_paged.ops import KVFormat
 class KVCacheConfig:
     """The layers of a model's K/V, which may differ, and the budget for them.
 
+    Args:
+        block_size: tokens per block.
+        num_blocks: that sequences can hold together, without a paged cache's null block.
+        groups: which layers share a block table; all of them by default, and all tokens are kept.
+        state_nbytes: what the recurrent layers of the model keep of a sequence, however long it is.
+            It does not count in the budget.
+        state_layout: of each recurrent cache the dtypes and shapes of its arrays, in words.
+        keeps_kv: whether the model has any K/V: blocks count tokens alone where it has none.
+
     Raises:
         ValueError: no layer, or a number that can't be, named.
     """
 
     layers: tuple[LayerSpec, ...]
-    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per block
-    num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
-    # Which layers share a block table; all of them by default, and all tokens are kept.
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_blocks: int = 256
     groups: tuple[LayerGroup, ...] = ()
-    # What the recurrent layers of the model keep of a sequence, however long it is. It does not
-    # count in the budget.
     state_nbytes: int = 0
-    # Of each recurrent cache the dtypes and shapes of its arrays, in words.
     state_layout: tuple[str, ...] = ()
-    # Whether the model has any K/V: blocks count tokens alone where it has none.
     keeps_kv: bool = True
 
     def __post_init__(self) -> None:
@@ -91,7 +95,7 @@ class KVCacheConfig:
 
     @cached_property
     def slabs(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that use each slab: one of each group that has that many layers."""
+        """The layers that use each slab, one of each group that has that many layers."""
         indices = [group.layers for group in self.groups]
         return tuple(
             tuple(layers[slab] for layers in indices if slab < len(layers))
@@ -119,12 +123,12 @@ class KVCacheConfig:
 
     @property
     def nbytes_per_block(self) -> int:
-        """Of all slabs: a block is one group's."""
+        """Bytes of a block in all slabs; a block is one group's."""
         nbytes = sum(self.layers[users[0]].nbytes_per_token for users in self.slabs)
         return nbytes * self.block_size
 
     def block_nbytes(self, group: int) -> int:
-        """Of a block of a group of layers."""
+        """Bytes of a block of a group of layers."""
         layers = self.groups[group].layers
         return sum(self.layers[layer].nbytes_per_token for layer in layers) * self.block_size
 

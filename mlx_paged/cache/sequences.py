@@ -89,12 +89,12 @@ class Sequences:
 
         Args:
             num_new_tokens: of each sequence, at least 1.
-            num_logit_rows: as in :meth:`KVCache.open_step`.
+            num_logit_rows: of how many of its last tokens each sequence wants logits.
 
         Raises:
             CacheFullError: the budget can't hold them; nothing was changed.
             ValueError: no sequence, a sequence without a new token, or with more than may be added
-                at once (:meth:`KVCacheManager.max_run`).
+                at once.
             RuntimeError: another step is open.
         """
         if self._has_open_step:
@@ -279,8 +279,8 @@ class Sequences:
         return keys, values
 
     def append(self, seq: SeqId, k: RowsByLayer, v: RowsByLayer) -> None:
-        """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
-        through :meth:`LayerKV.update_and_attend` instead).
+        """Append rows of one or more tokens in all layers (``push_row`` elsewhere); a model's
+        layers append their own.
 
         Args:
             k: per layer ``[num_tokens, num_kv_heads, key_dim]``, or one array of all layers.

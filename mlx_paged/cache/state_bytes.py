@@ -61,7 +61,7 @@ def state_from_bytes(content: bytes) -> StateRow:
                 arrays[-1].append(array)
                 begin += 0 if array is None else array.nbytes
     except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"[paged cache] these bytes are no state: {error}") from error
+        raise ValueError(f"[paged cache] these bytes are not a state: {error}") from error
     if begin != len(content):
         raise ValueError(
             f"[paged cache] a state has {begin} bytes by its header, and {len(content)} in fact"

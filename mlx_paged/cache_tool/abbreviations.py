@@ -60,6 +60,6 @@ def _candidates(found: Sequence[tuple[PrefixTree, PrefixBlock]]) -> str:
     ]
     num_more = len(found) - len(candidates)
     more = f", and {num_more:,} more" if num_more else ""
-    # A hash says nothing of the model: two that were given the same tokens share it.
+    # A hash says nothing about the model: two that were given the same tokens share it.
     way_out = "; say which with --model" if is_same else ""
     return ", ".join(candidates) + more + way_out

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mlx_paged.chat.reports import (
-    describe_answer,
-    describe_answer_briefly,
-    describe_cut,
-)
-from mlx_paged.chat.settings import Settings
+from mlx_paged.chat.command_line import Settings
 from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
-from mlx_paged.chat.thinking import Piece, ThinkingSplitter
+from mlx_paged.command_line.descriptions import (
+    describe_backend,
+    describe_budget,
+    describe_budget_in_full,
+    describe_context,
+    describe_device,
+    describe_disk_tier,
+    describe_memory,
+    describe_model,
+    in_words,
+)
+from mlx_paged.command_line.flags import EXAMPLE_MODEL
+from mlx_paged.engine.text_stream import find_unfinished_stop
 from mlx_paged.engine.thread import Call
+from mlx_paged.memory import format_nbytes, memory_size
 from mlx_paged.standard_streams import say
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse, Progress
     from mlx_paged.sampling_params import SamplingParams
+
+
+# Fields of GenerationResponse that say what an answer took.
+_FIGURES = (
+    "prompt_tokens",
+    "cached_tokens",
+    "read_tokens",
+    "generation_tokens",
+    "time_to_first_token",
+    "prompt_tps",
+    "generation_tps",
+    "peak_memory",
+)
 
 
 class Ask(Protocol):
@@ -74,12 +97,51 @@ class Dialogue:
         Raises:
             OutputLostError: stdout takes no more; the conversation has what came until then.
         """
-        conversation, screen = self.conversation, self.screen
-        view = _AnswerView(screen, self.settings.show_thinking)
+        view = _AnswerView(self.screen, self.settings.show_thinking)
         params = self.settings.next_params()
-        response = None
+        response, is_interrupted = self._stream(ask, params, view.show)
+        if response is not None:
+            self.screen.finish_answer()
+            self._say_figures(response, params.max_tokens)
+        if is_interrupted:
+            self.screen.say("[stopped]")
+        return is_interrupted
+
+    def answer_in_full(self, text: str) -> dict[str, Any]:
+        """The answer to a message, of which nothing is shown: its text and reasoning, and the
+        fields of the last :class:`~mlx_paged.generation.GenerationResponse`. The ``finish_reason``
+        is ``"interrupted"`` where Ctrl-C cut it short.
+
+        Raises:
+            KeyboardInterrupt: it did so before the first token.
+        """
+        pieces: list[Piece] = []
+        ask, params = partial(self.conversation.ask, text), self.settings.next_params()
+        response, is_interrupted = self._stream(ask, params, pieces.append)
+        if response is None:
+            raise KeyboardInterrupt
+        said = "".join(piece.text for piece in pieces if not piece.is_thinking)
+        reasoning = "".join(piece.text for piece in pieces if piece.is_thinking)
+        tokenizer = self.conversation.tokenizer
+        for mark in filter(None, (tokenizer.think_start, tokenizer.think_end)):
+            reasoning = reasoning.replace(mark, "")
+        return {
+            "text": said.lstrip() if reasoning else said,
+            "reasoning": reasoning.strip() if self.settings.show_thinking else "",
+            "finish_reason": "interrupted" if is_interrupted else response.finish_reason,
+            **{name: getattr(response, name) for name in _FIGURES},
+        }
+
+    def _stream(
+        self, ask: Ask, params: SamplingParams, show: Callable[[Piece], None]
+    ) -> tuple[GenerationResponse | None, bool]:
+        """Show the pieces of an answer; returns its last response, if there was one, and whether
+        Ctrl-C cut it short.
+        """
+        conversation, screen = self.conversation, self.screen
+        response, splitter = None, None
         shown = PromptProgress(num_known=len(conversation.tokens))
-        with interrupted_waits() as interrupted:
+        with interrupted_waits(self.reader.close) as interrupted:
 
             def progress(done: int, total: int) -> None:
                 if interrupted:
@@ -90,7 +152,12 @@ class Dialogue:
                 # Closing the answer notes in the conversation what was said so far.
                 with closing(ask(params, progress=progress)) as answer:
                     for response in answer:
-                        view.add(conversation, response.text)
+                        if splitter is None:
+                            # Now that the first token is there, it is known how the prompt ended.
+                            splitter = ThinkingSplitter.of(conversation)
+                            screen.clear_progress()
+                        for piece in splitter.add(response.text):
+                            show(piece)
                         if interrupted:
                             break
             except KeyboardInterrupt:
@@ -100,12 +167,9 @@ class Dialogue:
                 )
                 conversation.engine.thread.call(lambda: None)
         screen.clear_progress()
-        if response is not None:
-            view.finish()
-            self._say_figures(response, params.max_tokens)
-        if interrupted:
-            screen.say("[stopped]")
-        return bool(interrupted)
+        for piece in () if splitter is None else splitter.finish():
+            show(piece)
+        return response, bool(interrupted)
 
     def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
         engine = self.conversation.engine
@@ -118,31 +182,14 @@ class Dialogue:
 
 
 class _AnswerView:
-    """Shows the pieces of one answer, its reasoning dimmed or not at all."""
+    """Shows the pieces of one answer, its reasoning as such or not at all."""
 
     def __init__(self, screen: Screen, show_thinking: bool):
         self._screen = screen
         self._shows_thinking = show_thinking
-        self._splitter: ThinkingSplitter | None = None
         self._hid_thinking = False  # and nothing was shown since
 
-    def add(self, conversation: Conversation, text: str) -> None:
-        if self._splitter is None:
-            tokenizer = conversation.tokenizer
-            # Now that the first token is there, it is known how the prompt ended.
-            self._splitter = ThinkingSplitter(
-                tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking
-            )
-            self._screen.clear_progress()
-        for piece in self._splitter.add(text):
-            self._show(piece)
-
-    def finish(self) -> None:
-        for piece in self._splitter.finish() if self._splitter is not None else ():
-            self._show(piece)
-        self._screen.answer("\n")
-
-    def _show(self, piece: Piece) -> None:
+    def show(self, piece: Piece) -> None:
         if piece.is_thinking and not self._shows_thinking:
             self._hid_thinking = True
             self._screen.show_progress("[thinking ...]")
@@ -156,12 +203,15 @@ class _AnswerView:
 
 
 @contextmanager
-def interrupted_waits() -> Iterator[list[int]]:
+def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
     """The first Ctrl-C ends a wait for the engine with ``KeyboardInterrupt``. Where none is under
     way, it is noted in the list alone: no line that keeps the conversation is cut in the middle.
     The second one ends the process at once, since the step that runs may take long.
 
     Only the main thread catches anything, as Python delivers signals to no other.
+
+    Args:
+        leave: is called before that.
     """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -171,6 +221,7 @@ def interrupted_waits() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         if caught:
             say("")
+            leave()
             # Nothing of Python's or MLX's is taken down, so nothing can fail at it.
             os._exit(130)
         caught.append(number)
@@ -184,3 +235,205 @@ def interrupted_waits() -> Iterator[list[int]]:
         yield caught
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# Reasoning
+
+
+class Piece(NamedTuple):
+    text: str
+    is_thinking: bool
+
+
+class ThinkingSplitter:
+    """Cuts a streamed answer into reasoning and what is said; the marks belong to the reasoning.
+
+    Args:
+        start: the mark that opens reasoning; ``None``, for a model that has none, cuts nothing.
+        end: the mark that closes it.
+        is_thinking: the prompt has opened it already.
+    """
+
+    def __init__(self, start: str | None, end: str | None, is_thinking: bool = False):
+        self._start, self._end = start, end
+        self._is_thinking = is_thinking
+        self._held_back = ""  # may turn out to be the beginning of a mark
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> ThinkingSplitter:
+        """That of the answer to the last prompt of a conversation."""
+        tokenizer = conversation.tokenizer
+        return cls(tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking)
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces that can be told apart by now."""
+        if not self._start or not self._end:
+            return [Piece(text, False)] if text else []
+        pieces: list[Piece] = []
+        text = self._held_back + text
+        while True:
+            mark = self._end if self._is_thinking else self._start
+            begin = text.find(mark)
+            if begin < 0:
+                break
+            if self._is_thinking:
+                pieces.append(Piece(text[: begin + len(mark)], True))
+                text = text[begin + len(mark) :]
+            else:
+                pieces.append(Piece(text[:begin], False))
+                pieces.append(Piece(mark, True))
+                text = text[begin + len(mark) :]
+            self._is_thinking = not self._is_thinking
+        place = find_unfinished_stop(text, (mark,))
+        pieces.append(Piece(text[:place], self._is_thinking))
+        self._held_back = text[place:]
+        return [piece for piece in pieces if piece.text]
+
+    def finish(self) -> list[Piece]:
+        """The answer is over: what was held back was not a mark."""
+        text, self._held_back = self._held_back, ""
+        return [Piece(text, self._is_thinking)] if text else []
+
+
+# What the chat says of itself
+
+DEMO_HINT = (
+    "[This is the demo model: tiny, trained on made-up text. It recalls, copies, counts and adds; "
+    "try: The code of apple is 4821. What is the code of apple? A real model: "
+    f"--model {EXAMPLE_MODEL}]"
+)
+
+
+def describe_start(
+    args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
+) -> str:
+    """The model, its device and its cache, before the first message: in one line, or all figures if
+    they are asked for.
+    """
+    cache, model = engine.cache, describe_model(args.model, engine)
+    sampling, is_of_model = settings.describe_sampling(), bool(settings.from_model)
+    if args.verbose:
+        own = f"; {', '.join(settings.from_model)} from generation_config.json" * is_of_model
+        lines = [
+            f"[model: {model} | device: {describe_device()} | "
+            f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
+            f"[K/V budget: {describe_budget_in_full(cache)}]",
+            f"[{describe_memory(engine)}]",
+            *(f"[{words}]" for words in describe_disk_tier(engine)),
+            f"[context: {describe_context(engine)}; prompt and answer together]",
+            f"[sampling: {sampling}{own}]",
+            *([DEMO_HINT] if args.model is None else []),
+            *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
+        ]
+    else:
+        parts = [
+            model,
+            f"{describe_device()}, {describe_backend(cache)}",
+            describe_budget(cache),
+            describe_memory(engine),
+            *describe_disk_tier(engine),
+            f"context: {describe_context(engine)}",
+            sampling + " (the model's)" * is_of_model,
+            *(["/help"] if is_dialogue else []),
+        ]
+        lines = [f"[{' | '.join(parts)}]"]
+    nbytes, memory = cache.config.nbytes, memory_size()
+    if args.kv_cache_bytes is not None and nbytes > memory:
+        lines.append(
+            f"[is a K/V budget of {nbytes / 1e9:,.1f} GB meant? This machine has "
+            f"{memory / 1e9:.1f} GB of memory; see --kv-cache-bytes]"
+        )
+    return "\n".join(lines)
+
+
+def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:
+    """All figures of an answer."""
+    held = conversation.engine.cache.nbytes_held / 1e6
+    lines = [
+        f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused"
+        f"{_from_disk(response)}), {response.prompt_tps:.3f} tokens-per-sec, first token after "
+        f"{response.time_to_first_token:.3f} s",
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec",
+        f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated",
+        f"Peak memory: {response.peak_memory:.3f} GB",
+        *(f"Drafts: {words}" for words in _drafts(response)),
+    ]
+    return "\n".join(lines)
+
+
+def describe_answer_briefly(engine: Engine, response: GenerationResponse) -> str:
+    """The figures that most want, in one line."""
+    config = engine.cache.config
+    num_held = engine.stats().num_cached_blocks * config.block_size
+    parts = [
+        f"{response.time_to_first_token:.2f} s to first token",
+        f"{response.generation_tps:.1f} tokens/s",
+        f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused"
+        f"{_from_disk(response)}",
+        *_drafts(response),
+        f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
+    ]
+    return f"[{' | '.join(parts)}]"
+
+
+def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
+    """Why an answer was cut."""
+    if response.generation_tokens == max_tokens:
+        return f"[the answer was cut at --max-tokens {max_tokens}]"
+    num_tokens = response.prompt_tokens + response.generation_tokens
+    limit = engine.scheduler.config.max_model_len
+    if limit is None or num_tokens < limit:
+        return "[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]"
+    flag = "" if limit == engine.scheduler.context_length else " (--max-model-len)"
+    return (
+        f"[the answer was cut: the context of {limit:,} tokens is full{flag}; /reset begins a new "
+        "conversation]"
+    )
+
+
+def describe_stats(branches: Sequence[Conversation]) -> str:
+    """What the K/V cache holds, how often it was hit, what the branches share."""
+    conversation, engine = branches[-1], branches[-1].engine
+    stats, cache, config = engine.stats(), engine.cache, engine.cache.config
+    lines = [
+        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}",
+        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
+        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
+        f"each, {stats.num_evictions} evicted so far",
+        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
+        f"found ({stats.hit_rate:.1%})",
+    ]
+    if (tier := stats.disk_tier) is not None:
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        lines += [
+            *describe_disk_tier(engine),
+            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
+            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
+            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
+            f"{tier.num_evicted_blocks} evicted",
+        ]
+    if stats.num_drafted_tokens:
+        lines.append(
+            f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
+            f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+        )
+    num_branches = len(branches) - 1
+    if num_branches and cache.kind == "paged":
+        tables = [engine.cached_block_ids(each.tokens, each.cache_salt) for each in branches]
+        lines.append(
+            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
+            f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
+        )
+    held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
+    return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])
+
+
+def _from_disk(response: GenerationResponse) -> str:
+    return f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
+
+
+def _drafts(response: GenerationResponse) -> list[str]:
+    if not response.drafted_tokens:
+        return []
+    return [f"{response.accepted_tokens:,} of {response.drafted_tokens:,} drafts accepted"]

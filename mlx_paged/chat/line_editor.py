@@ -1,4 +1,5 @@
-"""A person at a terminal: several lines in one message, pasted or typed, history, Tab.
+"""A person at a terminal: several lines in one message, pasted or typed, history, Tab. What is
+typed while an answer comes is not shown, and stays for the next message.
 
 Imported only where there is one: prompt_toolkit takes a tenth of a second.
 """
@@ -6,17 +7,20 @@ Imported only where there is one: prompt_toolkit takes a tenth of a second.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import termios
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
-from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.shortcuts import CompleteStyle, confirm
 
 from mlx_paged.chat.terminal import Screen, clean
 
@@ -37,10 +41,13 @@ class LineEditor:
     is_interactive = True
 
     def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
-        # The answer goes to stdout, so the prompt goes to stderr where both are terminals. On a
-        # terminal that can't move its cursor, prompt_toolkit has a prompt of its own, which it
-        # takes only without an output given.
+        # The answer goes to stdout, so the prompt goes to stderr where both are terminals. For
+        # terminals that can't move their cursor, prompt_toolkit has a prompt which writes keys one
+        # after the other; it takes that where TERM says so, and only without an output given.
         stream = sys.stderr if screen.stderr_is_terminal else sys.stdout
+        self._output = create_output(stream) if screen.can_move and not screen.is_plain else None
+        if self._output is None:
+            os.environ["TERM"] = "dumb"
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -52,14 +59,33 @@ class LineEditor:
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
             color_depth=None if screen.has_colour else ColorDepth.DEPTH_1_BIT,
-            output=create_output(stream) if screen.can_move else None,
+            output=self._output,
         )
+        self._mode = termios.tcgetattr(sys.stdin)
+        # prompt_toolkit puts the terminal into a mode of its own for as long as it reads. Between
+        # its prompts keys are neither shown nor joined to lines, and Ctrl-C is still a signal, one
+        # that does not throw them away.
+        iflag, oflag, cflag, lflag, *rest = self._mode
+        lflag = lflag & ~(termios.ECHO | termios.ICANON | termios.IEXTEN) | termios.NOFLSH
+        quiet = [iflag & ~termios.ICRNL, oflag, cflag, lflag, *rest]
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
 
     def read(self, text: str = "") -> str | None:
         try:
             return clean(self._session.prompt(default=text))
         except EOFError:
             return None
+
+    def confirm(self, question: str) -> bool:
+        try:
+            with create_app_session(output=self._output):
+                return confirm(question)
+        except EOFError:
+            return False
+
+    def close(self) -> None:
+        with contextlib.suppress(termios.error):  # it has hung up
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._mode)
 
 
 def _continuation(width: int, line_number: int, is_soft_wrap: int) -> str:
@@ -114,3 +140,25 @@ class _CommandCompleter(Completer):
                 yield from self._paths.get_completions(Document(name, len(name)), complete_event)
             elif offered.startswith(word.lower()):
                 yield Completion(offered, start_position=-len(word))
+
+
+def history_path(environ: Mapping[str, str]) -> Path | None:
+    """The file of the prompt's history, made if it is not there, which only its user may read.
+
+    ``None`` where there is no place for it: no home, or one that can't be written to.
+    """
+    # The XDG specification says to ignore a path that is not absolute.
+    state = environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+        folder = folder / "mlx_paged"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / "chat_history"
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError):
+        return None
+    return file

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged.chat.command_line import error_line
-from mlx_paged.chat.dialogue import Dialogue
-from mlx_paged.chat.files import load_messages, save_kv, save_messages
-from mlx_paged.chat.reports import describe_stats
-from mlx_paged.chat.settings import VARIABLES, canonical_name
-from mlx_paged.errors import CacheFullError, reason, without_room
+from mlx_paged.chat.command_line import VARIABLES, canonical_name, error_line
+from mlx_paged.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
+from mlx_paged.replaced_file import replaced_file
 from mlx_paged.standard_streams import OutputLostError
 
+if TYPE_CHECKING:
+    from mlx_paged.chat.conversation import Conversation
+
+FORMAT = "mlx_paged.chat"
+VERSION = 1
+KV_SUFFIX = ".safetensors"
 KEYS = (
     ("//TEXT", "send a message that begins with a slash"),
     ("\\ at a line's end", "go on in a new line; so do Alt-Enter (Esc Enter) and pasted lines"),
@@ -101,7 +108,7 @@ def complete(typed: str) -> Iterable[str]:
     if len(words) == 1:
         return sorted(COMMANDS)
     name = words[0].lower()
-    if name in ("/save", "/load"):
+    if name in ("/save", "/save!", "/load"):
         return ["path"]
     if name == "/set" and len(words) == 2:
         return VARIABLES
@@ -165,8 +172,15 @@ def _set(dialogue: Dialogue, argument: str) -> None:
     dialogue.say(f"[{name} {settings.get(name)}]")
 
 
-def _save(dialogue: Dialogue, argument: str) -> None:
+def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
     conversation = dialogue.conversation
+    if not overwrites and is_transcript(file := _expand(argument)):
+        if not dialogue.reader.is_interactive:
+            raise ValueError(f"{file} exists; /save! {argument} writes over it")
+        dialogue.say(f"[{file} exists]")
+        if not dialogue.reader.confirm("write over it?"):
+            dialogue.say("[nothing is saved]")
+            return
     # Without the K/V first: they may not fit on the disk.
     file = save_messages(argument, conversation.messages)
     done = f"saved to {file}: messages: {len(conversation.messages)}"
@@ -203,15 +217,15 @@ def _fork(dialogue: Dialogue, argument: str) -> None:
     branches.append(branches[-1].fork())
     num_tokens = len(branches[-1].tokens)
     dialogue.say(
-        f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; "
-        "/back leaves it]"
+        f"[branch {len(branches) - 1} of the conversation: {num_tokens:,} tokens so far are "
+        "shared; /back leaves it]"
     )
 
 
 def _back(dialogue: Dialogue, argument: str) -> None:
     branches = dialogue.branches
     if len(branches) == 1:
-        dialogue.say("[this is no branch; /fork begins one]")
+        dialogue.say("[this is not a branch; /fork begins one]")
         return
     branches.pop()
     where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
@@ -260,6 +274,9 @@ COMMAND_TABLE = (
     Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
     Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
     Command("/save", "FILE", "write the conversation to a file (JSON), its K/V beside it", _save),
+    Command(
+        "/save!", "FILE", "the same, over what was saved there", partial(_save, overwrites=True)
+    ),
     Command("/load", "FILE", "go on with a conversation that was saved", _load),
     Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
     Command("/back", "", "leave the branch, and go on where it began", _back),
@@ -273,3 +290,119 @@ COMMAND_TABLE = (
     Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
 )
 COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
+
+
+# Saved conversations
+
+
+class TranscriptError(ValueError):
+    """The file can't be read or written, or is not a conversation; the message is one line."""
+
+
+class Transcript(NamedTuple):
+    """What was read of a file.
+
+    Attributes:
+        messages: what is in their place, for the caller to check.
+        kv_file: with the K/V, if it names one.
+    """
+
+    file: Path
+    messages: list[Any]
+    kv_file: Path | None
+
+
+def save_messages(
+    path: str | Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
+) -> Path:
+    """Write the file, aside first and then in its place, so that it is never half there.
+
+    Only another saved conversation is overwritten.
+
+    Args:
+        kv_file: name of the file with the K/V, in the same folder.
+
+    Raises:
+        TranscriptError: there is another file, or the system refuses.
+    """
+    file = _expand(str(path))
+    try:
+        if file.exists() and not is_transcript(file):
+            raise TranscriptError(
+                f"{file} exists and is not a saved conversation; choose another name"
+            )
+        file = file.resolve()
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        content |= {} if kv_file is None else {"kv_file": kv_file}
+        content["messages"] = list(messages)
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        with replaced_file(file) as stream:
+            stream.write(text.encode("utf-8", errors="replace"))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
+    return file
+
+
+def save_kv(conversation: Conversation, file: Path) -> str:
+    """Write the K/V of a conversation that was saved to ``file`` beside it, have it name them, and
+    return what was saved in words.
+
+    Raises:
+        ValueError: there are none that could be saved, or they can't be written.
+    """
+    kv_file = file.with_name(file.name + KV_SUFFIX)
+    num_tokens = conversation.save_kv(kv_file)
+    save_messages(file, conversation.messages, kv_file.name)
+    nbytes = kv_file.stat().st_size
+    return f"K/V of {num_tokens:,} tokens in {kv_file.name}, {nbytes / 1e6:.1f} MB"
+
+
+def load_messages(path: str) -> Transcript:
+    """Read a file.
+
+    Raises:
+        TranscriptError: it can't be read, or is not a conversation.
+    """
+    file = _expand(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise TranscriptError(f"{file} is not a file")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TranscriptError(f"{file} can't be read: {system_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TranscriptError):
+            raise
+        raise TranscriptError(f"{file} is not a conversation: {one_line(error)}") from error
+    kv_file = None
+    if isinstance(content, dict):
+        if content.get("version", VERSION) != VERSION:
+            raise TranscriptError(
+                f"{file} is of version {content['version']!r}, and only {VERSION} can be read"
+            )
+        name = content.get("kv_file")
+        # In the folder of the conversation, whatever the file says.
+        if isinstance(name, str) and "\0" not in name and Path(name).name:
+            kv_file = file.resolve().with_name(Path(name).name)
+        content = content.get("messages")
+    if not isinstance(content, list):
+        raise TranscriptError(f"{file} is not a conversation: it has no list of messages")
+    return Transcript(file, content, kv_file)
+
+
+def is_transcript(file: Path) -> bool:
+    """Whether the file is one that :func:`save_messages` wrote, and can be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _expand(path: str) -> Path:
+    try:
+        if "\0" in path:
+            raise TranscriptError(f"{path!r} is not a name of a file")
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise TranscriptError(f"{path} can't be found: {error}") from error

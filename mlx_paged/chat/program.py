@@ -6,13 +6,14 @@ Nothing heavy is imported until the arguments are known to be right.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import stat
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import error_line, setup_arg_parser
+from mlx_paged.chat.command_line import Settings, error_line, setup_arg_parser
 from mlx_paged.chat.terminal import (
     PipeReader,
     Reader,
@@ -32,11 +33,11 @@ from mlx_paged.standard_streams import (
     read_all,
     say,
     warnings_as_lines,
+    write,
 )
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
-    from mlx_paged.chat.settings import Settings
 
 NO_INPUT = (
     "there is no message: give one as argument, or on standard input, or start the chat in a "
@@ -60,7 +61,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         try:
             args = parser.parse_args(argv)
         except SystemExit as end:  # --help and --version, too
+            if end.code == 2 and "--json" in (sys.argv if argv is None else argv):
+                _write_json({"error": parser.mistake})
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+        screen.is_plain = args.plain
         with warnings_as_lines(screen.warn):
             return _run(args, screen)
     except OutputLostError as error:
@@ -89,15 +93,26 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
         return 0
     if sys.stdout is None:
         raise OutputLostError(NO_STDOUT)
-    message = _read_message(args)
+    try:
+        message = _read_message(args)
+        with closing(_make_reader(screen) if message is None else PipeReader()) as reader:
+            _say_loading(args, screen)
+            conversation, settings = _load(args)
+            with closing(conversation.engine):
+                return _answer_or_converse(args, message, conversation, settings, screen, reader)
+    except (ValueError, RuntimeError, KeyboardInterrupt) as error:
+        if args.json:
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            _write_json({"error": "interrupted" if is_interrupt else error_line(error)})
+        raise
+
+
+def _say_loading(args: argparse.Namespace, screen: Screen) -> None:
     loading = f"[loading {args.model or 'the bundled demo model'} ...]"
-    if screen.stderr_is_terminal:
-        screen.show_progress(loading, "[loading ...]")
-    elif args.verbose:
+    if args.verbose or (screen.stderr_is_terminal and screen.is_plain):
         screen.say(loading)
-    conversation, settings = _load(args)
-    with closing(conversation.engine):
-        return _answer_or_converse(args, message, conversation, settings, screen)
+    else:
+        screen.show_progress(loading, "[loading ...]")
 
 
 def _answer_or_converse(
@@ -106,20 +121,23 @@ def _answer_or_converse(
     conversation: Conversation,
     settings: Settings,
     screen: Screen,
+    reader: Reader,
 ) -> int:
     """Answer the message, or take messages where there is none; returns the exit status.
 
     Raises:
         ValueError: a pipe had no message.
     """
-    from mlx_paged.chat.dialogue import Dialogue
+    from mlx_paged.chat.dialogue import Dialogue, describe_start
     from mlx_paged.chat.loop import converse
-    from mlx_paged.chat.reports import describe_start
 
-    is_dialogue = message is None
-    reader = _make_reader(screen) if is_dialogue else PipeReader()
-    screen.say(describe_start(args, conversation.engine, settings, is_dialogue))
+    if not args.json or args.verbose:
+        screen.say(describe_start(args, conversation.engine, settings, message is None))
     dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
+    if message is not None and args.json:
+        answer = dialogue.answer_in_full(message)
+        _write_json({"model": args.model or "demo", **answer})
+        return 130 if answer["finish_reason"] == "interrupted" else 0
     if message is not None:
         return 130 if dialogue.ask(message) else 0
     if not converse(dialogue) and not reader.is_interactive:
@@ -127,12 +145,16 @@ def _answer_or_converse(
     return 0
 
 
+def _write_json(content: dict[str, Any]) -> None:
+    # In ASCII, whatever the locale can write.
+    write(json.dumps(content) + "\n")
+
+
 def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not is_terminal(sys.stdin) or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
         return PipeReader()
-    from mlx_paged.chat.files import history_path
-    from mlx_paged.chat.line_editor import LineEditor
+    from mlx_paged.chat.line_editor import LineEditor, history_path
     from mlx_paged.chat.loop import complete
 
     return LineEditor(complete, screen, history_path(os.environ))
@@ -143,6 +165,8 @@ def _read_message(args: argparse.Namespace) -> str | None:
     neither.
     """
     if args.message is None:
+        if args.json:
+            raise ValueError("--json answers one message; give it as argument, or - to read it")
         if sys.stdin is None:
             raise ValueError(f"standard input is closed; {NO_INPUT}")
         if _is_known_to_be_empty(sys.stdin):
@@ -172,9 +196,13 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     import_first("mlx_paged.loading", "mlx_paged.chat.dialogue")
-    from mlx_paged.chat.conversation import NO_PREFIX, Conversation
-    from mlx_paged.chat.prompt_cache import chosen_model, put_before, read_facts
-    from mlx_paged.chat.settings import Settings
+    from mlx_paged.chat.conversation import (
+        NO_PREFIX,
+        Conversation,
+        chosen_model,
+        put_before,
+        read_facts,
+    )
     from mlx_paged.command_line.flags import engine_options
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine

@@ -9,10 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TextIO
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from mlx_paged.errors import harmless
 from mlx_paged.standard_streams import read_line, say, write, write_codes
+
+if TYPE_CHECKING:
+    from mlx_paged.chat.markdown import MarkdownWriter
 
 # A prompt with fewer tokens to compute than this has an answer before its progress could be read.
 LONG_PROMPT = 128
@@ -30,25 +34,31 @@ class Screen:
     """Writes for the user, and knows which of the two streams is a terminal and what it can show.
 
     Colour codes are written only to a terminal, and not where ``NO_COLOR`` is set or ``TERM`` is
-    dumb. A line of progress is written as it is, and not by rich's live displays: these hide the
-    cursor and are drawn by a thread, and the second Ctrl-C ends this program in the middle of a
-    step.
+    dumb; answers are drawn as markdown where they are. A line of progress is written as it is, and
+    not by rich's live displays: these hide the cursor and are drawn by a thread, and the second
+    Ctrl-C ends this program in the middle of a step.
 
     Attributes:
         can_move: the terminal, if there is one, can move its cursor and clear a line.
-        has_colour: it can show colours, too, and its user wants them.
+        is_plain: text is written as it comes, on a terminal, too: nothing is drawn, dimmed, folded
+            or replaced.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ):
         self.can_move = environ.get("TERM") != "dumb"
-        self.has_colour = self.can_move and not environ.get("NO_COLOR")
+        self.is_plain = False
         self.stdout_is_terminal = is_terminal(sys.stdout)
         self.stderr_is_terminal = is_terminal(sys.stderr)
-        self._dims_stdout = self.has_colour and self.stdout_is_terminal
-        self._dims_stderr = self.has_colour and self.stderr_is_terminal
+        self._wants_colour = not environ.get("NO_COLOR")
         self._progress_width = 0
-        self._is_in_line = False  # an answer, on a terminal
+        self._drawing: MarkdownWriter | None = None  # of an answer
+        self._is_in_line = False  # of one that is not drawn, on a terminal
         self._held_warnings: list[str] = []
+
+    @property
+    def has_colour(self) -> bool:
+        """The terminal, if there is one, can show colours, and its user wants them."""
+        return self.can_move and self._wants_colour and not self.is_plain
 
     def answer(self, text: str, is_thinking: bool = False) -> None:
         """A piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
@@ -57,13 +67,30 @@ class Screen:
         self.clear_progress()
         if self.stdout_is_terminal:
             text = harmless(text)
-        write(f"{_DIM}{text}{_PLAIN}" if is_thinking and self._dims_stdout else text)
-        self._is_in_line = self.stdout_is_terminal and not text.endswith("\n")
+        if self._draws_answers:
+            if self._drawing is None:
+                from mlx_paged.chat.markdown import MarkdownWriter
+
+                self._drawing = MarkdownWriter(write, lambda: size_of(sys.stdout))
+            self._drawing.add(text, is_thinking)
+        else:
+            write(text)
+            self._is_in_line = self.stdout_is_terminal and not text.endswith("\n")
         self._say_held_warnings()
 
+    def finish_answer(self) -> None:
+        """The answer is over, and its last line ends; raises what :meth:`answer` does."""
+        if not self._draws_answers:
+            self.answer("\n")
+        elif self._drawing is not None:
+            self._drawing.finish()
+            self._drawing = None
+            self._say_held_warnings()
+
     def say(self, text: str) -> None:
+        """Lines, which on a terminal are folded between words."""
         self.clear_progress()
-        say(text)
+        say(self._folded(harmless(text)))
 
     def say_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """Two columns, as wide as they have to be. On a terminal the second one is folded into what
@@ -76,43 +103,64 @@ class Screen:
         table = Table.grid(padding=(0, 3, 0, 0))
         for row in rows:
             table.add_row(*map(Text, map(harmless, row)))
-        width = num_columns(sys.stderr) if self.stderr_is_terminal else 1000
-        console = Console(width=width, color_system=None)
+        console = Console(width=self._width or 1000, color_system=None)
         with console.capture() as capture:
             console.print(table)
-        self.say("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        self.clear_progress()
+        say("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
     def warn(self, text: str) -> None:
-        """Say it, in the middle of an answer as soon as its line ends."""
+        """Say it, in the middle of an answer as soon as its line, or what is drawn of it, ends."""
         self._held_warnings.append(text)
         self._say_held_warnings()
 
+    @property
+    def _draws_answers(self) -> bool:
+        return self.stdout_is_terminal and self.has_colour
+
+    @property
+    def _is_in_answer(self) -> bool:
+        """Whether a line of the answer would be cleared or torn apart by another one."""
+        return self._is_in_line or (self._drawing is not None and self._drawing.is_in_block)
+
+    @property
+    def _width(self) -> int | None:
+        """That of what is said; ``None`` where nothing is folded."""
+        return num_columns(sys.stderr) if self.stderr_is_terminal and not self.is_plain else None
+
+    def _folded(self, text: str) -> str:
+        if self._width is None:
+            return text
+        # A word that is longer than a line, such as the name of a file, stays in one piece.
+        fold = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False).fill
+        return "\n".join(map(fold, text.split("\n")))
+
     def _say_held_warnings(self) -> None:
-        if not self._is_in_line:
+        if not self._is_in_answer:
             for text in self._held_warnings:
                 self.say(text)
             self._held_warnings.clear()
 
     def say_dim(self, text: str) -> None:
-        if not self._dims_stderr:
+        if not (self.stderr_is_terminal and self.has_colour):
             self.say(text)
             return
         self.clear_progress()
-        write_codes(f"{_DIM}{harmless(text)}{_PLAIN}\n")
+        write_codes(f"{_DIM}{self._folded(harmless(text))}{_PLAIN}\n")
 
     def show_progress(self, *forms: str) -> None:
-        """A line that the next one replaces; nothing where stderr is no terminal, or in the middle
-        of a line of the answer, which would be cleared with it.
+        """A line that the next one replaces; nothing if stderr is not a terminal or a plain one, or
+        in the middle of a line of the answer, which would be cleared with it.
 
         Args:
             forms: of the same text, the longest first. The first is shown that fits into a line,
                 or the beginning of the last one: two lines could not be cleared.
         """
-        if not self.stderr_is_terminal or not forms or self._is_in_line:
+        if self._width is None or not forms or self._is_in_answer:
             return
         from rich.cells import cell_len, set_cell_size
 
-        most = num_columns(sys.stderr) - 1
+        most = self._width - 1
         texts = list(map(harmless, forms))
         fitting = (text for text in texts if cell_len(text) <= most)
         text = next(fitting, None) or set_cell_size(texts[-1], most)
@@ -164,12 +212,17 @@ class PromptProgress:
         )
 
 
-def num_columns(stream: TextIO) -> int:
-    """The width of a terminal; 80 where it does not say."""
+def size_of(stream: TextIO | None) -> os.terminal_size:
+    """That of a terminal; 80 columns and 24 rows where it does not say."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
+        columns, rows = os.get_terminal_size(-1 if stream is None else stream.fileno())
     except (OSError, ValueError):
-        return 80
+        columns = rows = 0
+    return os.terminal_size((columns or 80, rows or 24))
+
+
+def num_columns(stream: TextIO | None) -> int:
+    return size_of(stream).columns
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -194,6 +247,12 @@ class Reader(Protocol):
     def read(self, text: str = "") -> str | None:
         """The next message, ``None`` at the end of the input; ``text`` is there to be edited."""
 
+    def confirm(self, question: str) -> bool:
+        """Whether a person says yes."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+
 
 class PipeReader:
     """Each line of stdin is a message; its line end is not part of it."""
@@ -204,9 +263,15 @@ class PipeReader:
         line = read_line()
         return without_line_end(clean(line)) if line else None
 
+    def confirm(self, question: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
 
 def clean(text: str) -> str:
-    """Text that a tokenizer can encode: bytes that were no UTF-8, which Python hands over as lone
+    """Text that a tokenizer can encode: bytes that were not UTF-8, which Python hands over as lone
     surrogates, are replaced.
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -49,9 +49,18 @@ def describe_token_size(cache: KVCache) -> str:
 
 
 def describe_budget(cache: KVCache) -> str:
-    config, size = cache.config, format_nbytes(cache.config.nbytes)
+    config = cache.config
+    kind = "K/V" if cache.kind == "paged" else f"{cache.kind} K/V"
     token = "" if config.layers[0].format.is_as_computed else f", {describe_token_size(cache)}"
-    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
+    return f"{format_nbytes(config.nbytes)} for {kind}, {in_words(config.num_slots)} tokens{token}"
+
+
+def in_words(number: int) -> str:
+    """A number of tokens: ``"4,096"``, ``"6 million"``, ``"1.2 billion"``."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:,.1f}".removesuffix(".0") + f" {word}"
+    return f"{number:,}"
 
 
 def describe_memory(engine: Engine) -> str:

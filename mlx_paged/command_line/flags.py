@@ -70,26 +70,63 @@ SAMPLING = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, program: Program, own: Mapping[str, Option]) -> None:
-    """Add the flags of a program.
+# Groups of flags in a program's help, by argument. A program's own that stand in none of them are
+# in a group of its own.
+_GROUPS = {
+    "model": (
+        *("model", "tokenizer", "dtype", "adapter_path", "no_generation_config", "force"),
+        "backend",
+    ),
+    "answers": (
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "xtc_probability"),
+        *("xtc_threshold", "seed", "system_prompt", "no_thinking"),
+    ),
+    "memory and context": (
+        *("kv_cache_bytes", "max_model_len", "kv_format", "window", "num_sink_tokens"),
+        *("wired_limit", "preallocate", "block_size", "kv", "swap_bytes"),
+    ),
+    "what is kept": (
+        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "prompt_cache_file"),
+        *("enable_prefix_caching", "num_history_tokens"),
+    ),
+    "speed": (
+        *("draft_model", "num_draft_tokens", "prefill_step_size", "prefill_step_seconds"),
+        *("max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "mixed_step_seconds"),
+        *("watermark", "priority_steps", "run_ahead"),
+    ),
+}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, program: Program, own: Mapping[str, Option]
+) -> argparse._ArgumentGroup:
+    """Add the flags of a program, in groups; returns the group of its own.
 
     Args:
         own: its options that other programs don't have.
     """
+    groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, "further ones")}
+    groups[program] = parser.add_argument_group(f"the {program}")
+    titles = {name: title for title, names in _GROUPS.items() for name in names}
+
+    def group_of(name: str) -> argparse._ArgumentGroup:
+        return groups[titles.get(name, program if name in own else "further ones")]
+
     engine = {name: ENGINE_OPTIONS[name] for name in engine_flags(program)}
     for name, option in {**LAUNCH_OPTIONS, **own, **engine}.items():
         given = option.flag and option.flag.default
         default = option.default if given is None else given
-        _add_flag(parser, name, option, default, option.says or default)
+        _add_flag(group_of(name), name, option, default, option.says or default)
     for name, param in SAMPLING_PARAMS.items():
         if param.flag is not None and program in param.flag.programs:
             # One that is not given is None, if the model may set it.
             says = param.flag.says or getattr(SamplingParams(), name)
-            _add_flag(parser, name, param, param.flag.default, says)
+            _add_flag(group_of(name), name, param, param.flag.default, says)
+    return groups[program]
 
 
 def _add_flag(
-    parser: argparse.ArgumentParser, name: str, argument: Argument, default: object, says: object
+    group: argparse._ArgumentGroup, name: str, argument: Argument, default: object, says: object
 ) -> None:
     """Add the flag of a declared argument; its value has the argument's name.
 
@@ -118,7 +155,7 @@ def _add_flag(
         action = {"type": domain.parse, "choices": domain.choices}
     elif domain.parse is bool and default is None:
         action = {"action": argparse.BooleanOptionalAction}
-    parser.add_argument(
+    group.add_argument(
         flag_name,
         *flag.also,
         dest=name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,11 +27,29 @@ class Parser(argparse.ArgumentParser):
     Args:
         flags: arguments of the library, and names that other programs have for them; and the flags
             that stand for them here, of which a program may lack some.
+        usage: the first line of the help, where all flags would be too many for it.
+
+    Attributes:
+        mistake: what was wrong with the arguments, in one line.
     """
 
-    def __init__(self, *, prog: str, description: str, flags: Mapping[str, str] | None = None):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(
+        self,
+        *,
+        prog: str,
+        description: str,
+        flags: Mapping[str, str] | None = None,
+        usage: str | None = None,
+    ):
+        super().__init__(
+            prog=prog,
+            description=description,
+            usage=usage,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
         self._flags = {} if flags is None else flags
+        self.mistake = ""
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -79,7 +98,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # The values in the message are the user's, and may hold line ends.
-        self.exit(2, f"{self.prog}: error: {one_line(message, _MAX_ERROR)} (see --help)\n")
+        self.mistake = one_line(message, _MAX_ERROR)
+        self.exit(2, f"{self.prog}: error: {self.mistake} (see --help)\n")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Breaks no word, such as the name of a model or a file, in a narrow terminal."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        words = " ".join(text.split())
+        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
 
 
 class _VersionAction(argparse.Action):

@@ -11,8 +11,8 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 
 MOST_HASH_BYTES = 64
 STATES = 0xFFFF
-"""In the place of a group of layers: the recurrent ones, whose state after a block is kept under a
-key of its own, beside the block's K/V."""
+"""Stands for the recurrent layers where a group of layers is named. Their state after a block is
+kept under a key of its own, beside the block's K/V."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 

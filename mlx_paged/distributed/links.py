@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 from mlx_paged.errors import one_line, shown
 
@@ -21,8 +22,6 @@ from mlx_paged.errors import one_line, shown
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
-
-Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
 
 def connection_over(sock: socket.socket) -> Connection:
@@ -55,28 +54,34 @@ class Link:
             sends what is none; from the thread that noticed.
 
     Attributes:
-        has_left: no message will come any more.
+        is_over: this end has said goodbye, or no message will come from the other.
     """
 
     def __init__(self, sock: socket.socket, peer: int, lost: Callable[[str], object]) -> None:
-        self.has_left = self._is_closed = False
+        self.is_over = False
         self._peer, self._lost = peer, lost
         self._socket, self._connection = sock, connection_over(sock)
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._num_sent = 0
-        self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         for work in (self._read, self._ping):
             threading.Thread(target=work, name=f"mlx_paged rank {peer}", daemon=True).start()
 
     def send(self, kind: str, value: object = None) -> None:
         """Send a message; nothing is sent behind one that did not go out whole."""
         with self._sending:
-            is_stuck = self._write(kind, value)
-        if is_stuck:
-            self._lost(f"rank {self._peer} has taken no message for {SILENCE_SECONDS:.0f} seconds")
+            message = json.dumps([self._num_sent, kind, value], separators=(",", ":"))
+            self._num_sent += 1
+            try:
+                self._connection.send_bytes(message.encode())
+            except OSError as error:
+                self._end_sending()
+                # Where the connection has ended, the thread that reads says why.
+                if isinstance(error, BlockingIOError):
+                    self._ended(f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
 
-    def receive(self) -> Message | None:
-        """Wait for the next message; ``None`` once the peer has left."""
+    def receive(self) -> tuple[str, Any] | None:
+        """Wait for the kind and the value of the next message; ``None`` once the peer has left."""
         message = self._received.get()
         if message is None:
             self._received.put(None)  # for the next call
@@ -84,60 +89,46 @@ class Link:
 
     def close(self, reason: str | None = None) -> None:
         """Say goodbye, or why this rank ends. More than once is harmless."""
-        self._is_closed = True
+        self.is_over = True
         # Where another thread waits for the peer inside a frame, nothing more can be said.
-        is_between_frames = self._sending.acquire(timeout=GOODBYE_SECONDS)
-        if is_between_frames:
+        if self._sending.acquire(timeout=GOODBYE_SECONDS):
             _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
-            self._write("bye", reason)
-        self._end_sending()
-        if is_between_frames:
+            self.send("bye", reason)
             self._sending.release()
-
-    def _write(self, kind: str, value: object) -> bool:
-        """Whether the peer has taken no message for too long."""
-        frame = json.dumps([self._num_sent, kind, value], separators=(",", ":")).encode()
-        self._num_sent += 1
-        try:
-            self._connection.send_bytes(frame)
-        except OSError as error:
-            self._end_sending()
-            # Where the connection has ended, the thread that reads says why.
-            return isinstance(error, BlockingIOError)
-        return False
+        self._end_sending()
 
     def _end_sending(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def _ping(self) -> None:
-        while not self._is_closed and not self.has_left:
+        while not self.is_over:
             self.send("ping")
             time.sleep(PING_SECONDS)
 
     def _read(self) -> None:
         try:
-            reason = self._read_messages()
+            self._read_messages()
         except BlockingIOError:
-            reason = f"has said nothing for {SILENCE_SECONDS:.0f} seconds"
+            self._ended(f"has said nothing for {SILENCE_SECONDS:.0f} seconds")
         except (EOFError, OSError):
-            reason = "died"
+            self._ended("died")
         except Exception:  # of bytes that may be anything
-            reason = "sent what is no message"
-        if reason is not None and not self._is_closed:
-            self._lost(f"rank {self._peer} {reason}")
-        self.has_left = True
+            self._ended("sent something that is not a message")
+        self.is_over = True
         self._received.put(None)
 
-    def _read_messages(self) -> str | None:
-        """Read until the peer says that it ends; returns why it does, ``None`` for a goodbye."""
-        due = 0
-        while True:
+    def _read_messages(self) -> None:
+        """Read until the peer says that it ends, or sends a message that is not due."""
+        for due in itertools.count():
             number, kind, value = json.loads(self._connection.recv_bytes())
             if number != due:
-                return f"sent message {shown(number)} where {due} was due"
+                return self._ended(f"sent message {shown(number)} where {due} was due")
             if kind == "bye":
-                return None if value is None else one_line(value)
+                return None if value is None else self._ended(one_line(value))
             if kind != "ping":
                 self._received.put((str(kind), value))
-            due += 1
+
+    def _ended(self, how: str) -> None:
+        if not self.is_over:
+            self._lost(f"rank {self._peer} {how}")

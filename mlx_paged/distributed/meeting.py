@@ -78,7 +78,9 @@ def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, sock
             threading.Thread(target=_hear, args=(caller, secret, size, met), daemon=True).start()
     for caller in callers:
         if caller not in met.values():
-            _hang_up(caller)
+            with contextlib.suppress(OSError):
+                caller.shutdown(socket.SHUT_RDWR)  # It wakes the thread that hears it.
+            caller.close()
     missing = [str(rank) for rank in range(1, size) if rank not in met]
     if missing:
         raise ConnectionError(
@@ -100,23 +102,14 @@ def _hear(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket
 
 
 def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
-    with contextlib.ExitStack() as unless_met:
-        try:
-            sock = socket.create_connection((host, port), timeout=MEETING_SECONDS)
-            unless_met.callback(_hang_up, sock)
+    try:
+        with socket.create_connection((host, port), timeout=MEETING_SECONDS) as sock:
             connection = connection_over(sock)
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
             connection.send_bytes(str(rank).encode())
-        except Exception as error:  # Another program that listens there may say anything.
-            raise ConnectionError(
-                f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
-            ) from error
-        unless_met.pop_all()
-    return sock
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # It wakes a thread that reads from it.
-    sock.close()
+            return sock.dup()
+    except Exception as error:  # Another program that listens there may say anything.
+        raise ConnectionError(
+            f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
+        ) from error

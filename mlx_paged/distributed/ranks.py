@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from mlx_paged import __version__
-from mlx_paged.distributed.links import Link, Message
+from mlx_paged.distributed.links import Link
 from mlx_paged.distributed.meeting import meet
 from mlx_paged.errors import one_line, shown, words_for_all
 from mlx_paged.launch import is_launched
@@ -70,12 +69,12 @@ class Ranks:
             RanksError: one of them has left.
         """
         for rank, link in self._links.items():
-            if link.has_left:
+            if link.is_over:
                 raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
 
-    def receive(self, *kinds: str, rank: int = 0) -> Message:
-        """Wait for the next message of a rank. One of another kind ends this process.
+    def receive(self, *kinds: str, rank: int = 0) -> tuple[str, Any]:
+        """Wait for the kind and the value of a rank's next message. Another kind ends this process.
 
         Raises:
             RanksError: that rank has ended.
@@ -94,14 +93,13 @@ class Ranks:
         """
         if not self.is_leader:
             self.send("value", value)
-            values: list[Any] = self.receive("values")[1]
-            return values
+            return list(self.receive("value")[1])
         values = [value, *(self.receive("value", rank=rank)[1] for rank in self._links)]
-        self.send("values", values)
+        self.send("value", values)
         return values
 
-    def compare(self, facts: dict[str, str]) -> None:
-        """Hold versions, and what else must be equal on all ranks, against those of rank 0.
+    def compare(self, facts: Mapping[str, object]) -> None:
+        """Hold versions, and what else must have equal texts on all ranks, against those of rank 0.
 
         Raises:
             RanksError: on every rank; the message names the first fact that differs, and both
@@ -109,8 +107,8 @@ class Ranks:
         """
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         versions["mlx-paged"] = __version__
-        facts = {f"the version of {name}": each for name, each in versions.items()} | facts
-        leaders, *others = self.all_gather(facts)
+        facts = {f"the version of {name}": each for name, each in versions.items()} | {**facts}
+        leaders, *others = self.all_gather({name: str(fact) for name, fact in facts.items()})
         for rank, theirs in enumerate(others, 1):
             for name in leaders | theirs:
                 first, second = leaders.get(name, "missing"), theirs.get(name, "missing")
@@ -191,9 +189,8 @@ if not select.select([0], [], [], seconds)[0]:
 """
 
 
-@contextmanager
-def _given_up_after(seconds: float) -> Iterator[None]:
-    """End this process unless the body ends before that.
+def _given_up_after(seconds: float) -> subprocess.Popen[bytes]:
+    """What ends this process unless its ``with`` block ends before that.
 
     MLX waits for other ranks without end, and holds Python's lock meanwhile: no thread of this
     process could look at a clock.
@@ -203,5 +200,4 @@ def _given_up_after(seconds: float) -> Iterator[None]:
         f"{seconds:.0f} seconds: a rank is missing, or can't be reached"
     )
     command = [sys.executable, "-I", "-S", "-c", _GIVE_UP, str(seconds), line]
-    with subprocess.Popen(command, stdin=subprocess.PIPE):
-        yield
+    return subprocess.Popen(command, stdin=subprocess.PIPE)

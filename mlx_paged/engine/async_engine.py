@@ -40,7 +40,7 @@ Receiver: TypeAlias = Callable[[News], None]
 
 
 class AsyncEngine:
-    """Tokens as they come, for any number of requests at once.
+    """Tokens as they come, for any number of requests at once::
 
         async with AsyncEngine(model, tokenizer) as engine:
             async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=100)):

@@ -46,6 +46,9 @@ class CompiledDecode:
         self._model = ModelArrays(model)
         # The trace of each shape, or how often the shape has come up; the last one at the end.
         self._traces: dict[Hashable, Trace | int] = {}
+        # Drops all traces, in the thread that replayed them. That thread outlives the engine by a
+        # moment, and is not to keep the cache.
+        self.forget_traces = self._traces.clear
         self._has_failed = False
 
     def replay(self, tokens: mx.array) -> mx.array | None:
@@ -93,10 +96,6 @@ class CompiledDecode:
                 state.after = row
                 state.at_cuts += [row.alone() for _ in state.cuts]
         return logits
-
-    def forget_traces(self) -> None:
-        """Drop all traces, in the thread that replayed them."""
-        self._traces.clear()
 
     def _check(
         self,
@@ -157,7 +156,7 @@ class CompiledDecode:
             return logits, _fences_of(layers), _leaves_after(states)
 
         # MLX knows a traced function by its address, which a later one may get, and by arguments
-        # that are not arrays. No two of ours have the same number.
+        # that are not arrays. No two traces have the same number.
         return partial(mx.compile(decode), next(_numbers))
 
 

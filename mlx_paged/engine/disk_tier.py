@@ -73,7 +73,7 @@ class DiskTier:
     scheduler knows of it only whom to let wait (:class:`BlockTier`).
 
     All methods are the stepping thread's, but ``stats``. A failure of the disk fails no request:
-    the engine goes on without, and a warning says so once.
+    the engine continues without it, and a warning says so once.
 
     Args:
         cache: whose blocks these are.

@@ -54,7 +54,7 @@ def engine_option_names() -> frozenset[str]:
 
 class Engine(EngineParts):
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal
-    beginnings.
+    beginnings::
 
         engine = Engine(model, tokenizer, kv_cache_bytes="2G")
         engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=100))
@@ -130,8 +130,8 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs first, as in vLLM, and preempts what runs; see :class:`Scheduler`
-                for the order.
+            priority: lower runs first, as in vLLM, and preempts what runs; ``priority_steps`` says
+                in which order.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
@@ -247,7 +247,7 @@ class Engine(EngineParts):
         on, in the thread that steps; ``None`` ends it.
 
         Args:
-            reader: called with the :class:`Request`, the number of the token in its answer, from 1,
+            reader: called with the ``Request``, the number of the token in its answer, from 1,
                 and the logits ``[vocab_size]`` that it was drawn from: after penalties, masks and
                 the request's processors, before temperature, filters and its sampler. Must not
                 raise. After an interrupt, a token may come twice. On rank 0 alone.
@@ -272,12 +272,11 @@ class Engine(EngineParts):
         """Give back K/V memory that no running request needs; returns the bytes. What is cached
         there is forgotten.
         """
-        return self._changed("shrink", partial(self._on_all_ranks, "shrink", self._shrink))
+        return self._changed("shrink", self.steps.shrink)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
-        name, reset = "reset_prefix_cache", self.scheduler.reset_prefix_cache
-        return self._changed(name, partial(self._on_all_ranks, name, reset))
+        return self._changed("reset_prefix_cache", self.steps.reset_prefix_cache)
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -324,7 +323,7 @@ class Engine(EngineParts):
 
     def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
-        that begin with ``held.token_ids`` and have ``held.cache_salt``. They stay in host memory as
+        that begin with its ``token_ids`` and have its ``cache_salt``. They stay in host memory as
         long as the engine. Errors: :meth:`Snapshots.pin_prompt_cache`.
         """
         return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
@@ -379,13 +378,7 @@ class Engine(EngineParts):
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, self.thread, call)
-        changes = {
-            "shrink": self._shrink,
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
-        }
-        following = self.thread.submit(
-            partial(follow, self.ranks, self, self.input_processor, changes)
-        )
+        following = self.thread.submit(partial(follow, self.ranks, self, self.input_processor))
         # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
         following.outlast()
         value: T = following.result()
@@ -403,11 +396,6 @@ class Engine(EngineParts):
                 f"[engine] {name} is for rank 0, and this is rank {self.ranks.rank}, which follows "
                 "it: call follow or share here"
             )
-
-    def _on_all_ranks(self, name: str, call: Callable[[], T]) -> T:
-        if self.ranks is not None and self.ranks.is_leader:
-            self.ranks.send("change", name)
-        return call()
 
     # Inside
 
@@ -478,10 +466,6 @@ class Engine(EngineParts):
         self.steps.add_new()
         while self._inbox:
             self._inbox.popleft()()
-
-    def _shrink(self) -> int:
-        self.steps.process_output()  # It may write to the memory that is given back.
-        return self.cache.shrink()
 
     def _step(self) -> None:
         begin = time.perf_counter()

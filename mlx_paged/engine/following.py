@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,42 +18,36 @@ from mlx_paged.request import Request
 T = TypeVar("T")
 
 
-def follow(
-    ranks: Ranks,
-    engine: EngineParts,
-    input_processor: InputProcessor,
-    changes: Mapping[str, Callable[[], object]],
-) -> Any:
+def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -> Any:
     """Do what the leader's engine does until it hands over a value; return that, or raise it.
-
-    Args:
-        changes: what the leader may ask for between two steps, by name.
 
     Raises:
         RanksError: the leader has ended.
     """
+    steps, scheduler, reports = engine.steps, engine.scheduler, engine.reports
 
-    def add(asked: dict[str, Any]) -> None:
-        request = Request(**asked | {"params": from_json(asked["params"])})
-        engine.reports.states[request.request_id] = input_processor.state_of(request, None)
-        engine.steps.add_new()
+    def add(asked: Any) -> None:
+        request = Request(**from_json(asked))
+        reports.states[request.request_id] = input_processor.state_of(request, None)
+        steps.add_new()
 
     def step(leaders_numbers: list[int]) -> None:
         prefill_budget, mixed_budget, *leaders_state = leaders_numbers
-        state = state_of_scheduler(engine.scheduler)
+        state = state_of_scheduler(scheduler)
         if state != leaders_state:
             raise RanksError(
                 f"its scheduler differs from that of rank 0 before step {leaders_state[0]}: "
                 f"{tuple(state)}, not {tuple(leaders_state)}"
             )
-        engine.steps.run(TokenBudgets(prefill_budget, mixed_budget))
-        engine.reports.report()
+        steps.run(TokenBudgets(prefill_budget, mixed_budget))
+        reports.report()
 
     do: dict[str, Callable[[Any], object]] = {
         "add": add,
-        "abort": lambda request_id: engine.steps.abort(engine.reports.states[request_id]),
+        "abort": lambda request_id: steps.abort(reports.states[request_id]),
         "step": step,
-        "change": lambda name: changes[name](),
+        "shrink": lambda _: steps.shrink(),
+        "reset_prefix_cache": lambda _: steps.reset_prefix_cache(),
         "result": from_json,
     }
     kind = result = None
@@ -77,12 +71,10 @@ def share(ranks: Ranks, thread: EngineThread, call: Callable[[], T]) -> T:
     try:
         value = call()
         told = tell(value)
-    except Exception as error:
-        thread.call(tell(error))
-        raise
     except BaseException as error:
-        # Behind the step that runs, for which an interrupt does not wait.
-        thread.submit(tell(error))
+        # An interrupt does not wait for the step that runs: it is told behind that.
+        run = thread.call if isinstance(error, Exception) else thread.submit
+        run(tell(error))
         raise
     thread.call(told)
     return value

@@ -182,8 +182,8 @@ class _Vocabulary:
 
 
 def limit_cpu_time(seconds: float) -> None:
-    """Let the system end this process (SIGXCPU) when it has worked for so long from now on, rounded
-    up to the next whole second of all that it worked.
+    """Let the system end this process (SIGXCPU) when it has worked for this long from now on,
+    rounded up to the next whole second of all that it worked.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)

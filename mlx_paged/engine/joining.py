@@ -36,23 +36,27 @@ def join_ranks(
             "alone, drafts are looked up in the request's own tokens",
             "draft_model",
         )
-    leaves = dict(tree_flatten(model.parameters()))
-    shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-    args = model.args
+    ranks, args = connect(model.group), model.args
     config = vars(args) if dataclasses.is_dataclass(args) else {"vocab_size": args.vocab_size}
-    ranks = connect(model.group)
-    ranks.compare(
-        {
-            **{f"the setting {name}": repr(value) for name, value in sorted(settings.items())},
-            "the device": "CPU" if device.is_cpu() else "GPU",
-            "the kind of model": f"{type(model).__module__}.{type(model).__qualname__}",
-            **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
-            "the dtype of the model": str(model.dtype),
-            # The shares of all ranks are alike.
-            "the names and shapes of the weights": _digest(shapes),
-            **({} if tokenizer is None else _tokenizer_facts(tokenizer)),
+    facts: dict[str, object] = {
+        **{f"the setting {name}": repr(value) for name, value in sorted(settings.items())},
+        "the device": "CPU" if device.is_cpu() else "GPU",
+        "the kind of model": type(model),
+        **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
+        # The shares of all ranks are alike.
+        "the names, shapes and types of the weights": [
+            (name, leaf.shape, leaf.dtype)
+            for name, leaf in dict(tree_flatten(model.parameters())).items()
+        ],
+    }
+    if tokenizer is not None:
+        vocabulary = repr(sorted(tokenizer.get_vocab().items())).encode(errors="replace")
+        facts |= {
+            "the tokenizer": type(tokenizer._tokenizer),
+            "the vocabulary of the tokenizer": blake2b(vocabulary, digest_size=8).hexdigest(),
+            "the end of sequence of the tokenizer": sorted(tokenizer.eos_token_ids),
         }
-    )
+    ranks.compare(facts)
     return ranks
 
 
@@ -63,18 +67,4 @@ def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: Language
     budget = kv_budget(kv_cache_bytes, model)
     if budget.nbytes is None:
         return f"{budget.num_blocks}blocks"
-    least: int = min(ranks.all_gather(budget.nbytes))
-    return least
-
-
-def _tokenizer_facts(tokenizer: TokenizerWrapper) -> dict[str, str]:
-    return {
-        "the tokenizer": type(tokenizer._tokenizer).__name__,
-        "the vocabulary of the tokenizer": _digest(tokenizer.get_vocab()),
-        "the end of sequence of the tokenizer": str(sorted(tokenizer.eos_token_ids)),
-    }
-
-
-def _digest(entries: Mapping[str, object]) -> str:
-    text = repr(sorted(entries.items()))
-    return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+    return int(min(ranks.all_gather(budget.nbytes)))

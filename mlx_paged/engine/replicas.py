@@ -9,23 +9,27 @@ Followers draw no tokens: they need neither the functions of a request nor its g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.distributed import Ranks
-from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.shared_values import as_json
-from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.request import Request
 
 Results: TypeAlias = "list[SampledToken | Exception]"
 
-# Of a request, beside its prompt and its parameters.
-_ASKED = ("request_id", "seed", "priority", "cache_salt", "no_store")
+# Of a request, beside its prompt.
+_ASKED = ("request_id", "params", "seed", "priority", "cache_salt", "no_store")
+
+
+def asked_of(request: Request) -> Any:
+    """The arguments that make a request, for :func:`from_json`."""
+    asked = {name: getattr(request, name) for name in _ASKED}
+    return as_json({"prompt_token_ids": request.token_ids, **asked})
 
 
 def state_of_scheduler(scheduler: Scheduler) -> list[int]:
@@ -45,7 +49,7 @@ def state_of_scheduler(scheduler: Scheduler) -> list[int]:
 
 class Replicas:
     """Draws the tokens of an engine's steps; where there are several ranks, on rank 0, which tells
-    the others what it took on and what it drew.
+    the others what it drew, and what else they have to do.
 
     What a follower hears between two steps is for :mod:`mlx_paged.engine.following`.
 
@@ -57,33 +61,13 @@ class Replicas:
 
     def __init__(self, ranks: Ranks | None, run_ahead: bool):
         self._ranks = ranks
-        self._followers = ranks if ranks is not None and ranks.is_leader else None
-        self._leader = ranks if ranks is not None and not ranks.is_leader else None
+        self._leader = None if ranks is None or ranks.is_leader else ranks
         self._run_ahead = run_ahead
 
-    def add(self, state: RequestState) -> None:
-        """A request is taken on."""
-        if self._followers is not None:
-            request = state.requests[0]
-            self._followers.send(
-                "add",
-                {
-                    "prompt_token_ids": request.token_ids,
-                    "params": as_json(request.params),
-                    **{name: getattr(request, name) for name in _ASKED},
-                },
-            )
-
-    def abort(self, state: RequestState) -> None:
-        """A request is ended from outside."""
-        # Another request may have the id of one that is finished by now.
-        if self._followers is not None and not all(each.is_finished for each in state.requests):
-            self._followers.send("abort", state.output.request_id)
-
-    def begin_step(self, scheduler: Scheduler, budgets: TokenBudgets) -> None:
-        """A step begins."""
-        if self._followers is not None:
-            self._followers.send("step", [*budgets, *state_of_scheduler(scheduler)])
+    def tell(self, kind: str, value: Callable[[], object] = lambda: None) -> None:
+        """On rank 0, tell the others; ``value`` is called there alone."""
+        if self._ranks is not None and self._ranks.is_leader:
+            self._ranks.send(kind, value())
 
     def sample(
         self,
@@ -112,9 +96,10 @@ class Replicas:
                 for token in drawn
             ]
         results = sampled.read()
-        if self._followers is not None:
-            drawn = [None if isinstance(each, Exception) else each.token_id for each in results]
-            self._followers.send("drawn", drawn)
+        self.tell(
+            "drawn",
+            lambda: [None if isinstance(each, Exception) else each.token_id for each in results],
+        )
         return results
 
     def failed(self, error: BaseException) -> None:

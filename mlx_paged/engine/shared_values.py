@@ -19,8 +19,9 @@ _DATA = (
     *(SamplingParams, StructuredOutputsParams),
     *(RequestOutput, CompletionOutput, Logprob, PrefixReport),
 )
+_ARGUMENT_ERRORS = (PromptTooLongError, CacheFullError, ArgumentError)
 _ERRORS = (
-    *(ArgumentError, PromptTooLongError, CacheFullError, RequestError, RanksError),
+    *(RequestError, RanksError),
     *(TypeError, ValueError, LookupError, MemoryError, RuntimeError, KeyboardInterrupt),
 )
 
@@ -56,32 +57,20 @@ def from_json(value: Any) -> Any:
     return make(*from_json(arguments))
 
 
-def _arguments_of_error(error: BaseException) -> list[str | None]:
-    argument = getattr(error, "argument", None)
-    for kind in type(error).__mro__:
-        if kind in _ERRORS:
-            return [kind.__name__, str(error), argument if isinstance(argument, str) else None]
-    kind = RuntimeError if isinstance(error, Exception) else KeyboardInterrupt
-    return [kind.__name__, reason(error), None]
-
-
-def _make_error(name: str, text: str, argument: str | None) -> Any:
-    (error,) = (kind(text) for kind in _ERRORS if kind.__name__ == name)
-    if argument is not None:
-        vars(error)["argument"] = argument
-    return error
-
-
 def _stand_in(*_: object) -> Any:
     raise RuntimeError("[ranks] functions of a request are called on rank 0")
 
 
-# Each type that travels, what makes a value of it again, and from which arguments.
+# Each type that travels, the arguments that make a value of it, and what makes it of them. A value
+# is of the first type that it is an instance of.
 _TYPES: list[tuple[Any, Callable[[Any], Iterable[object]], Callable[..., Any]]] = [
     *((kind, attrgetter(*(field.name for field in fields(kind))), kind) for kind in _DATA),
     (tuple, iter, lambda *entries: entries),
     (dict, lambda value: map(list, value.items()), lambda *items: dict(items)),
     (RequestOutputKind, lambda kind: [kind.value], RequestOutputKind),
-    (BaseException, _arguments_of_error, _make_error),
+    *((kind, lambda error: [str(error), error.argument], kind) for kind in _ARGUMENT_ERRORS),
+    *((kind, lambda error: [str(error)], kind) for kind in _ERRORS),
+    (Exception, lambda error: [reason(error)], RuntimeError),
+    (BaseException, lambda error: [reason(error)], KeyboardInterrupt),
     (Callable, lambda _: [], lambda: _stand_in),
 ]

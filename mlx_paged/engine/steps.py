@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.replicas import Replicas
+from mlx_paged.engine.replicas import Replicas, asked_of, state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
@@ -86,7 +87,7 @@ class Steps:
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
             budgets = self.budgets.begin_step(self._scheduler, is_busy=bool(steps))
-        self._replicas.begin_step(self._scheduler, budgets)
+        self._replicas.tell("step", lambda: [*budgets, *state_of_scheduler(self._scheduler)])
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
@@ -106,13 +107,28 @@ class Steps:
     def add_new(self) -> None:
         """Take on the requests that were added since the last call."""
         for state in self._reports.new_states():
-            self._replicas.add(state)
-            self._scheduler.add(state.requests[0])
+            request = state.requests[0]
+            self._replicas.tell("add", partial(asked_of, request))
+            self._scheduler.add(request)
 
     def abort(self, state: RequestState) -> None:
-        self._replicas.abort(state)
+        """End a request from outside."""
+        # Another request may have the id of one that is finished by now.
+        if not all(request.is_finished for request in state.requests):
+            self._replicas.tell("abort", lambda: state.output.request_id)
         for request in state.requests:
             self._finish(request, "abort")
+
+    def shrink(self) -> int:
+        """Give back K/V memory that no running request needs; returns the bytes."""
+        self._replicas.tell("shrink")
+        self.process_output()  # It may write to the memory that is given back.
+        return self._runner.cache.shrink()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached K/V; False, and nothing has changed, while requests run."""
+        self._replicas.tell("reset_prefix_cache")
+        return self._scheduler.reset_prefix_cache()
 
     def num_computed_tokens(self, request: Request) -> int:
         """Of a request, without those of steps in flight; from any thread."""

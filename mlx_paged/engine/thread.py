@@ -102,7 +102,7 @@ class EngineThread:
     Args:
         forget: drops the compiled functions that were called in the thread. It is called at the end
             of the thread, and keeps them alive until then: one that another thread frees while MLX
-            clears this thread's streams stops both for ever.
+            clears this thread's streams stops both forever.
 
     Attributes:
         failure: what stopped it before its end; ``None`` if nothing did.

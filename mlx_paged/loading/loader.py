@@ -118,12 +118,12 @@ def load(
     ``mlx_lm.load``.
 
     Qwen3 is this package's own; every other architecture is mlx-lm's, whose modules run on the
-    caches of this package (:mod:`mlx_paged.models.mlx_lm`). Weights may be whatever mlx-lm reads:
-    float32, float16 and bfloat16, one or several safetensors files, quantised by MLX.
+    caches of this package. Weights may be whatever mlx-lm reads: float32, float16 and bfloat16,
+    one or several safetensors files, quantised by MLX.
 
     Args:
         path_or_hf_repo: a local folder, the id of a repository on the Hugging Face hub, which is
-            downloaded once, or a GGUF file (:mod:`mlx_paged.loading.gguf`).
+            downloaded once, or a GGUF file.
         tokenizer_config: passed on to the tokenizer.
         model_config: replaces fields of ``config.json``.
         adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.

@@ -64,7 +64,7 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
 
 
 def try_beforehand(shapes: Iterable[AttentionShape], go_on: GoOn) -> None:
-    """Try what :func:`working_backend` will ask for, and say nothing of it.
+    """Try what :func:`working_backend` will ask for, and say nothing about it.
 
     Raises:
         TrialStoppedError: ``go_on`` did.

@@ -5,6 +5,7 @@ others out.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.server.anthropic.endpoints import count_tokens, messages
+from mlx_paged.server.anthropic.answers import count_tokens, messages
 from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
 from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
@@ -22,7 +23,8 @@ from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.http_server import Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
-from mlx_paged.server.openai.chat import ChatRequest, chat_completions
+from mlx_paged.server.openai.chat import ChatRequest
+from mlx_paged.server.openai.chat_answers import chat_completions
 from mlx_paged.server.openai.completions import CompletionRequest, completions
 from mlx_paged.server.openai.models import health, model, models, version
 from mlx_paged.server.openai.tokenize import (
@@ -32,13 +34,13 @@ from mlx_paged.server.openai.tokenize import (
     tokenize,
 )
 from mlx_paged.server.openapi import openapi_endpoint
+from mlx_paged.server.responses.answers import responses, stored_response
 from mlx_paged.server.responses.body import ResponsesRequest
-from mlx_paged.server.responses.endpoint import responses, stored_response
-from mlx_paged.server.routes import ApiRoute, get, post
+from mlx_paged.server.routes import ApiRoute
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.cache_report import cache
-from mlx_paged.server.watching.metrics import HttpCounts, metrics_endpoint
+from mlx_paged.server.watching.metrics import count_request, metrics_endpoint
 from mlx_paged.server.watching.pool_page import page_endpoint, pool
 
 
@@ -58,30 +60,23 @@ class App:
     ):
         counts: Counter[tuple[str, str, int]] = Counter()
         routes = routes_of(service, counts)
-        others = (route for route in routes if route.protocol is not WireProtocol.OPENAI)
-        self._protocols = {route.path: route.protocol for route in others}
-        self._protocol_paths = tuple(self._protocols)
+        self._protocols = [
+            (route.path, route.protocol)
+            for route in routes
+            if route.protocol is not WireProtocol.OPENAI
+        ]
         inner = Starlette(
             routes=routes,
-            exception_handlers={
-                ApiError: _api_error,
-                HTTPException: _http_error,
-                Exception: _failure,
-            },
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         )
         self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
-        self._app = RequestLog(HttpCounts(self.gate, counts, routes))
+        self._app = RequestLog(self.gate, partial(count_request, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope.setdefault("state", {})["protocol"] = self._protocol_of(scope["path"])
+        # Of the path, or of what it is below, for what is refused on the way, too.
+        found = (each for begin, each in self._protocols if scope["path"].startswith(begin))
+        scope.setdefault("state", {})["protocol"] = next(found, WireProtocol.OPENAI)
         await self._app(scope, receive, send)
-
-    def _protocol_of(self, path: str) -> WireProtocol:
-        """The protocol of a path, or of what is below it; also of what is refused on the way."""
-        if not path.startswith(self._protocol_paths):
-            return WireProtocol.OPENAI
-        return next(each for begin, each in self._protocols.items() if path.startswith(begin))
 
 
 def build_app(
@@ -93,11 +88,11 @@ def build_app(
     """The application for a service.
 
     Args:
-        settings: by default those of a server without flags.
+        settings: by default those of the service.
         is_loopback: whether only this machine can reach the server.
         key_file: has the keys in the place of the settings, and may get others.
     """
-    return App(service, settings or ServerSettings(), is_loopback, key_file)
+    return App(service, settings or service.settings, is_loopback, key_file)
 
 
 def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[ApiRoute]:
@@ -108,32 +103,33 @@ def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[A
     """
     anthropic, of_responses = WireProtocol.ANTHROPIC, WireProtocol.RESPONSES
     routes = [
-        get("/health", health),
-        get("/ping", health),  # as SageMaker and vLLM call it
-        get("/version", version),
+        ApiRoute("/health", health),
+        ApiRoute("/ping", health),  # as SageMaker and vLLM call it
+        ApiRoute("/version", version),
         # Clients that were given a base URL without /v1 leave it out of their paths, too.
-        *(get(path, models) for path in ("/v1/models", "/models")),
-        *(get(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-        get("/v1/cache", cache),
-        get("/", page_endpoint()),
-        get("/v1/pool", pool),
-        get("/metrics", metrics_endpoint(service, counts)),
-        post("/v1/chat/completions", chat_completions, ChatRequest),
-        post("/chat/completions", chat_completions, ChatRequest),
-        post("/v1/completions", completions, CompletionRequest),
-        post("/v1/messages", messages, MessagesRequest, anthropic),
-        post("/v1/messages/count_tokens", count_tokens, CountRequest, anthropic),
-        post("/v1/responses", responses, ResponsesRequest, of_responses),
+        *(ApiRoute(path, models) for path in ("/v1/models", "/models")),
+        *(ApiRoute(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+        ApiRoute("/v1/cache", cache),
+        ApiRoute("/", page_endpoint()),
+        ApiRoute("/v1/pool", pool),
+        ApiRoute("/metrics", metrics_endpoint(service, counts)),
+        ApiRoute("/v1/chat/completions", chat_completions, ChatRequest),
+        ApiRoute("/chat/completions", chat_completions, ChatRequest),
+        ApiRoute("/v1/completions", completions, CompletionRequest),
+        ApiRoute("/v1/messages", messages, MessagesRequest, anthropic),
+        ApiRoute("/v1/messages/count_tokens", count_tokens, CountRequest, anthropic),
+        ApiRoute("/v1/responses", responses, ResponsesRequest, of_responses),
         ApiRoute(
             "/v1/responses/{path:path}",
             stored_response,
-            methods=("GET", "POST", "DELETE"),
-            protocol=of_responses,
+            None,
+            of_responses,
+            ("GET", "POST", "DELETE"),
         ),
-        post("/tokenize", tokenize, TokenizeRequest),
-        post("/detokenize", detokenize, DetokenizeRequest),
+        ApiRoute("/tokenize", tokenize, TokenizeRequest),
+        ApiRoute("/detokenize", detokenize, DetokenizeRequest),
     ]
-    routes.append(get("/openapi.json", openapi_endpoint(routes)))
+    routes.append(ApiRoute("/openapi.json", openapi_endpoint(routes)))
     for route in routes:
         route.service = service
     return routes
@@ -161,16 +157,11 @@ def guarded(
     return Gate(OriginGuard(app, settings, is_loopback), engine)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _failed(request: Request, error: Exception) -> Response:
+    """What is answered in the place of what raised."""
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, text, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, FAILED)
     return error_response(error, request.scope)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return await _api_error(request, ApiError(error.status_code, text, headers=error.headers))
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    return await _api_error(request, ApiError(500, FAILED))

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.conversation_encoder import Prompt
+from mlx_paged.errors import ArgumentError
 from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
@@ -22,7 +23,13 @@ from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Generation
-from mlx_paged.server.grammars.chat_grammar import chat_grammar
+from mlx_paged.server.grammars.tool_grammar import (
+    ToolGrammar,
+    format_or_calls,
+    reasoning_before,
+    required_calls,
+    strict_calls,
+)
 from mlx_paged.server.idle_prefill import Upcoming
 from mlx_paged.server.service import Service
 
@@ -54,7 +61,7 @@ class ChatJob:
     user: str = "-"
 
 
-def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
+def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
     call it with :meth:`Service.run_in_tokenizer_pool`.
 
@@ -76,16 +83,15 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
     dialect = ModelDialect.of(tokenizer)
-    structured, is_calls = chat_grammar(
-        dialect,
-        prompt.text,
-        job.tools,
-        job.tool_choice,
-        job.parallel_tool_calls,
-        job.params.structured_outputs,
-    )
+    try:
+        calls = _grammar_of_calls(dialect.tools, job)
+    except ArgumentError as error:
+        raise ApiError(400, str(error), param=error.argument) from error
+    structured = job.params.structured_outputs if calls is None else calls.structured_outputs
+    if structured is not None:
+        structured = replace(structured, **reasoning_before(dialect.reasoning, prompt.text))
     answer_format = _format_of(tokenizer, job, prompt.text)
-    if is_calls:
+    if calls is not None and calls.is_json:
         answer_format = replace(answer_format, tool_format=JSON_LIST, is_calls=True)
     params = job.params.clone(
         output_kind=RequestOutputKind.DELTA,
@@ -100,10 +106,34 @@ def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, Ans
         job.priority,
         job.cache_salt,
         job.no_store,
+        answer_format,
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
-    ), answer_format
+    )
+
+
+def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGrammar | None:
+    """The grammar of an answer that may or must call tools; ``None`` where it needs none for that.
+    With a format that the request asks for, the answer is in that format, or it calls tools.
+    """
+    wanted, choice, is_parallel = (
+        job.params.structured_outputs, job.tool_choice, job.parallel_tool_calls,
+    )  # fmt: skip
+    if not job.tools or choice == "none":
+        return None
+    if choice == "auto":
+        if wanted is None:
+            return strict_calls(job.tools, call_format, parallel_tool_calls=is_parallel)
+        return format_or_calls(job.tools, call_format, wanted, parallel_tool_calls=is_parallel)
+    if wanted is not None:
+        raise ArgumentError(
+            "tool_choice wants a call, and the request wants an answer in another format; send "
+            "one of them",
+            "tool_choice",
+        )
+    name = None if choice == "required" else choice
+    return required_calls(job.tools, call_format, name=name, parallel_tool_calls=is_parallel)
 
 
 def _answered(
@@ -117,7 +147,7 @@ def _answered(
     """Keep an answer; and if nothing but a question can follow it, expect one."""
     kept, tokenizer = service.kept_answers, service.tokenizer
     message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
-    if message is None or message["tool_calls"] or not service.prefills_when_idle:
+    if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
         return
     computed = [*prompt.token_ids, *completion.token_ids]
     messages = [*job.messages, message]

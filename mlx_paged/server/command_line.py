@@ -42,22 +42,23 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         prog=prog or "python -m mlx_paged.server",
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
+        usage="%(prog)s [options]",
     )
-    flags.add_flags(server, "server", SERVER_SETTINGS)
-    server.add_argument(
+    own = flags.add_flags(server, "server", SERVER_SETTINGS)
+    own.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
         help="names that clients may call the model; '*' is any (default: that of --model)",
     )
-    _add_key_flags(server)
-    _add_template_flags(server)
+    _add_key_flags(own)
+    _add_template_flags(own)
     server.add_version()
     return server
 
 
-def _add_key_flags(server: argparse.ArgumentParser) -> None:
-    add = server.add_argument
+def _add_key_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--api-key",
         action="append",
@@ -73,8 +74,8 @@ def _add_key_flags(server: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_template_flags(server: argparse.ArgumentParser) -> None:
-    add = server.add_argument
+def _add_template_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--chat-template", metavar="FILE", help="a chat template in the place of the model's")
     add(
         "--chat-template-args",

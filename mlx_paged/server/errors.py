@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 # What a status is called: by OpenAI, and by Anthropic.
 _NAMES = {
@@ -98,3 +99,19 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     request_id = scope.get("state", {}).get("request_id")
     body = error_body(error, protocol_of(scope), request_id)
     return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
+class Guard(ABC):
+    """Middleware that answers a request with an error unless it lets it in."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    @abstractmethod
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request is not let in; ``None``: it is."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.refusal(scope)
+        app = self._app if error is None else error_response(error, scope)
+        await app(scope, receive, send)

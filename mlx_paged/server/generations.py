@@ -22,6 +22,7 @@ from mlx_paged.errors import (
 )
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.answers.reader import PLAIN, AnswerFormat
 from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger("mlx_paged.server")
@@ -34,9 +35,10 @@ class Generation:
     Args:
         prompt_token_ids: the prompt. Encoded before, in a thread of its own: a long text takes a
             tokenizer longer than a step.
-        params: with ``output_kind`` DELTA for :meth:`Service.start`.
+        params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
         no_store: write none of its K/V to disk.
+        answer_format: how the text of an answer is read; by default it is text as it is.
         when_finished: is told of each completion that ended, with all of its tokens.
         user: who asks.
     """
@@ -46,6 +48,7 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    answer_format: AnswerFormat = PLAIN
     when_finished: Callable[[CompletionOutput], object] | None = None
     user: str = "-"
 
@@ -54,7 +57,7 @@ class Answer:
     """The parts of a generation as they come, the first of which is there already, so that an error
     can still be an answer of HTTP, unless it takes long.
 
-        answer = await service.start(generation, request_id)
+        [answer] = await service.start_all([generation], request_id)
         try:
             async for part in answer: ...
         finally:
@@ -87,10 +90,10 @@ class Answer:
                 self._first = None
                 self._places.close()
                 self._note(output, True)
-                return output
-            output = await anext(self._rest)
-            self._note(output, False)
-            return output
+            else:
+                output = await anext(self._rest)
+                self._note(output, False)
+            return _check_end(output)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -143,7 +146,7 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
     """
     if len(answers) == 1:
         async for output in answers[0]:
-            yield 0, check_end(output)
+            yield 0, output
         return
     # With a bound, so that parts that no task waits for are merged where they come from.
     inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
@@ -170,14 +173,14 @@ async def _read(
     """Put the parts of an answer into an inbox, and then ``None``, or why there are no more."""
     try:
         async for part in answer:
-            await inbox.put((index, check_end(part)))
+            await inbox.put((index, part))
     except ApiError as error:
         await inbox.put((index, error))
     else:
         await inbox.put((index, None))
 
 
-def check_end(output: RequestOutput) -> RequestOutput:
+def _check_end(output: RequestOutput) -> RequestOutput:
     """The output; raises an :class:`ApiError` where one of its completions ended before its end:
     no protocol has a word for that.
     """

@@ -18,7 +18,7 @@ _PLACE = "#/components/schemas/{model}"
 
 
 class _WithoutNulls(GenerateJsonSchema):
-    """A default of ``None`` is that the field is not there, which is no value of most fields."""
+    """A default of ``None`` is that the field is not there, which most fields can't have."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         described = super().default_schema(schema)
@@ -31,7 +31,7 @@ def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
     """The endpoint that describes routes."""
 
     async def openapi(context: RequestContext[Body]) -> Response:
-        """This document."""
+        """The routes and the fields of their bodies, as OpenAPI 3.1 describes them."""
         document = await context.service.run_in_tokenizer_pool(
             context.user, lambda _: openapi_document(routes)
         )

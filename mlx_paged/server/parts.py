@@ -31,9 +31,6 @@ class TextPart(Repeated):
             place: of the part in the body.
             is_last: whether it is of the newest message, in which what is not text is refused; in
                 the history a line of text stands for it.
-
-        Raises:
-            ApiError: the part is refused; 400.
         """
         return self.text
 

@@ -99,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
+    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
 
@@ -111,12 +112,11 @@ def _run(args: argparse.Namespace) -> int:
         _note_equals(settings)
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
-        key_file = _key_file(args, settings)
+        key_file = None
+        if args.api_key_file is not None:
+            key_file = KeyFile(args.api_key, args.api_key_file, settings.api_keys)
         service = make_service(args, settings)
-
-        def announce() -> None:
-            _announce(args, settings, service, sockets)
-
+        announce = partial(_announce, args, settings, service, sockets)
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
             return serve(service, settings, sockets, announce, key_file)
     finally:
@@ -136,14 +136,6 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
         f"others can reach {settings.host or 'every address'}, and there is no key; give "
         "--api-key-file or --api-key, or --allow-unauthenticated to let all clients in"
     )
-
-
-def _key_file(args: argparse.Namespace, settings: ServerSettings) -> KeyFile | None:
-    from mlx_paged.server.http.api_keys import KeyFile
-
-    if args.api_key_file is None:
-        return None
-    return KeyFile(args.api_key, args.api_key_file, settings.api_keys)
 
 
 def _note_equals(settings: ServerSettings) -> None:
@@ -246,10 +238,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admit=Admission(
             settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
         ).admit,
-        logs_cache=settings.log_cache,
-        shows_cache_texts=settings.allow_cache_texts,
-        step_timeout=settings.step_timeout,
-        prefills_when_idle=not settings.no_idle_prefill,
+        settings=settings,
     )
 
 
@@ -342,7 +331,7 @@ def _announce(
     parts = [
         describe_model(args.model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
-        f"{cache.kind} K/V: {describe_budget(cache)}",
+        describe_budget(cache),
         describe_memory(engine),
         *describe_disk_tier(engine),
         f"context: {describe_context(engine)}",

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.bodies import read_json
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.http.disconnects import CLIENT_LEFT, ClientLeftError, until_disconnect
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
 B = TypeVar("B", bound=Body)
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
-CLIENT_LEFT = 499  # nginx's word for it; only the log reads it
 
 
 class ApiRoute(Route):
     """A route whose endpoint takes a :class:`RequestContext`.
 
     Args:
-        body: what requests have; ``None``: nothing that is read. An endpoint with a body is
-            cancelled when the client leaves before there is a response.
+        body: what requests have, which are POST; ``None``: nothing that is read, and requests are
+            GET. An endpoint with a body is cancelled when the client leaves before there is a
+            response.
+        methods: others than these.
 
     Attributes:
         service: that answers, before the first request.
@@ -37,12 +38,12 @@ class ApiRoute(Route):
     def __init__(
         self,
         path: str,
-        endpoint: Endpoint[Any],
-        *,
-        methods: Iterable[str],
-        body: type[Body] | None = None,
+        endpoint: Endpoint[B],
+        body: type[B] | None = None,
         protocol: WireProtocol = WireProtocol.OPENAI,
+        methods: Sequence[str] = (),
     ):
+        methods = methods or ("GET" if body is None else "POST",)
         super().__init__(path, self._respond, methods=list(methods))
         self.body = body
         self.protocol = protocol
@@ -54,7 +55,7 @@ class ApiRoute(Route):
             return await self._endpoint(self._context(request, None))
         try:
             return await until_disconnect(request.receive, self._answer(request))
-        except (ClientDisconnect, ClientLeftError):
+        except ClientLeftError:
             return Response(status_code=CLIENT_LEFT)
 
     async def _answer(self, request: Request) -> Response:
@@ -66,15 +67,3 @@ class ApiRoute(Route):
         return RequestContext(
             request, self.service, self.body or Body, value, state.principal, state.request_id
         )
-
-
-def get(path: str, endpoint: Endpoint[Body]) -> ApiRoute:
-    """A route that is asked."""
-    return ApiRoute(path, endpoint, methods=("GET",))
-
-
-def post(
-    path: str, endpoint: Endpoint[B], body: type[B], protocol: WireProtocol = WireProtocol.OPENAI
-) -> ApiRoute:
-    """A route that is sent a JSON object."""
-    return ApiRoute(path, endpoint, methods=("POST",), body=body, protocol=protocol)

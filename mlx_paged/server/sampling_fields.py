@@ -13,7 +13,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.schemas import ONE_OR_MORE, AtMost, Body, Filled, Fixed, refused, short
+from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, at_most, fixed, refused, short
 
 MAX_COMPLETIONS = 128  # of one prompt, as with OpenAI
 MAX_STOPS = 64  # each is looked for in each new piece of text
@@ -22,13 +22,13 @@ MAX_WORDS = 1000
 MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
 MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
 
-StopTexts = Annotated[list[Filled], AtMost(MAX_STOPS), short(MAX_STOPS_LEN), ONE_OR_MORE]
-TokenIds = Annotated[list[int], AtMost(MAX_TOKEN_IDS)]
+StopTexts = Annotated[list[Filled], at_most(MAX_STOPS), short(MAX_STOPS_LEN), ONE_OR_MORE]
+TokenIds = Annotated[list[int], at_most(MAX_TOKEN_IDS)]
 # JSON writes the ids of tokens as texts.
 _Biases = dict[str, float | None]
 _TYPES = {
     "stop": StopTexts,
-    "bad_words": Annotated[list[Filled], AtMost(MAX_WORDS), short(MAX_WORDS_LEN), ONE_OR_MORE],
+    "bad_words": Annotated[list[Filled], at_most(MAX_WORDS), short(MAX_WORDS_LEN), ONE_OR_MORE],
     "logit_bias": _Biases,
 }
 
@@ -41,9 +41,9 @@ def _type_of(name: str) -> Any:
 
 class _SamplingFields(Body):
     # What vLLM can do beside, and the only values that say what happens here.
-    use_beam_search: Annotated[Any, Fixed(False)] = None
-    length_penalty: Annotated[Any, Fixed(1, 1.0)] = None
-    spaces_between_special_tokens: Annotated[Any, Fixed(True)] = None
+    use_beam_search: Annotated[Any, fixed(False)] = None
+    length_penalty: Annotated[Any, fixed(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, fixed(True)] = None
     best_of: int | None = None
 
     def sampling(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
@@ -52,9 +52,6 @@ class _SamplingFields(Body):
         Args:
             defaults: where nothing is said.
             values: parameters that the protocol writes in its own way, such as ``max_tokens``.
-
-        Raises:
-            ApiError: a value that can't be, named; 400.
         """
         values |= {
             name: getattr(self, name)
@@ -86,11 +83,7 @@ else:
 
 
 def made_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """``defaults`` with other values.
-
-    Raises:
-        ApiError: a value that can't be, named; 400.
-    """
+    """``defaults`` with other values."""
     try:
         return defaults.clone(**values)
     except ArgumentError as error:

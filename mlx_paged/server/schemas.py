@@ -1,6 +1,8 @@
 """What a body may hold, declared as pydantic models, and the words for what is wrong with one.
 
-The words are made of the place and the kind of what is wrong, never of pydantic's texts.
+The words are made of the place and the kind of what is wrong, never of pydantic's texts. All that
+reads a body, here and in the protocols, raises an :class:`ApiError` for the first thing that is
+wrong with it, by its place: 404 for an unknown model, and else 400.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    GetPydanticSchema,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -37,7 +39,7 @@ _MAX_LOGGED = 256  # names of fields that were left out
 _logged: set[str] = set()
 # Begins the names of unions' members in pydantic's places.
 _MEMBER = "::"
-_OURS = "mlx_paged"  # the type of errors that have words of ours
+_OURS = "mlx_paged"  # the type of errors with this package's own messages
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -157,8 +159,10 @@ def refused(place: str, words: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
 
 
-class Fixed:
-    """``Annotated[Any, Fixed(False)]``: a field that is refused unless it says what happens in any
+def fixed(
+    *values: object, way_out: str = "leave it out", code: str | None = None
+) -> GetPydanticSchema:
+    """``Annotated[Any, fixed(False)]``: a field that is refused unless it says what happens in any
     case.
 
     Args:
@@ -167,25 +171,17 @@ class Fixed:
         code: of the :class:`ApiError`.
     """
 
-    def __init__(self, *values: object, way_out: str = "leave it out", code: str | None = None):
-        self._values = values
-        self._way_out = way_out
-        self._code = code
-
-    def _check(self, value: Any) -> Any:
-        if any(type(value) is type(each) and value == each for each in self._values):
+    def check(value: Any) -> Any:
+        if any(type(value) is type(each) and value == each for each in values):
             return value
-        raise wrong(f"is not supported, got {shown(value)}; {self._way_out}", self._code)
+        raise wrong(f"is not supported, got {shown(value)}; {way_out}", code)
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"enum": list(self._values)}
+    return GetPydanticSchema(
+        lambda source, handler: core_schema.no_info_after_validator_function(
+            check, handler(source)
+        ),
+        lambda schema, handler: {"enum": list(values)},
+    )
 
 
 class OneOf:
@@ -239,40 +235,33 @@ class OneOf:
         return other if other in self._tags and tag not in self._tags else tag
 
 
-class AtMost:
-    """``Annotated[list[T], AtMost(8)]``: a list that is not longer, which is said before any of it
+def at_most(most: int, if_empty: str = "") -> GetPydanticSchema:
+    """``Annotated[list[T], at_most(8)]``: a list that is not longer, which is said before any of it
     is read; the first of its entries that is wrong is the last that is read.
 
     Args:
         if_empty: what is said of a list without entries; ``""``: it may have none.
     """
 
-    def __init__(self, most: int, if_empty: str = ""):
-        self._most = most
-        self._if_empty = if_empty
-
-    def _check(self, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > self._most:
-            raise wrong(f"has {len(value):,} entries, and {self._most:,} are the most")
-        if value == [] and self._if_empty:
-            raise wrong(self._if_empty)
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > most:
+            raise wrong(f"has {len(value):,} entries, and {most:,} are the most")
+        if value == [] and if_empty:
+            raise wrong(if_empty)
         return value
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def schema_of(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema: Any = handler(source)
         schema["fail_fast"] = True
-        return core_schema.no_info_before_validator_function(self._check, schema)
+        return core_schema.no_info_before_validator_function(check, schema)
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        least = {"minItems": 1} if self._if_empty else {}
-        return {**handler(schema), **least, "maxItems": self._most}
+    least = {"minItems": 1} if if_empty else {}
+    return GetPydanticSchema(
+        schema_of, lambda schema, handler: {**handler(schema), **least, "maxItems": most}
+    )
 
 
-Children = Annotated[list[T], AtMost(MAX_CHILDREN)]
+Children = Annotated[list[T], at_most(MAX_CHILDREN)]
 Filled = Annotated[str, Field(min_length=1)]
 
 
@@ -343,7 +332,7 @@ def _words(cls: type[Body], error: ErrorDetails) -> str:
 
 
 def _refused_member(place: str, error: ErrorDetails) -> ApiError:
-    """A value that is no member of a union: of another type, or with another name of a kind."""
+    """A value that is not a member of a union: of another type, or with another name of a kind."""
     value = error["input"]
     expected = error.get("ctx", {})["expected_tags"].split(", ")
     tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]

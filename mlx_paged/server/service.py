@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,18 +19,12 @@ from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.fair_threads import FairThreads, Work
-from mlx_paged.server.generations import (
-    Answer,
-    CompletionCollector,
-    Generation,
-    api_error,
-    check_end,
-)
+from mlx_paged.server.generations import Answer, CompletionCollector, Generation, api_error
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.idle_prefill import IdlePrefill
 from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
-from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
+from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
@@ -51,6 +45,7 @@ class Service:
         engine: runs the generations.
         tokenizer: of its model, with or without a chat template.
         model_names: that clients may use, the first of which is said in answers.
+        settings: of the server.
         takes_any_name: whether clients may call the model whatever they like.
         defaults: of the model's ``generation_config.json``, or of flags.
         max_tokens: of an answer, where a request does not say; ``None``: what the protocol says,
@@ -62,18 +57,14 @@ class Service:
         admit: given a number of sequences, holds as many places in the queue until their request
             begins; raises an :class:`ApiError` where the queue is full. By default there is no
             limit.
-        logs_cache: whether a line says for each prompt why no more of it was cached.
-        shows_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
-        step_timeout: seconds after which a step counts as hanging; ``inf``: never.
-        prefills_when_idle: whether the history of a finished answer is computed as the template
-            will write it, while no request runs.
     """
 
     engine: AsyncEngine
     tokenizer: TokenizerWrapper
     model_names: tuple[str, ...]
+    settings: ServerSettings = field(default_factory=ServerSettings)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
@@ -81,27 +72,20 @@ class Service:
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
-    logs_cache: bool = False
-    shows_cache_texts: bool = False
     first_part_seconds: float = 10.0
-    step_timeout: float = DEFAULT_STEP_TIMEOUT
     takes_any_name: bool = False
-    prefills_when_idle: bool = True
-    _threads: FairThreads = field(
-        default_factory=partial(
-            FairThreads, "mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER
-        ),
-        init=False,
-        repr=False,
-    )
-    _grammar_threads: FairThreads = field(
-        default_factory=partial(
-            FairThreads, "mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER
-        ),
-        init=False,
-        repr=False,
-    )
-    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    @cached_property
+    def _threads(self) -> FairThreads:
+        return FairThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
+
+    @cached_property
+    def _grammar_threads(self) -> FairThreads:
+        return FairThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
+
+    @cached_property
+    def _numbers(self) -> Iterator[int]:
+        return itertools.count()
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -154,11 +138,6 @@ class Service:
         """How long a text may be that is encoded in some work."""
         context_length = self.engine.engine.scheduler.context_length
         return LengthLimit(self.tokenizer, self.max_model_len, context_length, work.check)
-
-    async def start(self, generation: Generation, request_id: str | None = None) -> Answer:
-        """Ask the engine, and wait for the first part; see :meth:`start_all`."""
-        [answer] = await self.start_all([generation], request_id)
-        return answer
 
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None
@@ -240,7 +219,7 @@ class Service:
             return
         count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
         report = output.prefix_report
-        if self.logs_cache and report is not None:
+        if self.settings.log_cache and report is not None:
             logger.info("cache: %s", explanation(report))
             log_text("cache", lambda: report_texts(report, self.tokenizer))
 
@@ -250,7 +229,7 @@ class Service:
         """The whole answers, for clients that want no stream. Nothing is done here meanwhile.
 
         Raises:
-            ApiError: as :meth:`start`, or why an answer ended before its end.
+            ApiError: as :meth:`start_all`, or why an answer ended before its end.
         """
         final = [
             replace(each, params=each.params.clone(output_kind=RequestOutputKind.FINAL_ONLY))
@@ -258,7 +237,7 @@ class Service:
         ]
         answers = await self.start_all(final, request_id)
         try:
-            return [check_end(await anext(answer)) for answer in answers]
+            return [await anext(answer) for answer in answers]
         finally:
             for answer in answers:
                 await answer.aclose()

@@ -13,8 +13,6 @@ from mlx_paged.config import NBYTES
 from mlx_paged.declarations import Flag, Option
 from mlx_paged.domains import AT_LEAST_0, BOOL, Domain, one_of, such, whole
 
-DEFAULT_STEP_TIMEOUT = 120.0
-
 
 @dataclass(frozen=True)
 class ApiKey:
@@ -118,7 +116,7 @@ class ServerSettings:
     )
     share_cache: bool = setting(False, "let users with different keys share cached K/V")
     allow_cache_texts: bool = setting(
-        False, "let /v1/cache?text=true show pieces of prompts, to the users whose they are"
+        False, "let /v1/cache?text=true show pieces of prompts, to the users who sent them"
     )
     max_queue_len: int = setting(
         256, "sequences that may wait; more are told to come back", AT_LEAST_0
@@ -132,7 +130,7 @@ class ServerSettings:
         such("a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"),
     )
     step_timeout: float = setting(
-        DEFAULT_STEP_TIMEOUT,
+        120.0,
         "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
         "never",
         such(

@@ -104,7 +104,7 @@ def test_a_warning_in_the_middle_of_an_answer_waits_for_the_end_of_its_line(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    screen = Screen({})
+    screen = Screen({"TERM": "dumb"})
     screen.answer("The code")
     screen.warn("the disk is full")
     assert capsys.readouterr() == ("The code", "")
@@ -112,6 +112,13 @@ def test_a_warning_in_the_middle_of_an_answer_waits_for_the_end_of_its_line(
     assert capsys.readouterr() == (" is 4.\n", "the disk is full\n")
     screen.warn("another")
     assert capsys.readouterr() == ("", "another\n")
+    # What is drawn of an answer is drawn again.
+    screen = Screen({"TERM": "xterm"})
+    screen.answer("The code")
+    screen.warn("the disk is full")
+    assert capsys.readouterr() == ("The code\n", "")
+    screen.finish_answer()
+    assert capsys.readouterr() == ("", "the disk is full\n")
 
 
 def test_a_warning_beside_an_answer_that_goes_into_a_file_waits_for_nothing(

@@ -112,7 +112,7 @@ def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_bega
     assert said[2:] == [
         "[back in branch 1: messages: 4]",
         "[back in the conversation: messages: 2]",
-        "[this is no branch; /fork begins one]",
+        "[this is not a branch; /fork begins one]",
     ]
     assert "messages: 4, tokens held: " in err
     if kind == "paged":

@@ -49,17 +49,17 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     assert status == 0 and len(out) == len(figures) == 2
     assert start == (
         "[bundled demo model (qwen3, native) | CPU, reference | "
-        "paged K/V: 64 blocks of 16 tokens, 2.1 MB | "
+        "2.1 MB for K/V, 1,024 tokens | "
         f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
         "context: 1,024 of 4,096 tokens, as many as the K/V budget holds | "
         "greedy (the model's) | /help]"
     )
     numbers = (
         r"^\[\d+\.\d\d s to first token \| \d+\.\d tokens/s \| "
-        r"(\d+) of (\d+) prompt tokens reused \| (\d+) of 64 "
+        r"(\d+) of (\d+) prompt tokens reused \| (\d+) of 1,024 "
     )
-    found = [re.match(numbers + r"blocks in use\]$", line).groups() for line in figures]
-    assert found == [("0", "17", "1"), ("16", "50", "4")]
+    found = [re.match(numbers + r"tokens of K/V in use\]$", line).groups() for line in figures]
+    assert found == [("0", "17", "16"), ("16", "50", "64")]
 
 
 def test_the_context_is_the_models_where_the_budget_holds_it(talk):
@@ -108,7 +108,7 @@ def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
     status, out, err = talk("The code of apple is 4821. What is the code of apple?", argv=argv)
     # Per layer 2 heads: 32 + 16 bytes, and a scale and a bias of 4 bytes for K and for V.
     token = "512 bytes a token in K 8 bits in groups of 32, V 4 bits in groups of 32"
-    assert f"| paged K/V: 64 blocks of 16 tokens, 0.53 MB, {token} | memory:" in err
+    assert f"| 0.53 MB for K/V, 1,024 tokens, {token} | memory:" in err
     assert status == 0 and "4821" in out[0]
     _, _, err = talk("hello", argv=(*argv, "--verbose"))
     assert (
@@ -123,11 +123,11 @@ def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     _, _, err = talk("hello", argv=("--kv", "basic", "--kv-cache-bytes", "64blocks"))
     start, figures = err.splitlines()
     assert (
-        "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | "
+        "| CPU, MLX SDPA | 2.1 MB for basic K/V, 1,024 tokens | "
         f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
         "context: 1,024 of 4,096 tokens, as many as the K/V budget holds |" in start
     )
-    assert re.search(r"prompt tokens reused \| \d+ of 64 blocks in use\]$", figures)
+    assert re.search(r"prompt tokens reused \| \d+ of 1,024 tokens of K/V in use\]$", figures)
 
 
 def test_a_budget_larger_than_the_memory_is_questioned_in_one_line(talk):
@@ -343,10 +343,10 @@ def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, t
     ("content", "line"),
     [
         (None, "can't be read: No such file or directory"),
-        (b"{nope", "is no conversation: Expecting property name"),
-        (b"\xff\xfe", "is no conversation: "),
-        (b"[" * 100_000, "is no conversation: "),
-        (b"{}", "is no conversation: it has no list of messages"),
+        (b"{nope", "is not a conversation: Expecting property name"),
+        (b"\xff\xfe", "is not a conversation: "),
+        (b"[" * 100_000, "is not a conversation: "),
+        (b"{}", "is not a conversation: it has no list of messages"),
         (b'{"version": 2, "messages": []}', "is of version 2, and only 1 can be read"),
         (b"[]", "can't be gone on with: messages is empty"),
         (
@@ -405,20 +405,21 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
     saved, notes, link = tmp_path / "saved.json", tmp_path / "notes.txt", tmp_path / "link.json"
     notes.write_text("precious")
     link.symlink_to(saved)
-    saved_before = ["hello", f"/save {saved}", "hello", f"/save {link}"]
+    saved_before = ["hello", f"/save {saved}", "hello", f"/save {link}", f"/save! {link}"]
     _, _, err = talk(
         *saved_before,
-        f"/save {notes}",
+        f"/save! {notes}",
         f"/save {tmp_path}",
         "/save /dev/null",
         "/save /no/such/folder/x",
         "/save",
     )
     assert len(messages_of(saved)) == 4 and link.is_symlink()
+    assert f"[{link} exists; /save! {link} writes over it]" in err
     assert notes.read_text() == "precious"
-    assert f"[{notes} exists and is no saved conversation; choose another name]" in err
-    assert f"[{tmp_path} exists and is no saved conversation; choose another name]" in err
-    assert "[/dev/null exists and is no saved conversation; choose another name]" in err
+    assert f"[{notes} exists and is not a saved conversation; choose another name]" in err
+    assert f"[{tmp_path} exists and is not a saved conversation; choose another name]" in err
+    assert "[/dev/null exists and is not a saved conversation; choose another name]" in err
     assert "[/no/such/folder/x can't be written: No such file or directory]" in err
     assert "[/save needs FILE]" in err
     assert sorted(os.listdir(tmp_path)) == [

@@ -18,7 +18,7 @@ from helpers.terminal import saved_messages
 from mlx_lm import cache_prompt
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat import files
+from mlx_paged.chat import loop
 
 QUESTIONS = ["My name is Tom. The code of apple is 4821.", "What is my name?"]
 # More than a block behind what was saved.
@@ -72,7 +72,7 @@ def test_a_basic_cache_saves_and_loads_the_messages_alone(talk, tmp_path: Path):
     assert "[the K/V are not saved: " in err and "need blocks" in err
     assert f"[saved to {file}: messages: 4]" in err
     assert os.listdir(tmp_path) == ["talk.json"]
-    talk(*QUESTIONS, f"/save {file}")  # with its K/V
+    talk(*QUESTIONS, f"/save! {file}")  # with its K/V
     _, out, err = talk(f"/load {file}", LAST, argv=argv)
     assert "[the K/V are not loaded, and computed again: " in err and "need blocks" in err
     assert out == through[-1:] and reused(err) == [0]
@@ -81,11 +81,11 @@ def test_a_basic_cache_saves_and_loads_the_messages_alone(talk, tmp_path: Path):
 def test_only_its_owner_can_read_what_is_saved(talk, tmp_path: Path):
     file = tmp_path / "talk.json"
     files = [file, tmp_path / f"talk.json{KV}"]
-    talk(*QUESTIONS, f"/save {file}")
+    talk(*QUESTIONS, f"/save! {file}")
     modes = [[stat.S_IMODE(each.stat().st_mode) for each in files]]
     for each in files:
         each.chmod(0o664)
-    talk(*QUESTIONS, f"/save {file}")
+    talk(*QUESTIONS, f"/save! {file}")
     modes.append([stat.S_IMODE(each.stat().st_mode) for each in files])
     assert modes == [[0o600, 0o600]] * 2
 
@@ -95,7 +95,7 @@ def test_kv_that_can_not_be_used_are_said_and_the_messages_load(
 ):
     file, kv_file = tmp_path / "talk.json", tmp_path / f"talk.json{KV}"
     _, through, _ = talk(*QUESTIONS, LAST)
-    talk(*QUESTIONS, f"/save {file}")
+    talk(*QUESTIONS, f"/save! {file}")
     content = kv_file.read_bytes()
 
     def loaded(*argv: str) -> tuple[list[str], str]:
@@ -131,7 +131,7 @@ def test_the_name_in_a_conversation_leads_nowhere_else(tmp_path: Path):
     file = tmp_path / "talk.json"
     for name, expected in (("/etc/passwd", "passwd"), ("../x", "x"), ("", None), (5, None)):
         file.write_text(json.dumps({"messages": [], "kv_file": name}))
-        read = files.load_messages(str(file)).kv_file
+        read = loop.load_messages(str(file)).kv_file
         assert read == (None if expected is None else tmp_path / expected)
 
 
@@ -151,7 +151,7 @@ def test_messages_are_saved_where_kv_can_not_be(
     assert os.listdir(tmp_path) == ["talk.json"]
     # Another file in the place of the K/V.
     (tmp_path / f"talk.json{KV}").write_text("keep me")
-    _, _, err = talk(QUESTIONS[0], f"/save {file}")
+    _, _, err = talk(QUESTIONS[0], f"/save! {file}")
     assert f"{file}{KV} exists and is not a snapshot; choose another name]" in err
     assert (tmp_path / f"talk.json{KV}").read_text() == "keep me"
     # Before the first answer there are none.
@@ -235,7 +235,7 @@ def test_what_can_not_stand_behind_a_prompt_cache_is_said(talk, cached, tmp_path
     assert "[a system prompt can't stand behind a prompt cache, in which" in err
     assert "[the K/V are not saved: the conversation stands behind a prompt cache" in err
     assert len(saved_messages(saved)) == 2
-    talk("hello", f"/save {saved}")
+    talk("hello", f"/save! {saved}")
     _, _, err = talk(f"/load {saved}", "What is my name?", argv=argv)
     assert "[the K/V are not loaded, and computed again: the conversation stands behind" in err
 
@@ -260,7 +260,7 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
         assert out == whole and reused(err)[0] == num_tokens
         # Its K/V have names, so they are saved, too.
         saved = tmp_path / "talk.json"
-        _, _, err = talk(f"{rest}What is my name?", f"/save {saved}", argv=argv)
+        _, _, err = talk(f"{rest}What is my name?", f"/save! {saved}", argv=argv)
         assert "; K/V of " in err
         _, out, err = talk(f"/load {saved}", LAST, argv=argv)
         assert out == whole[1:] and reused(err)[0] > num_tokens

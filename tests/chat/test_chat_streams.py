@@ -5,6 +5,7 @@ process of its own.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from helpers.terminal import DEADLINE
 
 from mlx_paged import __version__
+from mlx_paged.chat.command_line import setup_arg_parser
+from mlx_paged.command_line.descriptions import in_words
 
 HELLO = "Hello! How can I help you?\n"
 CHAT = f"{sys.executable} -m mlx_paged.chat"
@@ -182,3 +185,55 @@ def test_help_imports_nothing_heavy():
     )
     assert done.returncode == 0, done.stderr
     assert f"mlx_paged {__version__}\n" in done.stdout and "--kv-cache-bytes" in done.stdout
+
+
+def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = setup_arg_parser("chat").format_help()
+    groups = re.findall(r"^(\S.*):\n((?:  .*\n)+)", text, re.MULTILINE)
+    flags = {title: re.findall(r"^  (--?[a-z-]+)", rows, re.MULTILINE) for title, rows in groups}
+    assert flags == {
+        "positional arguments": [],
+        "options": ["-h", "--version"],
+        "model": [
+            *("--model", "--tokenizer", "--dtype", "--adapter-path", "--no-generation-config"),
+            *("--force", "--backend"),
+        ],
+        "answers": [
+            *("--no-thinking", "--seed", "--system-prompt", "--temp", "--top-p", "--top-k"),
+            *("--min-p", "--xtc-probability", "--xtc-threshold", "--max-tokens"),
+        ],
+        "memory and context": [
+            *("--block-size", "--kv-cache-bytes", "--preallocate", "--kv-bits", "--window"),
+            *("--num-sink-tokens", "--kv", "--max-model-len", "--wired-limit"),
+        ],
+        "what is kept": [
+            "--prompt-cache-file",
+            "--cache-dir",
+            "--cache-dir-size",
+            "--cache-dir-ttl",
+        ],
+        "speed": [
+            *("--draft-model", "--prefill-step-size", "--num-draft-tokens"),
+            "--prefill-step-seconds",
+        ],
+        "the chat": ["--hide-thinking", "--plain", "--json", "--verbose"],
+    }
+    assert text.startswith("usage: chat [options] [message]\n")
+    assert "mlx-community/Qwen3-0.6B-4bit\n" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "0"),
+        (4_096, "4,096"),
+        (999_999, "999,999"),
+        (6_000_000, "6 million"),
+        (6_168_816, "6.2 million"),
+        (1_234_000_000, "1.2 billion"),
+        (2_000_000_000_000, "2,000 billion"),
+    ],
+)
+def test_large_numbers_of_tokens_are_said_in_words(number: int, words: str):
+    assert in_words(number) == words

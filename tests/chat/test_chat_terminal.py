@@ -1,16 +1,32 @@
 """What a person at a terminal can do: paste, write several lines, go back in the history, Tab,
-edit.
+edit, type ahead; and what it shows, whole screens of it.
 """
 
 from __future__ import annotations
 
+import re
 import stat
+import sys
+import termios
 from pathlib import Path
 
 import pytest
-from helpers.terminal import ESCAPE_ENTER, TAB, UP, Terminal, dialogue, saved_messages
+from helpers.terminal import (
+    CTRL_C,
+    CTRL_D,
+    ESCAPE_ENTER,
+    READY,
+    TAB,
+    UP,
+    Terminal,
+    dialogue,
+    plain,
+    saved_messages,
+    screen_lines,
+)
 
-from mlx_paged.chat.files import history_path
+from mlx_paged import memory
+from mlx_paged.chat.line_editor import history_path
 
 
 def user_texts(file: Path) -> list[str]:
@@ -71,7 +87,7 @@ def test_figures_are_dim_on_a_terminal_that_shows_colours(
     tmp_path: Path, term: str, environ: dict, is_dim: bool
 ):
     terminal = Terminal("hello", state=tmp_path, term=term, environ=environ)
-    shown = terminal.wait_for("blocks in use]")
+    shown = terminal.wait_for("K/V in use]")
     assert terminal.close() == 0
     assert ("\x1b[2m[" in shown, "m[" in shown) == (is_dim, is_dim)
 
@@ -102,3 +118,155 @@ def test_a_state_home_that_is_no_absolute_path_is_ignored(
             history_path({"XDG_STATE_HOME": value})
             == tmp_path / ".local/state/mlx_paged/chat_history"
         )
+
+
+# What it shows
+
+# The chat with an answer of markdown, in which the first one waits for six keys.
+ANSWERS = """
+import fcntl, struct, sys, termios, time
+from dataclasses import replace
+from mlx_paged.chat import conversation, main
+real, num_answers = conversation.stream_request, 0
+def stream(*arguments, **options):
+    global num_answers
+    num_answers += 1
+    *_, last = real(*arguments, **options)
+    yield replace(last, text="# A plan\\n\\nFirst **wait**, then read the next line of ")
+    while num_answers == 1 and fcntl.ioctl(0, termios.FIONREAD, bytes(4)) < struct.pack("i", 6):
+        time.sleep(0.01)
+    yield replace(last, text="this *whole* answer.\\n")
+conversation.stream_request = stream
+sys.exit(main(sys.argv[1:]))
+"""
+AT_40 = """\
+[start]
+>> hello
+A plan
+
+First wait, then read the next line of
+this whole answer.
+[figures]
+>> again
+A plan
+
+First wait, then read the next line of
+this whole answer.
+[figures]
+>>"""
+AT_80 = AT_40.replace("line of\nthis", "line of this")
+AS_TEXT = """\
+[start]
+>> hello
+# A plan
+
+First **wait**, then read the next line of this *whole* answer.
+
+[figures]
+>> again
+# A plan
+
+First **wait**, then read the next line of this *whole* answer.
+
+[figures]
+>>"""
+
+
+def typed_ahead(*argv: str, state: Path, columns: int) -> str:
+    """What the terminal was sent: a message, and a second one that was typed during the answer to
+    it.
+    """
+    terminal = Terminal(
+        *argv, state=state, columns=columns, command=[sys.executable, "-c", ANSWERS]
+    )
+    terminal.wait_for(">> " if "--plain" in argv else READY)
+    terminal.type("hello\r")
+    terminal.wait_for("wait")
+    terminal.type("again\r")
+    # To the prompt after the second answer.
+    terminal.wait_for(lambda text: re.search(r"use\].*use\].*>>", text, re.DOTALL) is not None)
+    terminal.type(CTRL_D)
+    assert terminal.process.wait() == 0
+    assert termios.tcgetattr(terminal.master)[3] & termios.ECHO
+    assert terminal.close() == 0
+    return terminal.seen
+
+
+def in_short(lines: list[str]) -> tuple[str, str]:
+    """The line before the first message, unfolded; and all lines without that and the figures."""
+    text = "\n".join(lines)
+    start = re.search(r"\[bundled.*?/help\]", text, re.DOTALL)
+    assert start is not None
+    text = text.replace(start[0], "[start]").removeprefix("[loading the bundled demo model ...]\n")
+    text = re.sub(r"\[\d+\.\d\d s to first token.*?\]", "[figures]", text, flags=re.DOTALL)
+    return " ".join(start[0].split("\n")), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "screen"), [(40, AT_40), (80, AT_80), (120, AT_80)])
+def test_a_message_that_is_typed_during_an_answer_is_the_next_one(
+    tmp_path: Path, columns: int, screen: str
+):
+    seen = typed_ahead(state=tmp_path, columns=columns)
+    start, shown = in_short(screen_lines(seen, columns, rows=60))
+    assert shown == screen
+    # Folded between words.
+    assert start.startswith("[bundled demo model (qwen3, native) | CPU, reference | ")
+    assert start.endswith(
+        f"of {memory.format_nbytes(memory.memory_size())} | context: 4,096 tokens | greedy (the "
+        "model's) | /help]"
+    )
+
+
+@pytest.mark.slow
+def test_plain_text_is_written_as_it_comes_without_any_code(tmp_path: Path):
+    seen = typed_ahead("--plain", state=tmp_path, columns=40)
+    lines = plain(seen).replace("\r", "").split("\n")
+    assert in_short(lines)[1].strip() == AS_TEXT
+    # Behind what prompt_toolkit writes before its first prompt.
+    assert "\x1b" not in seen.partition("[loading")[2]
+
+
+@pytest.mark.slow
+def test_save_asks_before_it_writes_over_a_conversation(tmp_path: Path):
+    file = tmp_path / "saved.json"
+    with dialogue(tmp_path) as terminal:
+        terminal.send(f"/save {file}")
+        terminal.send("hello")
+        for key, num_messages in (("n", 0), (CTRL_C, 0), (CTRL_D, 0), ("y", 2)):
+            terminal.type(f"/save {file}\r")
+            terminal.wait_for("write over it?")
+            terminal.type(key)
+            said = terminal.wait_for_prompt()
+            assert ("[saved to" in said, "[nothing is saved]" in said) == (
+                key == "y",
+                key in ("n", CTRL_D),
+            )
+            assert len(saved_messages(file)) == num_messages
+
+
+HANGS = """
+import sys, time
+from mlx_paged.chat import main
+from mlx_paged.engine.model_runner import ModelRunner
+def launch(self, *arguments):
+    print("begun", flush=True)
+    time.sleep(600)
+ModelRunner.launch = launch
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_terminal_is_left_as_it_was_by_a_second_ctrl_c(tmp_path: Path):
+    terminal = Terminal(state=tmp_path, command=[sys.executable, "-c", HANGS])
+    before = termios.tcgetattr(terminal.master)
+    terminal.wait_for_prompt()
+    terminal.type("hello\r")
+    terminal.wait_for("begun")
+    terminal.type(CTRL_C)
+    terminal.wait_for("Ctrl-C again leaves")
+    terminal.type(CTRL_C)
+    assert terminal.process.wait() == 130
+    assert termios.tcgetattr(terminal.master) == before
+    assert terminal.close() == 130

@@ -87,10 +87,19 @@ def test_a_line_is_never_wider_than_the_terminal(
 
 
 def test_progress_does_not_clear_a_line_of_the_answer(capsys: pytest.CaptureFixture):
-    screen = Screen({})
-    screen.stderr_is_terminal = screen.stdout_is_terminal = True
-    screen.answer("How can I")
-    screen.show_progress("[stopping]")
+    for environ in ({"TERM": "dumb"}, {"TERM": "xterm"}):
+        screen = Screen(environ)
+        screen.stderr_is_terminal = screen.stdout_is_terminal = True
+        screen.answer("How can I")
+        screen.show_progress("[stopping]")
+        screen.clear_progress()
+        assert capsys.readouterr().err == ""
+
+
+def test_a_plain_terminal_shows_no_line_that_is_replaced(capsys: pytest.CaptureFixture):
+    screen = Screen({"TERM": "xterm"})
+    screen.stderr_is_terminal = screen.is_plain = True
+    screen.show_progress("[loading]")
     screen.clear_progress()
     assert capsys.readouterr().err == ""
 

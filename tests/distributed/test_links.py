@@ -79,7 +79,7 @@ def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
     link, other, ends = pair
     write(other, [0, "say", "the last one"], [1, "bye", None])
     assert [link.receive() for _ in range(3)] == [("say", "the last one"), None, None]
-    assert link.has_left
+    assert link.is_over
     assert ends.empty()
 
 
@@ -90,10 +90,10 @@ def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
         (b'[0,"bye","failed: no memory"]', "failed: no memory"),
         (b'[1,"say",null]', "sent message 1 where 0 was due"),
         (b'["0","say",null]', "sent message '0' where 0 was due"),
-        (b'[0,"say"]', "sent what is no message"),
-        (b"{}", "sent what is no message"),
-        (b"\x80\x05.", "sent what is no message"),
-        (b"[" * 100_000, "sent what is no message"),
+        (b'[0,"say"]', "sent something that is not a message"),
+        (b"{}", "sent something that is not a message"),
+        (b"\x80\x05.", "sent something that is not a message"),
+        (b"[" * 100_000, "sent something that is not a message"),
     ],
 )
 def test_any_other_end_is_told_with_its_reason(
@@ -117,7 +117,10 @@ def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, End
     ("header", "reason"),
     [
         (struct.pack("!i", 100) + b"[0,", "died"),
-        (struct.pack("!iQ", -1, 1 << 62), "sent what is no message"),  # more than any memory
+        (
+            struct.pack("!iQ", -1, 1 << 62),
+            "sent something that is not a message",
+        ),  # more than any memory
     ],
 )
 def test_a_frame_that_is_cut_or_too_large_is_an_end(make_pair: Any, header: bytes, reason: str):
@@ -190,6 +193,30 @@ def test_a_rank_that_ends_waits_for_no_peer_inside_a_frame(
     assert b"in the middle" not in arrived
     for each in (ours, theirs):
         each.close()
+
+
+def test_an_end_is_told_once_where_it_closes_the_link_and_the_peer_takes_no_goodbye(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """As :class:`Ranks` ends: it closes its links in the middle of the message that was stuck."""
+    ours, theirs = make_pair()
+    ends: list[str] = []
+
+    def lost(how: str) -> None:
+        ends.append(how)
+        link.close(how)
+
+    link = Link(ours, 1, lost)
+
+    def takes_nothing(connection: Connection, data: bytes) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(Connection, "send_bytes", takes_nothing)
+    link.send("say")
+    theirs.close()
+    assert link.receive() is None
+    assert ends == ["rank 1 has taken no message for 15 seconds"]
+    ours.close()
 
 
 def test_nothing_of_a_message_is_unpickled(make_pair: Any):

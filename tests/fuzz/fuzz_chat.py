@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from fuzz_folders import right_folder
+from fuzz_folders import right_folder, working_folder
 from fuzzing import Case, Defect
 
 # Real processes, of these cases: they take as long as Python and MLX take to start.
@@ -31,7 +31,7 @@ LINES = (
     b"", b"\n", b"hi\n", b"hi", b"/help\n", b"/HELP\n", b"/fork\n", b"/back\n", b"/reset\n",
     b"/stats\n", b"/exit\n", b"/nothing\n", b"/set temp 0.7\n", b"/set temp x\n", b"/set\n",
     b"/system\n", b"/system be short\n", b"/regenerate\n", b"/edit\n", b"/edit x\n", b"/save\n",
-    b"/load\n", b"/load /nothing/there\n", b"/save /\n", b"/set max-tokens 0\n",
+    b"/load\n", b"/load /nothing/there\n", b"/save /\n", b"/save!\n", b"/set max-tokens 0\n",
     b"/set nothing 1\n", b"/ \n", b"//\n", b"\xff\xfe\n", b"\x00\n", b"\r\n", b"a" * 4000 + b"\n",
     b"\xf0\x9f\x98\x80\n", b"\x1b[200~a\nb\x1b[201~\n", b"\x04", b"\xed\xa0\x80\n", b"<think>\n",
     b"/fork x y\n",
@@ -97,7 +97,12 @@ def _run_process(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "mlx_paged.chat", *argv]
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, timeout=PROCESS_TIMEOUT, check=False
+            command,
+            input=stdin,
+            capture_output=True,
+            timeout=PROCESS_TIMEOUT,
+            check=False,
+            cwd=working_folder(),
         )
     except subprocess.TimeoutExpired as error:
         raise Defect(f"it was not done after {PROCESS_TIMEOUT} s") from error
@@ -112,7 +117,7 @@ def _run_process(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
 
 def _run_here(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
     main = importlib.import_module("mlx_paged.chat").main
-    with _streams(stdin) as (stdout, stderr):
+    with contextlib.chdir(working_folder()), _streams(stdin) as (stdout, stderr):
         try:
             status = main(argv)
         except SystemExit as end:

@@ -42,6 +42,14 @@ MORE_FIELDS = (
 
 
 @cache
+def working_folder() -> Path:
+    """Where programs run: --cache-dir and other flags make folders there."""
+    folder = Path(_kept().name) / "working"
+    folder.mkdir()
+    return folder
+
+
+@cache
 def right_folder() -> Path:
     """A folder of a tiny model with the demo model's tokenizer; removed when the program ends."""
     folder = Path(_kept().name) / "right"

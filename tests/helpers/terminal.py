@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyte
+import pyte.modes
+
 # Against a test that hangs for ever; none of them expects anything to come within some time.
 DEADLINE = 300.0
 CTRL_C, CTRL_D, TAB, UP, ESCAPE_ENTER = "\x03", "\x04", "\t", "\x1b[A", "\x1b\r"
@@ -129,3 +132,14 @@ def saved_messages(file: Path) -> list[dict[str, str]]:
 def plain(text: str) -> str:
     """Text without the codes for a terminal."""
     return _CODE.sub("", text)
+
+
+def screen_lines(text: str, columns: int, rows: int = 24) -> list[str]:
+    """What a terminal of this size shows when it has been sent a text, as its tty hands it on; the
+    lines that have left its screen stand first.
+    """
+    screen = pyte.HistoryScreen(columns, rows, history=10_000)
+    screen.set_mode(pyte.modes.LNM)
+    pyte.Stream(screen).feed(text)
+    above = ["".join(line[column].data for column in range(columns)) for line in screen.history.top]
+    return "\n".join(line.rstrip() for line in [*above, *screen.display]).rstrip().split("\n")

@@ -7,6 +7,7 @@ import itertools
 import json
 import pkgutil
 from dataclasses import replace
+from functools import partial
 
 import mlx_lm.tool_parsers
 import pytest
@@ -16,17 +17,12 @@ from hypothesis import strategies as st
 from mlx_paged.model_dialect import ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.events import (
-    Event,
-    Reasoning,
-    Text,
-    ToolCallArguments,
-    ToolCallStart,
-    merged,
-)
+from mlx_paged.server.answers.events import Event, ToolCall
 from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
 from mlx_paged.server.answers.tools import JSON_LIST
+
+Text, Reasoning, Arguments = (partial(Event, kind) for kind in ("text", "reasoning", "call"))
 
 TOOLS = (
     {
@@ -152,12 +148,21 @@ def events_of(form: AnswerFormat, pieces: list[str], finish_reason: str = "stop"
     reader = form.reader()
     events = [event for piece in pieces for event in reader.add(piece)]
     events = merged(events + reader.finish(ended(finish_reason)))
-    assert reader.num_tool_calls == sum(isinstance(event, ToolCallStart) for event in events)
+    assert reader.num_tool_calls == sum(event.call is not None for event in events)
     # Ids are drawn.
-    return [
-        replace(event, call_id="") if isinstance(event, ToolCallStart) else event
-        for event in events
-    ]
+    return [event._replace(call=event.call and replace(event.call, call_id="")) for event in events]
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """The same events, with neighbours of one kind in one piece; a call begins a piece."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if last and last.kind == event.kind and event.call is last.call is None:
+            result[-1] = event._replace(text=last.text + event.text)
+        else:
+            result.append(event)
+    return result
 
 
 def cut(text: str, places: set[int]) -> list[str]:
@@ -181,9 +186,7 @@ def test_every_format_is_read_however_it_is_cut(name):
     whole = events_of(form, [text])
     assert whole[:2] == [Reasoning("It is there."), Text("I look.")]
     assert calls_of(read_answer(form, text)) == calls
-    assert [event.index for event in whole if isinstance(event, ToolCallStart)] == list(
-        range(len(calls))
-    )
+    assert [event.call.index for event in whole if event.call] == list(range(len(calls)))
     assert events_of(form, list(text)) == whole
     for place in range(len(text)):
         assert events_of(form, cut(text, {place})) == whole
@@ -224,7 +227,7 @@ def test_without_tools_a_call_is_text_and_without_marks_everything_is():
         ("<think><tool_call>no call</tool_call>", False,
          [Reasoning("<tool_call>no call</tool_call>")]),
         ('<think>a<tool_call>{"name": "read", "arguments": {}}</tool_call>b</think>c', False,
-         [Reasoning("a"), ToolCallStart(0, "", "read"), ToolCallArguments(0, "{}"),
+         [Reasoning("a"), Event("call", call=ToolCall(0, "", "read")), Arguments("{}"),
           Reasoning("b"), Text("c")]),
     ],
 )  # fmt: skip
@@ -282,7 +285,7 @@ def test_arguments_in_json_come_as_they_are_written_and_the_name_before_them():
     reader = answer_format().reader()
     text = CALL % '{"path": "src/main.py"}'
     num_told = [
-        sum(isinstance(event, ToolCallArguments) for event in reader.add(character))
+        sum(event.kind == "call" and not event.call for event in reader.add(character))
         for character in text
     ]
     assert sum(num_told) >= len('{"path": "src/main.py"}') - 1
@@ -308,8 +311,8 @@ def test_an_answer_may_be_a_list_of_calls():
     calls = '[{"name": "read", "arguments": {"a": "<think>"}}, {"name": "read", "arguments": {}}]'
     text = f"<think>so</think>\n\n{calls}"
     whole = events_of(form, [text])
-    assert [type(event) for event in whole] == [
-        Reasoning, ToolCallStart, ToolCallArguments, ToolCallStart, ToolCallArguments,
+    assert [(event.kind, event.call is not None) for event in whole] == [
+        ("reasoning", False), ("call", True), ("call", False), ("call", True), ("call", False),
     ]  # fmt: skip
     assert events_of(form, list(text)) == whole
     assert events_of(form, list(calls)) == whole[1:]

@@ -230,7 +230,7 @@ def test_a_conversation_becomes_messages_that_templates_know(shared_agent_servic
         {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"path": "d"}}},
         {"id": "2", "type": "function", "function": {"name": "read", "arguments": {}}},
     ]
-    assert body.job.messages == [
+    assert body.messages == [
         {"role": "system", "content": "Be brief.\n\nBe kind."},
         {"role": "user", "content": "a\n\nb"},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": calls},
@@ -256,13 +256,13 @@ def test_fields_become_parameters(shared_agent_service):
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         cache_control={"type": "ephemeral"},
     )
-    params = body.job.params
+    params = body.params
     values = (params.max_tokens, params.temperature, params.top_p, params.top_k, params.stop)
     assert values == (200, 0.5, 0.9, 7, ("END",))
     assert params.structured_outputs is not None
-    assert (body.job.tool_choice, body.job.parallel_tool_calls) == ("read", False)
-    assert body.job.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
-    [tool] = body.job.tools
+    assert (body.tool_choice, body.parallel_tool_calls) == ("read", False)
+    assert body.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    [tool] = body.tools
     assert tool == {
         "type": "function",
         "function": {
@@ -335,7 +335,7 @@ def test_context_is_a_reminder_and_a_message_is_the_users(shared_agent_service):
     told = [{"role": "ctx", "content": "It rains."}, {"role": "msg", "content": "Hello"}]
     body = read(shared_agent_service, messages=told)
     content = "<system-reminder>\nIt rains.\n</system-reminder>\n\nHello"
-    assert body.job.messages == [{"role": "user", "content": content}]
+    assert body.messages == [{"role": "user", "content": content}]
 
 
 def test_errors_have_the_shape_of_the_protocol(agent):

@@ -56,7 +56,7 @@ def test_texts_of_prompts_are_refused_unless_they_were_allowed_at_start(
 def test_allowed_texts_are_shown_to_the_user_whose_they_are_alone(
     service: Service, keys: tuple[str, str]
 ):
-    client = client_of(replace(service, shows_cache_texts=True), *keys)
+    client = client_of(replace(service, settings=ServerSettings(allow_cache_texts=True)), *keys)
     say_secret(client, "A")
     own, others = (
         client.get("/v1/cache?text=true", headers={"x-api-key": key}) for key in ("A", "B")

@@ -54,19 +54,19 @@ def test_places_are_held_until_an_answer_ends_whatever_way(service):
     limited = replace(service, admit=places.admit)
 
     async def main():
-        answer = await limited.start(generation(n=3))
+        answer = (await limited.start_all([generation(n=3)]))[0]
         assert places.num_held == 3
         assert [part async for part in answer][-1].finished
         assert places.num_held == 0
         await answer.aclose()
-        answer = await limited.start(generation(max_tokens=1000))
+        answer = (await limited.start_all([generation(max_tokens=1000)]))[0]
         assert places.num_held == 1
         await answer.aclose()
         assert places.num_held == 0
         with pytest.raises(ApiError):
-            await limited.start(Generation([], SamplingParams()))
+            (await limited.start_all([Generation([], SamplingParams())]))[0]
         assert places.num_held == 0
-        task = asyncio.create_task(limited.start(generation(max_tokens=1000)))
+        task = asyncio.create_task(limited.start_all([generation(max_tokens=1000)]))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
@@ -106,7 +106,7 @@ def test_parts_of_several_answers_are_those_of_each(service):
 
     async def main():
         together = await joined(await service.start_all(generations))
-        alone = [await joined([await service.start(each)]) for each in generations]
+        alone = [await joined([(await service.start_all([each]))[0]]) for each in generations]
         assert together == {index: tokens[0] for index, tokens in enumerate(alone)}
         whole = await service.whole(generations)
         assert [output.outputs[0].token_ids for output in whole] == [
@@ -121,13 +121,13 @@ def test_an_answer_that_begins_late_begins_all_the_same():
         impatient = replace(service, first_part_seconds=0.0)
 
         async def main():
-            answer = await impatient.start(generation())
+            answer = (await impatient.start_all([generation()]))[0]
             tokens = [token async for part in answer for token in part.outputs[0].token_ids]
             assert len(tokens) == 5
-            unread = await impatient.start(generation(max_tokens=1000))
+            unread = (await impatient.start_all([generation(max_tokens=1000)]))[0]
             await unread.aclose()
             service.engine.generate = late
-            failing = await impatient.start(generation())
+            failing = (await impatient.start_all([generation()]))[0]
             with pytest.raises(ApiError, match="too late"):
                 await anext(failing)
 

@@ -21,17 +21,17 @@ SCHEMA = {"type": "object", "properties": {}}
 
 
 def chat(service, *messages: dict[str, Any], **more: Any):
-    return read_chat(ChatRequest.read({"messages": list(messages), **more}), service).job
+    return read_chat(ChatRequest.read({"messages": list(messages), **more}), service)
 
 
 def messages(service, *told: dict[str, Any], has_betas: bool = False, **more: Any):
     body = {"model": "demo", "max_tokens": 9, "messages": list(told), **more}
     request = MessagesRequest.read(body, leaves_out=has_betas)
-    return read_messages_body(request, service).job
+    return read_messages_body(request, service)
 
 
 def responses(service, *items: dict[str, Any], **more: Any):
-    return read_responses_body(ResponsesRequest.read({"input": list(items), **more}), service).job
+    return read_responses_body(ResponsesRequest.read({"input": list(items), **more}), service)
 
 
 def test_fields_of_other_servers_in_a_chat_are_left_out(shared_service):

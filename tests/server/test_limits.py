@@ -168,8 +168,8 @@ def nested(depth: int) -> bytes:
         (b"[" + b"{}," * limits.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
         (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number of more than 64 characters"),
         (b"[" + b"1" * 65 + b"]", "a number of more than 64 characters"),
-        (b'{"a": "\xff"}', "no UTF-8 at byte 7"),
-        ('{"a": 1}'.encode("utf-16"), "no UTF-8 at byte 0"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8 at byte 0"),
     ],
 )
 def test_json_that_is_dear_to_parse_is_refused(body: bytes, message: str):

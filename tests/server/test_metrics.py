@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from helpers.asgi import ask, echo
@@ -20,13 +21,13 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
-from mlx_paged.server.watching.metrics import HttpCounts
+from mlx_paged.server.watching.metrics import count_request
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LABELS = {"model_name": 'de"mo', "engine": "0"}
@@ -172,6 +173,10 @@ def test_http_requests_are_counted_by_route_method_and_status(service: Service):
     }
 
 
+def counted(app: ASGIApp, counts: Counter[tuple[str, str, int]]) -> RequestLog:
+    return RequestLog(app, partial(count_request, counts, []))
+
+
 def test_what_ends_without_an_answer_is_counted_too():
     counts: Counter[tuple[str, str, int]] = Counter()
 
@@ -182,9 +187,9 @@ def test_what_ends_without_an_answer_is_counted_too():
         raise RuntimeError("a bug")
 
     for app in (leave, fail):
-        scope = {"type": "http", "method": "GET", "path": "/x"}
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
         with contextlib.suppress(RuntimeError):
-            asyncio.run(HttpCounts(app, counts, [])(scope, None, None))  # type: ignore[arg-type]
+            asyncio.run(counted(app, counts)(scope, None, None))  # type: ignore[arg-type]
     assert counts == {("GET", "other", 499): 1, ("GET", "other", 500): 1}
 
 
@@ -195,8 +200,8 @@ def test_an_answer_that_was_broken_off_counts_as_one_of_a_client_that_left():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
 
-    ask(RequestLog(HttpCounts(cut, counts, [])), path="/cut")
-    ask(RequestLog(HttpCounts(echo, counts, [])), path="/whole")
+    ask(counted(cut, counts), path="/cut")
+    ask(counted(echo, counts), path="/whole")
     assert counts == {("GET", "other", 499): 1, ("GET", "other", 200): 1}
 
 

@@ -27,6 +27,7 @@ from mlx_paged.server.app import build_app
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.openai import chat as openai_chat
+from mlx_paged.server.openai import chat_answers
 from mlx_paged.server.prompt_length import PIECE_LEN, LengthLimit
 from mlx_paged.server.sampling_fields import MAX_STOPS_LEN, MAX_WORDS_LEN, SamplingFields
 from mlx_paged.server.schemas import MAX_CHILDREN
@@ -251,7 +252,7 @@ def test_bodies_are_read_and_words_and_grammars_prepared_off_the_event_loop(
         seen.append(("prepare", threading.current_thread().name.rpartition("_")[0]))
         return prepare(*arguments)
 
-    monkeypatch.setattr(openai_chat, "read_chat", spied_read)
+    monkeypatch.setattr(chat_answers, "read_chat", spied_read)
     monkeypatch.setattr(Engine, "prepare", spied_prepare)
     for more in ({"bad_words": ["no"]}, {"guided_regex": "[a-z]+"}):
         body = {"messages": user("Hello"), "max_tokens": 2, **more}

@@ -40,6 +40,18 @@ def completion(service, **body):
     return read_completions(CompletionRequest.read({"prompt": "Hello", **body}), service)
 
 
+def effect(service, **body):
+    """All that a body says: what the engine is asked for, and what the answer is written from."""
+    if "prompt" in body:
+        request = CompletionRequest.read(body)
+        asked = read_completions(request, service)
+    else:
+        request = ChatRequest.read({"messages": [USER], **body})
+        asked = read_chat(request, service)
+    written_from = {"stream", "stream_options", "return_token_ids", "echo", "add_special_tokens"}
+    return asked, request.model_dump(include=written_from)
+
+
 def refused(read, service, **body):
     with pytest.raises(ApiError) as caught:
         read(service, **body)
@@ -169,12 +181,12 @@ def test_every_sampling_parameter_is_a_field_of_openais_endpoints(shared_service
     given = {5: 1.5} if name == "logit_bias" else value
     expected = getattr(SamplingParams(**{name: given}), name)
     params = [
-        chat(shared_service, **{name: value}).job.params,
-        completion(shared_service, **{name: value}).params,
+        chat(shared_service, **{name: value}).params,
+        completion(shared_service, **{name: value})[1].params,
     ]
     if name not in ("n", "prompt_logprobs"):  # Responses have neither.
         body = ResponsesRequest.read({"input": "Hello", name: value})
-        params.append(read_responses_body(body, shared_service).job.params)
+        params.append(read_responses_body(body, shared_service).params)
     assert [getattr(each, name) for each in params] == [expected] * len(params)
 
 
@@ -185,7 +197,7 @@ def test_every_field_of_openais_chat_is_honoured_or_refused_by_name(shared_servi
     if name in CHAT_REFUSED:
         assert refused(chat, shared_service, **body).param == name
         return
-    before, after = chat(shared_service, **needs), chat(shared_service, **body)
+    before, after = effect(shared_service, **needs), effect(shared_service, **body)
     has_no_effect = name in CHAT_WITHOUT_EFFECT or name in ("model", "response_format")
     assert (before == after) == has_no_effect
 
@@ -197,7 +209,9 @@ def test_every_field_of_openais_completions_is_honoured_or_refused_by_name(share
     if name in ("best_of", "suffix"):
         assert refused(completion, shared_service, **body).param == name
         return
-    before, after = completion(shared_service, **needs), completion(shared_service, **body)
+    before, after = (
+        effect(shared_service, **{"prompt": "Hello", **each}) for each in (needs, body)
+    )
     assert (before == after) == (name in ("user", "model"))
 
 
@@ -408,7 +422,7 @@ def test_messages_become_what_templates_take(shared_service):
         {"role": "tool", "content": [{"type": "text", "text": "1"}], "tool_call_id": "call_1"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
-    assert chat(shared_service, messages=messages).job.messages == [
+    assert chat(shared_service, messages=messages).messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Add.", "name": "nora"},
         {
@@ -455,18 +469,16 @@ def test_arguments_keep_their_order(shared_service):
     call = {"function": {"name": "add", "arguments": arguments}}
     [message] = chat(
         shared_service, messages=[{"role": "assistant", "tool_calls": [call]}]
-    ).job.messages
+    ).messages
     assert json.dumps(message["tool_calls"][0]["function"]["arguments"]) == arguments
 
 
 def test_tools_and_their_choice(shared_service):
     other = {"type": "function", "function": {"name": "sub"}}
-    job = chat(shared_service, tools=[TOOL, other]).job
+    job = chat(shared_service, tools=[TOOL, other])
     assert (job.tools, job.tool_choice, job.parallel_tool_calls) == ((TOOL, other), "auto", True)
     choice = {"type": "function", "function": {"name": "sub"}}
-    job = chat(
-        shared_service, tools=[TOOL, other], tool_choice=choice, parallel_tool_calls=False
-    ).job
+    job = chat(shared_service, tools=[TOOL, other], tool_choice=choice, parallel_tool_calls=False)
     assert (job.tool_choice, job.parallel_tool_calls) == ("sub", False)
 
 
@@ -491,14 +503,14 @@ def test_tools_and_their_choice(shared_service):
     ],
 )  # fmt: skip
 def test_variables_of_the_template(shared_service, body, options):
-    assert chat(shared_service, **body).job.template_options == options
+    assert chat(shared_service, **body).template_options == options
 
 
 def test_the_newer_name_of_max_tokens_counts(shared_service):
-    params = chat(shared_service, max_tokens=5, max_completion_tokens=7).job.params
+    params = chat(shared_service, max_tokens=5, max_completion_tokens=7).params
     assert params.max_tokens == 7
-    assert chat(shared_service).job.params.max_tokens is None
-    assert completion(shared_service).params.max_tokens == 16
+    assert chat(shared_service).params.max_tokens is None
+    assert completion(shared_service)[1].params.max_tokens == 16
 
 
 @pytest.mark.parametrize(

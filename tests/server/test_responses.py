@@ -220,7 +220,7 @@ def test_items_become_messages_that_templates_know(shared_agent_service):
         {"id": "2", "type": "function",
          "function": {"name": "read", "arguments": {"arguments": "{oops"}}},
     ]  # fmt: skip
-    assert body.job.messages == [
+    assert body.messages == [
         {"role": "system", "content": "Be brief.\n\nBe kind."},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
@@ -248,12 +248,11 @@ def test_fields_become_parameters(shared_agent_service):
         truncation="auto",
         store=False,
     )
-    params = body.job.params
+    params = body.params
     values = (params.max_tokens, params.temperature, params.top_p, params.top_k, params.logprobs)
     assert values == (200, 0.5, 0.9, 7, 3)
-    assert (body.job.tool_choice, body.job.parallel_tool_calls) == ("read", False)
-    assert body.has_sealed_reasoning
-    assert body.job.template_options == {
+    assert (body.tool_choice, body.parallel_tool_calls) == ("read", False)
+    assert body.template_options == {
         "reasoning_effort": "low", "enable_thinking": True, "verbosity": "low",
     }  # fmt: skip
 

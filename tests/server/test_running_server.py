@@ -22,7 +22,7 @@ def test_a_dictated_answer_is_what_the_engine_says(service, script):
     tokens = service.tokenizer.encode("<|im_start|>user\nHello!<|im_end|>\n")
 
     async def ask():
-        answer = await service.start(Generation(tokens, SamplingParams(n=2, seed=1)))
+        answer = (await service.start_all([Generation(tokens, SamplingParams(n=2, seed=1))]))[0]
         try:
             async for output in answer:
                 last = output

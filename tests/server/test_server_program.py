@@ -56,7 +56,7 @@ def events_of(response: httpx.Response) -> Iterator[object]:
 def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
     with running("--api-key", "alice sesame", "--log-cache") as program:
         assert "[loading the bundled demo model ...]" in program.said[0]
-        assert re.search(r"500 blocks of 16 tokens, .* \| 1 key\]", program.said[1])
+        assert re.search(r"for K/V, 8,000 tokens \| .* \| 1 key\]", program.said[1])
         assert "Authorization: Bearer KEY" in program.wait_for(r"try: curl .*")
         answer = httpx.post(
             f"{program.url}/v1/completions",

@@ -13,6 +13,7 @@ from helpers.servers import ask, make_service, running_service, serving
 import mlx_paged
 from mlx_paged.chat_template import encode_chat
 from mlx_paged.server.app import build_app
+from mlx_paged.server.settings import ServerSettings
 
 TEXT = "Hello é, how are you?"
 
@@ -93,7 +94,7 @@ def test_the_server_says_its_version_and_that_it_lives(server_url):
 
 
 def test_the_server_is_ill_while_a_step_hangs(monkeypatch):
-    service = replace(make_service(), step_timeout=30.0)
+    service = replace(make_service(), settings=ServerSettings(step_timeout=30.0))
     engine, now = service.engine, [1000.0]
     step, begun, go_on = engine.engine.step, threading.Event(), threading.Event()
 

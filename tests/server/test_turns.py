@@ -21,6 +21,7 @@ from mlx_paged.request import MAX_PRIORITY, CompletionOutput, RequestOutput
 from mlx_paged.server import idle_prefill
 from mlx_paged.server.app import build_app
 from mlx_paged.server.idle_prefill import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
+from mlx_paged.server.settings import ServerSettings
 
 MOST_BEYOND = 200  # tokens that a turn computes beyond what the client has added
 NUM_CALLS = 1
@@ -152,7 +153,7 @@ def test_a_turn_computes_what_is_new(agent, client, thinks: bool, sends_reasonin
 
 @pytest.mark.slow
 def test_without_the_idle_time_the_question_after_a_loop_computes_it_again(agent, monkeypatch):
-    monkeypatch.setitem(agent.service.__dict__, "prefills_when_idle", False)
+    monkeypatch.setitem(agent.service.__dict__, "settings", ServerSettings(no_idle_prefill=True))
     beyond = []
     turns = opencode(agent, True, False)
     for number in [*range(NUM_CALLS + 1), 0]:
@@ -250,7 +251,7 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
 
 
 def test_a_server_may_be_told_not_to_compute_ahead(shared_agent_service):
-    service = replace(shared_agent_service, prefills_when_idle=False)
+    service = replace(shared_agent_service, settings=ServerSettings(no_idle_prefill=True))
     with serving(build_app(service)) as url:
         tokens = service.tokenizer.encode("<think>\nWell.\n</think>\n\nYes.")
         service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])

@@ -1,12 +1,13 @@
-"""The tables of options, sampling parameters, flags and metrics in `docs/guide/`, from what is
-declared: ``python -m paged_testing.option_tables`` writes them between their markers.
+"""The tables of options, sampling parameters, flags, endpoints and metrics in `docs/guide/`, from
+what is declared: ``python -m paged_testing.option_tables`` writes them between their markers.
 
     <!-- engine options -->                 all, with their types and other projects' names
     <!-- engine options: window, kv -->     these, in short
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
-``sampling parameters``, ``chat flags``, ``server flags`` and ``metrics`` are the other tables.
+The other tables are ``sampling parameters``, ``chat flags``, ``server flags``, ``endpoints`` and
+``metrics``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import argparse
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_paged import Engine, demo_model_path, load
+from mlx_paged import AsyncEngine, Engine, demo_model_path, load
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.app import routes_of
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.service import Service
 from mlx_paged.server.watching.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +48,7 @@ _COLUMNS = {
     ),
     "chat flags": (("flag", ""), ("flag", "")),
     "server flags": (("flag", ""), ("flag", "")),
+    "endpoints": (("path", ""), ("path", "")),
     "metrics": (("metric", "type", ""), ("metric", "type", "")),
 }
 
@@ -63,7 +68,7 @@ def with_tables(page: str) -> str:
 
     def marked(match: re.Match[str]) -> str:
         begin, title, names, end = match.groups()
-        rows = _metrics() if title == "metrics" else tables[title]
+        rows = _OF_A_SERVER[title]() if title in _OF_A_SERVER else tables[title]
         columns = _COLUMNS[title][names is not None]
         if names is None:
             return "\n".join((begin.rstrip("\n"), *_table(columns, rows.values()), end))
@@ -162,6 +167,26 @@ def _metrics() -> dict[str, Row]:
             rows[name] = {"metric": f"`{name}`", "type": metric.type, "": _help(text)}
         engine.close()
     return rows
+
+
+def _endpoints() -> dict[str, Row]:
+    """The routes of a server; those that answer the same in one row."""
+    model, tokenizer = load(demo_model_path())
+    with AsyncEngine(model, tokenizer, kv_cache_bytes="64blocks") as engine:
+        routes = routes_of(Service(engine, tokenizer, ("demo",)), Counter())
+    paths: dict[str, list[str]] = {}
+    for route in routes:
+        if route.path_format.endswith("{path}"):
+            continue  # stored responses, of which there are none
+        methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
+        paths.setdefault(route.summary, []).append(f"`{methods} {route.path_format}`")
+    return {
+        summary: {"path": ", ".join(found), "": _help(summary).rstrip(".")}
+        for summary, found in paths.items()
+    }
+
+
+_OF_A_SERVER = {"endpoints": _endpoints, "metrics": _metrics}
 
 
 def _table(columns: Sequence[str], rows: Iterable[Row]) -> Iterable[str]:

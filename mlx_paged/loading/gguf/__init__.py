@@ -21,7 +21,7 @@ def dtype_config(path: Path, dtype: str | None) -> dict[str, Any] | None:
     """``model_config`` that loads a GGUF file in a dtype; ``None`` for the file's own.
 
     Raises:
-        LoadError: a dtype is given, and the model is no GGUF file.
+        LoadError: a dtype is given, and the model is not a GGUF file.
     """
     if dtype is None:
         return None

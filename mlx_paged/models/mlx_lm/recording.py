@@ -48,7 +48,7 @@ class Recording:
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
         ropes: of each layer what rotated its keys, if nothing came after it.
-        attention: lets the model attend on caches of ours, while it is held.
+        attention: lets the model attend on this package's caches, while it is held.
     """
 
     layers: tuple[LayerSpec, ...]

@@ -1,12 +1,12 @@
 """Answers of the server that are kept for conversations that come back: clients send them as they
-were told, which is not as they were generated.
+received them, which is not as they were generated.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,15 +16,8 @@ from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 
 
-@dataclass(frozen=True)
-class ReadAnswer:
+class ReadAnswer(Reading):
     """What an answer says, as the reader tells it apart: its text may be another one."""
-
-    reading: Reading
-
-    @property
-    def reasoning(self) -> str:
-        return self.reading.reasoning
 
     def find_end(
         self,
@@ -42,7 +35,7 @@ class ReadAnswer:
         answer_format = AnswerFormat.of(tokenizer, text[:begin], tools)
         written = read_answer(answer_format, text[begin : min(ends)])
         is_same = written.reasoning.strip() == self.reasoning.strip() and same_message(
-            message_of(written), message_of(self.reading)
+            message_of(written), message_of(self)
         )
         return min(ends) if is_same else None
 
@@ -71,7 +64,7 @@ def keep_answer(
     reading = read_answer(replace(answer_format, max_calls=None), text, completion)
     message = message_of(reading)
     if message is not None:
-        kept.keep(tokenizer, prompt, token_ids, message, ReadAnswer(reading))
+        kept.keep(tokenizer, prompt, token_ids, message, ReadAnswer(*reading))
     return message
 
 

@@ -14,28 +14,8 @@ from mlx_paged.engine.token_rules import special_token_ids
 from mlx_paged.model_dialect import Marks, ModelDialect, ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.events import (
-    Event,
-    Reasoning,
-    Text,
-    ToolCallArguments,
-    ToolCallStart,
-    merged,
-)
+from mlx_paged.server.answers.events import Event
 from mlx_paged.server.answers.tools import CallReader, call_reader
-
-__all__ = [
-    "AnswerFormat",
-    "AnswerReader",
-    "Event",
-    "Reading",
-    "Reasoning",
-    "Text",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "ToolChoice",
-    "read_answer",
-]
 
 ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
 
@@ -135,6 +115,9 @@ class AnswerFormat:
         return states
 
 
+PLAIN = AnswerFormat()
+
+
 class AnswerReader:
     """Reads the text of one completion, piece by piece. However it is cut, the events together are
     the same.
@@ -155,14 +138,13 @@ class AnswerReader:
         self._state = answer_format.initial_state or (REASONING if is_thinking else OPENING)
         self._calls: CallReader | None = None
         self._pending = ""  # may be the beginning of a mark
-        self._space = ""  # is shown when something follows that is no mark
+        self._space = ""  # is shown when something follows that is not a mark
         self._is_after_mark = is_thinking
 
     def add(self, text: str) -> list[Event]:
         """What can be told apart by now."""
         self._pending += text
-        events = self._read(is_over=False)
-        return events if len(events) < 2 else merged(events)
+        return self._read(is_over=False)
 
     def read(self, part: CompletionOutput) -> list[Event]:
         """What the next part of the completion says; the last one is its end."""
@@ -185,9 +167,9 @@ class AnswerReader:
             calls, self._calls = self._calls, None
             events += self._of_calls(calls, calls.finish(is_broken_off))
         elif self._state in (SAYING, OPENING) and not self._is_after_mark:
-            events.append(Text(self._space))
+            events.append(Event("text", self._space))
         self._space = ""
-        return merged(event for event in events if not isinstance(event, Text) or event.text)
+        return [event for event in events if event.kind != "text" or event.text]
 
     def _read(self, is_over: bool) -> list[Event]:
         events: list[Event] = []
@@ -220,10 +202,10 @@ class AnswerReader:
 
     def _of_calls(self, calls: CallReader, events: list[Event]) -> list[Event]:
         """The events of calls; a call that is given as text may be one within reasoning."""
-        self.num_tool_calls += sum(isinstance(event, ToolCallStart) for event in events)
+        self.num_tool_calls += sum(event.call is not None for event in events)
         if self._state != REASONING:
             return events
-        return [Reasoning(each.text) if isinstance(each, Text) else each for each in events]
+        return [Event("reasoning", each.text) if each.kind == "text" else each for each in events]
 
     def _take(self, mark: str, state: str) -> None:
         if state == self._state:
@@ -260,9 +242,9 @@ class AnswerReader:
             self._space = text[len(text.rstrip()) :]
             text = text.rstrip()
         if self._state == REASONING:
-            events.append(Reasoning(text))
+            events.append(Event("reasoning", text))
         elif self._state in (OPENING, SAYING):
-            events.append(Text(text))
+            events.append(Event("text", text))
 
 
 class Reading(NamedTuple):
@@ -282,18 +264,16 @@ def read_answer(
 ) -> Reading:
     """Read an answer that is there as a whole; ``completion`` as in :meth:`AnswerReader.finish`."""
     reader = answer_format.reader()
-    reasoning, said = "", ""
+    texts = {"reasoning": "", "text": ""}
     calls: list[tuple[str, str]] = []
-    for event in reader.add(text) + reader.finish(completion):
-        if isinstance(event, Reasoning):
-            reasoning += event.text
-        elif isinstance(event, Text):
-            said += event.text
-        elif isinstance(event, ToolCallStart):
-            calls.append((event.name, ""))
+    for kind, said, call, _ in reader.add(text) + reader.finish(completion):
+        if call is not None:
+            calls.append((call.name, said))
+        elif kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + said)
         else:
-            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
-    return Reading(reasoning, said, tuple(calls))
+            texts[kind] += said
+    return Reading(**texts, calls=tuple(calls))
 
 
 class _MarkFinder:

@@ -5,16 +5,12 @@ protocol renders it in its own words.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from mlx_paged.reasoning import ReasoningTokens
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
-from mlx_paged.server.answers.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from mlx_paged.server.answers.events import Kind, ToolCall
 from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.generations import check_end
-
-Kind: TypeAlias = Literal["reasoning", "text", "call"]
-PLAIN = AnswerFormat()
 
 
 @dataclass
@@ -30,7 +26,7 @@ class Block:
 
     index: int
     kind: Kind
-    call: ToolCallStart | None = None
+    call: ToolCall | None = None
     is_json: bool = True
     pieces: list[str] = field(default_factory=list)
 
@@ -102,21 +98,20 @@ class CompletionState:
         """What the next part says."""
         self.count(completion)
         events: list[BlockEvent] = []
-        for each in self._reader.read(completion):
-            block, kind = self._open_block, _KINDS[type(each)]
-            if block is None or block.kind != kind or isinstance(each, ToolCallStart):
+        for kind, text, call, is_json in self._reader.read(completion):
+            block = self._open_block
+            if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
-                call = each if isinstance(each, ToolCallStart) else None
                 block = self._open_block = Block(len(self.blocks), kind, call)
                 self.blocks.append(block)
                 events.append(BlockEvent("start", block))
-            if isinstance(each, ToolCallStart):
+            block.is_json = is_json
+            if not text:
                 continue
-            if isinstance(each, ToolCallArguments):
-                block.is_json = each.is_json
-            if each.text:
-                block.pieces.append(each.text)
-                events.append(BlockEvent("delta", block, each.text))
+            block.pieces.append(text)
+            if events and events[-1].what == "delta":  # of this block, as no other began
+                text = events.pop().text + text
+            events.append(BlockEvent("delta", block, text))
         if self.finish_reason is not None:
             self._end_block(events)
             if self.finish_reason == "stop" and self._reader.num_tool_calls:
@@ -129,36 +124,23 @@ class CompletionState:
             events.append(BlockEvent("end", block))
 
 
-_KINDS: dict[type[Event], Kind] = {
-    Reasoning: "reasoning",
-    Text: "text",
-    ToolCallStart: "call",
-    ToolCallArguments: "call",
-}
-
-
 class AnswerState:
     """The answer to one prompt, which may be several completions.
 
     Args:
-        answer_format: how the text is read. By default it is text as it is.
+        answer_format: how the text is read.
 
     Attributes:
         completions: by their index, as far as they have begun.
     """
 
-    def __init__(self, answer_format: AnswerFormat = PLAIN):
+    def __init__(self, answer_format: AnswerFormat):
         self.completions: dict[int, CompletionState] = {}
         self._format = answer_format
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
-        """The completions that a part of the answer is about, for :meth:`CompletionState.add`.
-
-        Raises:
-            ApiError: one of them ended before its end.
-        """
-        check_end(output)
+        """The completions that a part of the answer is about, for :meth:`CompletionState.add`."""
         self._num_prompt_tokens = len(output.prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens
         parts = []

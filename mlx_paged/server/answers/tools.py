@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_paged.engine.text_stream import find_unfinished_stop
 from mlx_paged.model_dialect import ToolFormat
-from mlx_paged.server.answers.events import Event, Text, ToolCallArguments, ToolCallStart
+from mlx_paged.server.answers.events import Event, ToolCall
 from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
 
 LOG = logging.getLogger("mlx_paged.server")
@@ -127,7 +127,7 @@ class CallReader:
         for name, arguments, call_id in calls:
             index = self._begin(name, events, call_id)
             if index is not None:
-                events.append(ToolCallArguments(index, arguments))
+                events.append(Event("call", arguments))
         return events
 
     def _begin(self, name: str, events: list[Event], call_id: str | None = None) -> int | None:
@@ -139,13 +139,14 @@ class CallReader:
         if name not in self._names:
             # Agents answer that there is no such tool, and models then choose another one.
             LOG.warning("the model called a tool that the request does not have")
-        events.append(ToolCallStart(index, call_id or new_call_id(self._format), name))
+        call = ToolCall(index, call_id or new_call_id(self._format), name)
+        events.append(Event("call", call=call))
         return index
 
     def _as_text(self, body: str, why: str) -> list[Event]:
         LOG.warning("a call in the format %s %s; it is given as text", self._format.name, why)
         end = "" if self.rest is None else self._format.end
-        return [Text(self._format.start + body + end)]
+        return [Event("text", self._format.start + body + end)]
 
 
 class JsonCallReader(CallReader):
@@ -243,7 +244,7 @@ class JsonCallReader(CallReader):
 
     def _tell(self, text: str, events: list[Event]) -> None:
         if text and self._index is not None:
-            events.append(ToolCallArguments(self._index, text, not self._is_raw))
+            events.append(Event("call", text, is_json=not self._is_raw))
 
 
 def _as_call(found: Any) -> tuple[str, str, str | None]:

@@ -1,47 +1,71 @@
-"""Answers in Anthropic's protocol: blocks of thinking, text and calls, whole or as events."""
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, which Anthropic's clients speak: blocks
+of thinking, text and calls, whole or as events.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent, CompletionState
+from mlx_paged.server.anthropic.messages import (
+    AnyRequest,
+    CountRequest,
+    MessagesRequest,
+    read_messages_body,
+)
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.generations import Answer
+from mlx_paged.server.generations import Answer, Generation, parts_of
 from mlx_paged.server.http.sse import event
 
+C = TypeVar("C", bound=AnyRequest)
 
-@dataclass(frozen=True)
-class MessageOptions:
-    """What the events of an answer depend on.
 
-    Args:
-        max_tokens: that the request allows.
-        shows_thinking: whether blocks of thinking have their text.
-    """
+async def messages(context: RequestContext[MessagesRequest]) -> Response:
+    """An answer to a conversation, whole or as events."""
+    body, generation = await _prepare(context)
+    return await context.respond(MessageRenderer(context, body, generation), generation)
 
-    message_id: str
-    model: str
-    max_tokens: int | None
-    stop_sequences: tuple[str, ...]
-    shows_thinking: bool
-    has_context_management: bool = False
+
+async def count_tokens(context: RequestContext[CountRequest]) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    _, generation = await _prepare(context)
+    return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
+
+
+async def _prepare(context: RequestContext[C]) -> tuple[C, Generation]:
+    # Betas have fields that are newer than this server.
+    has_betas = "anthropic-beta" in context.request.headers
+    return await context.prepare_chat(read_messages_body, leaves_out=has_betas)
 
 
 class MessageRenderer:
     """Writes an answer."""
 
-    def __init__(self, answer_format: AnswerFormat, options: MessageOptions):
-        self._options = options
-        self._state = AnswerState(answer_format)
+    def __init__(
+        self,
+        context: RequestContext[MessagesRequest],
+        body: MessagesRequest,
+        generation: Generation,
+    ):
+        thinking = body.thinking
+        self.request_id, self.is_streamed = context.request_id, body.stream
+        self._model = body.model_name(context.service)
+        self._params = generation.params
+        # Otherwise blocks of thinking have no text.
+        self._shows_thinking = thinking is None or thinking.display != "omitted"
+        self._has_context_management = body.context_management is not None
+        self._state = AnswerState(generation.answer_format)
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         """The answer as one object."""
+        [output] = outputs
         [(completion, part)] = self._state.parts(output)
         completion.add(part)
         content = [self._whole_block(block) for block in completion.blocks]
@@ -52,9 +76,9 @@ class MessageRenderer:
             **self._end(completion, has_calls),
         }
 
-    async def events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the message's start, its blocks one after another, its end."""
-        async for output in answer:
+        async for _, output in parts_of(answers):
             for completion, part in self._state.parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
@@ -72,27 +96,27 @@ class MessageRenderer:
     def _start(self) -> dict[str, Any]:
         """The message before anything of it came."""
         message: dict[str, Any] = {
-            "id": self._options.message_id,
+            "id": f"msg_{self.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._options.model,
+            "model": self._model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        if self._options.has_context_management:
+        if self._has_context_management:
             message["context_management"] = {"applied_edits": []}
         return message
 
     def _end(self, completion: CompletionState, has_calls: bool) -> dict[str, Any]:
         """Why it ended."""
-        stop, most = completion.stop_reason, self._options.max_tokens
+        stop, most = completion.stop_reason, self._params.max_tokens
         reason = "tool_use" if has_calls else "end_turn"
         if completion.finish_reason == "length":
             is_own_limit = most is not None and completion.num_tokens >= most
             reason = "max_tokens" if is_own_limit else "model_context_window_exceeded"
-        elif isinstance(stop, str) and stop in self._options.stop_sequences:
+        elif isinstance(stop, str) and stop in self._params.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": reason, "stop_sequence": None}
 
@@ -122,7 +146,7 @@ class MessageRenderer:
                 delta = {"type": "signature_delta", "signature": signature_of(block.text)}
                 yield {"type": "content_block_delta", **place, "delta": delta}
             yield {"type": "content_block_stop", **place}
-        elif block.kind != "reasoning" or self._options.shows_thinking:
+        elif block.kind != "reasoning" or self._shows_thinking:
             kind, name = _DELTAS[block.kind]
             yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: each.text}}
 
@@ -131,7 +155,7 @@ class MessageRenderer:
         if block.kind == "text":
             return {**new, "text": text}
         if block.kind == "reasoning":
-            shown = text if self._options.shows_thinking else ""
+            shown = text if self._shows_thinking else ""
             return {**new, "thinking": shown, "signature": signature_of(text)}
         if _is_object(text):
             return {**new, "input": json.loads(text)}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.histories import History
 from mlx_paged.server.openai.messages import (
     NO_MESSAGES,
     checked_tool_choice,
@@ -22,13 +21,13 @@ from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
 from mlx_paged.server.sampling_fields import StopTexts, made_params
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
 )
 from mlx_paged.server.service import Service
@@ -103,14 +102,14 @@ class Reminder(Repeated):
 
 
 AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
-Conversation = Annotated[list[AnyMessage], AtMost(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        Fixed(
+        fixed(
             "custom",
             way_out="it is Anthropic's own tool; describe it as a custom tool with an input_schema",
         ),
@@ -154,7 +153,7 @@ class ConversationFields(ModelFields):
 
     # By this code Anthropic's clients know that they have to send the conversation.
     thread: Annotated[
-        Any, Fixed(way_out="send all messages", code="thread_unsupported_request")
+        Any, fixed(way_out="send all messages", code="thread_unsupported_request")
     ] = None
     messages: Conversation
     system: Content = ""
@@ -172,7 +171,7 @@ class ConversationFields(ModelFields):
     cache_salt: str | None = None
     no_store: bool = False
     mcp_servers: Annotated[
-        Any, Fixed([], way_out="give the servers' tools as tools, and call them yourself")
+        Any, fixed([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
     # They say whose request it is, how soon it should be answered, or what is cached, which
     # everything is; or they let Anthropic's servers shorten a conversation, which is not done here,
@@ -210,27 +209,9 @@ class CountRequest(ConversationFields):
 AnyRequest = MessagesRequest | CountRequest
 
 
-@dataclass(frozen=True)
-class MessagesBody:
-    """A body, read.
-
-    Args:
-        shows_thinking: whether the answer shows the text of its reasoning.
-    """
-
-    job: ChatJob
-    model: str
-    is_streamed: bool = False
-    shows_thinking: bool = True
-
-
-def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
-    """Everything that the body says.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
-    """
-    model = request.model_name(service)
+def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
+    """The conversation that the body has."""
+    request.model_name(service)
     tools = tuple(tool.as_function() for tool in request.tools)
     choice = _tool_choice(request.tool_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
@@ -242,11 +223,11 @@ def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
     options: dict[str, Any] = {"enable_thinking": is_thinking}
     if effort is not None:
         options["reasoning_effort"] = effort
-    messages = [*_read_system(request.system), *_read_messages(request.messages)]
+    messages = _read_messages(request.system, request.messages)
     if messages[-1]["role"] == "assistant":
         # The answer goes on from it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
-    job = ChatJob(
+    return ChatJob(
         messages,
         _read_params(request, service),
         tools,
@@ -257,8 +238,6 @@ def read_messages_body(request: AnyRequest, service: Service) -> MessagesBody:
         request.cache_salt or None,
         request.no_store,
     )
-    shows_thinking = thinking is None or thinking.display != "omitted"
-    return MessagesBody(job, model, request.stream, shows_thinking)
 
 
 def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
@@ -291,100 +270,56 @@ def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -
 # Messages
 
 
-def _read_system(system: Content) -> list[dict[str, Any]]:
-    texts = [
-        text for text in texts_of(system, "system", is_last=True) if not text.startswith(_BILLING)
-    ]
-    text = "\n\n".join(texts)
-    return [{"role": "system", "content": text}] if text else []
-
-
-def _read_messages(told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
-    """The conversation; what one side says in several messages becomes one.
-
-    A content is the list of its texts until all of them are there: to join them one by one would
-    take the square of their number.
-    """
-    messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+def _read_messages(system: Content, told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    """The conversation; what one side says in several messages becomes one."""
+    history = History()
+    texts = texts_of(system, "system", is_last=True)
+    instructions = "\n\n".join(text for text in texts if not text.startswith(_BILLING))
+    if instructions:
+        history.message("system", instructions)
     for index, each in enumerate(told):
         place, is_last = f"messages[{index}].content", index == len(told) - 1
         if isinstance(each, Answer):
-            new = [_read_answer(each, names, place, is_last)]
+            _read_answer(history, each, place, is_last)
         elif isinstance(each, Question):
-            new = _read_question(each, names, place, is_last)
+            _read_question(history, each, place, is_last)
         else:
-            # Few templates know a system's message in the middle.
-            text = "\n\n".join(texts_of(each.content, place, is_last))
-            text = f"<system-reminder>\n{text}\n</system-reminder>"
-            new = [{"role": "user", "content": [text]}]
-        for message in new:
-            _append(messages, message)
-    for message in messages:
-        message["content"] = "\n\n".join(filter(None, message["content"]))
-    return messages
+            history.remind("\n\n".join(texts_of(each.content, place, is_last)))
+    return history.messages("\n\n")
 
 
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    last: dict[str, Any] = messages[-1] if messages else {"role": None}
-    if message["role"] != last["role"] or message["role"] == "tool":
-        messages.append(message)
-        return
-    last["content"] += message["content"]
-    if "tool_calls" in message:
-        last.setdefault("tool_calls", []).extend(message["tool_calls"])
-    if "reasoning_content" in message:
-        last["reasoning_content"] = message["reasoning_content"]
-
-
-def _read_question(
-    question: Question, names: dict[str, str], place: str, is_last: bool
-) -> list[dict[str, Any]]:
+def _read_question(history: History, question: Question, place: str, is_last: bool) -> None:
     if isinstance(question.content, str):
-        return [{"role": "user", "content": [question.content]}]
-    messages: list[dict[str, Any]] = []
+        history.message("user", question.content)
+        return
+    if not question.content:
+        history.message("user")
     for index, block in enumerate(question.content):
         here = f"{place}[{index}]"
-        if isinstance(block, ResultBlock):
-            messages.append(_read_result(block, names, here, is_last))
-        else:
-            text = block.told(here, is_last)
-            _append(messages, {"role": "user", "content": [text]})
-    return messages or [{"role": "user", "content": []}]
+        if not isinstance(block, ResultBlock):
+            history.message("user", block.told(here, is_last))
+            continue
+        message = history.result(block.tool_use_id, f"{here}.tool_use_id", "tool_use")
+        text = "\n".join(texts_of(block.content, f"{here}.content", is_last))
+        if block.is_error and "error" not in text[:40].lower():
+            # Templates have no word for it.
+            text = f"Error: {text}"
+        message["content"].append(text)
 
 
-def _read_result(
-    block: ResultBlock, names: dict[str, str], place: str, is_last: bool
-) -> dict[str, Any]:
-    call_id = block.tool_use_id
-    if call_id not in names:
-        words = f"is {shown(call_id)}, and no tool_use has that id"
-        raise refused(f"{place}.tool_use_id", words)
-    text = "\n".join(texts_of(block.content, f"{place}.content", is_last))
-    if block.is_error and "error" not in text[:40].lower():
-        # Templates have no word for it.
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": [text]}
-
-
-def _read_answer(
-    answer: Answer, names: dict[str, str], place: str, is_last: bool
-) -> dict[str, Any]:
+def _read_answer(history: History, answer: Answer, place: str, is_last: bool) -> None:
+    message = history.message("assistant")
     if isinstance(answer.content, str):
-        return {"role": "assistant", "content": [answer.content]}
-    texts, reasoning, calls = [], [], []
+        message["content"].append(answer.content)
+        return
+    texts, reasoning = [], []
     for index, block in enumerate(answer.content):
         if isinstance(block, ThinkingBlock):
             reasoning.append(block.thinking)
         elif isinstance(block, CallBlock):
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
-            names[block.id] = block.name
+            history.call(block.id, block.name, block.input)
         elif not isinstance(block, RedactedBlock):
             texts.append(block.told(f"{place}[{index}]", is_last))
-    message: dict[str, Any] = {"role": "assistant", "content": ["".join(texts)]}
+    message["content"].append("".join(texts))
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    return message

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.schemas import Body, Fixed, OneOf, refused
+from mlx_paged.server.schemas import Body, OneOf, fixed, refused
 from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
 
@@ -22,9 +22,6 @@ class TextFormat(Body):
 
         Args:
             place: of the format in the body.
-
-        Raises:
-            ApiError: it can't be used; 400.
         """
         return None
 
@@ -77,9 +74,9 @@ class StructuredOutputs(Body):
     choice: Any = None
     grammar: Any = None
     json_object: Any = None
-    structural_tag: Annotated[Any, Fixed()] = None
+    structural_tag: Annotated[Any, fixed()] = None
     # That there is no white space is the default here; vLLM would fall back to another engine.
-    disable_any_whitespace: Annotated[Any, Fixed(True)] = None
+    disable_any_whitespace: Annotated[Any, fixed(True)] = None
     disable_fallback: Any = None
     whitespace_flexible: bool = False
 
@@ -102,11 +99,7 @@ class FormatFields(Body):
     grammar: str | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What they say; ``None``: any text.
-
-        Raises:
-            ApiError: one of them is wrong, or there are several; it names the field.
-        """
+        """What they say; ``None``: any text."""
         found: dict[str, StructuredOutputsParams] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)
@@ -136,7 +129,7 @@ def _lark_of(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # Its parser is recursive, and the text may be anything.
-        raise refused("grammar", f"can't be used: it is no GBNF: {one_line(error)}") from None
+        raise refused("grammar", f"can't be used: it is not GBNF: {one_line(error)}") from None
     return lark
 
 

@@ -25,8 +25,8 @@ class Function:
     Args:
         path: where it stands in the request.
         parameters: the JSON schema of its arguments, an object.
-        is_strict: its schema is kept to whole, or refused. Of others, keywords that no grammar can
-            keep to are left out.
+        is_strict: its schema is enforced in whole, or refused. Of others, keywords that no grammar
+            can enforce are left out.
     """
 
     path: str
@@ -41,8 +41,13 @@ class Function:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON of a schema in Lark."""
-        options = {**_ONE_LINE, "lenient": not self.is_strict}
-        return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": options})
+        return json_rule(schema, lenient=not self.is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], **options: Any) -> str:
+    """JSON of a schema in Lark, on one line."""
+    guidance = {**_ONE_LINE, **options}
+    return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": guidance})
 
 
 def call_rules(

@@ -15,6 +15,7 @@ Only ``max_tokens``, the context or a stop text cut a call that has begun.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ from typing import Any
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.model_dialect import ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
-from mlx_paged.server.grammars.tool_call_grammars import Function, call_rules, json_objects
+from mlx_paged.server.grammars.tool_call_grammars import (
+    Function,
+    call_rules,
+    json_objects,
+    json_rule,
+)
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
@@ -53,7 +59,7 @@ def required_calls(
         parallel_tool_calls: whether there may be several calls.
 
     Raises:
-        ArgumentError: no tool, none of that name, or parameters that are no schema of an object;
+        ArgumentError: no tool, none of that name, or parameters that are not an object's schema;
             its ``argument`` is the field's name.
     """
     functions = _functions(tools)
@@ -86,7 +92,7 @@ def strict_calls(
         tools, call_format, parallel_tool_calls: as for :func:`required_calls`.
 
     Raises:
-        ArgumentError: parameters that are no schema of an object, or a strict tool where no grammar
+        ArgumentError: parameters that are not an object's schema, or a strict tool where no grammar
             is written for the model's format; its ``argument`` is the field's name.
     """
     functions = _functions(tools)
@@ -114,7 +120,32 @@ def strict_calls(
     )
 
 
-def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, tuple[int, ...]]:
+def format_or_calls(
+    tools: Sequence[Mapping[str, Any]],
+    call_format: ToolFormat | None,
+    wanted: StructuredOutputsParams,
+    *,
+    parallel_tool_calls: bool = True,
+) -> ToolGrammar:
+    """The answer is JSON as ``wanted`` has it, or calls in the model's own format.
+
+    Raises:
+        ArgumentError: another format, or a model for whose calls no grammar is written.
+    """
+    calls = required_calls(tools, call_format, parallel_tool_calls=parallel_tool_calls)
+    if wanted.kind not in ("json", "json_object") or calls.is_json:
+        raise ArgumentError(
+            "tools do not go with this format of the answer, or with any in this model; send "
+            "tool_choice 'none', or leave one of them out",
+            "tools",
+        )
+    schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
+    rule = json_rule(schema if isinstance(schema, dict) else {})
+    lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
+    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", is_json=False)
+
+
+def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, Any]:
     """``reasoning_start`` and ``begin_after`` of :class:`StructuredOutputsParams` for the answer to
     a prompt: what opens the model's reasoning, unless the prompt has opened it, and what closes it.
     Both are empty for a model without marks, and where the prompt has closed it.

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from mlx_paged.errors import shown
-from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.errors import ApiError, Guard
 from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
 
@@ -57,8 +57,8 @@ class Principal:
 ANONYMOUS = Principal()
 
 
-class Access:
-    """Middleware: a request needs a key, if there are any, and leaves its user in
+class Access(Guard):
+    """A request needs a key, if there are any, and leaves its user in
     ``scope["state"]["principal"]``.
 
     Args:
@@ -66,7 +66,7 @@ class Access:
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, key_file: KeyFile | None = None):
-        self._app = app
+        super().__init__(app)
         self._share_cache = settings.share_cache
         self._key_file = key_file
         self._read(settings.api_keys if key_file is None else key_file.keys)
@@ -80,20 +80,15 @@ class Access:
             for key in keys
         ]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
+    def refusal(self, scope: Scope) -> ApiError | None:
         key = _key_in(dict(scope["headers"]))
         principal = self._principal_with(key)
         if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
             principal = ANONYMOUS
         if principal is None:
-            await error_response(_refusal(key), scope)(scope, receive, send)
-            return
-        state["principal"] = principal
-        await self._app(scope, receive, send)
+            return _refusal(key)
+        scope.setdefault("state", {})["principal"] = principal
+        return None
 
     def _principal_with(self, key: bytes | None) -> Principal | None:
         if self._key_file is not None and self._key_file.keys is not self._keys:
@@ -137,8 +132,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class OriginGuard:
-    """Middleware: a web page may use the server only if its origin is allowed.
+class OriginGuard(Guard):
+    """A web page may use the server only if its origin is allowed.
 
     A page of any site can send requests to 127.0.0.1, and a site whose name is made to point to
     this machine (DNS rebinding) can read the answers. So ``Host`` must be an address, which no
@@ -153,29 +148,22 @@ class OriginGuard:
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_loopback: bool):
-        self._app = app
+        super().__init__(app)
         self._origins = frozenset(settings.cors_origins)
         self._hosts = frozenset(settings.allowed_hosts)
         self._is_loopback = is_loopback
         self._is_any_host = not is_loopback and not self._hosts and bool(settings.api_keys)
         self._own_host = settings.host.lower()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            error = self._refusal(scope["method"], scope["path"], dict(scope["headers"]))
-            if error is not None:
-                await error_response(error, scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+    def refusal(self, scope: Scope) -> ApiError | None:
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
         # HTTP/1.0 has requests without the header, which no page sends: supervisors that look.
         is_plain_look = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
         if not is_plain_look and not self._is_allowed_host(host):
             return ApiError(
                 421,
-                f"the Host header {shown(host)} is no name of this server; --allowed-host allows "
+                f"the Host header {shown(host)} is not this server's name; --allowed-host allows "
                 "others",
                 code="host_not_allowed",
             )

@@ -1,4 +1,4 @@
-"""JSON bodies, and what of them is dear to parse."""
+"""JSON bodies, and what of them is expensive to parse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ async def read_json(request: Request, service: Service, user: str) -> Any:
 
     Raises:
         ApiError: it is not JSON, or encoded in a way that is not read.
-        ClientDisconnect: the client left before it was there.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):

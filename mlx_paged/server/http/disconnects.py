@@ -10,6 +10,8 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
+CLIENT_LEFT = 499  # nginx's number
+
 
 class ClientLeftError(Exception):
     """The client closed its connection; there is no client to answer."""

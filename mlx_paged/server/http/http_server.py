@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.errors import ApiError, Guard
 from mlx_paged.server.http.access import is_loopback_name
 from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.connections import Connection, connection_class
@@ -115,28 +115,26 @@ def url_of(host: str, sockets: list[socket.socket]) -> str:
     return f"http://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
 
 
-class Gate:
-    """Middleware: answers 503 while the server ends, and when its engine has failed."""
+class Gate(Guard):
+    """Answers 503 while the server ends, and when its engine has failed."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine):
-        self._app = app
+        super().__init__(app)
         self._engine = engine
         self.is_closed = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (self.is_closed or self._engine.stopped()):
-            what = "the server is shutting down" if self.is_closed else "the engine stopped"
-            headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
-            error = ApiError(503, f"{what}; come back later", headers=headers)
-            await error_response(error, scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def refusal(self, scope: Scope) -> ApiError | None:
+        if not self.is_closed and not self._engine.stopped():
+            return None
+        what = "the server is shutting down" if self.is_closed else "the engine stopped"
+        headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
+        return ApiError(503, f"{what}; come back later", headers=headers)
 
 
 class HttpServer(uvicorn.Server):
     """Serves until it is told to end, or the engine fails.
 
-    When it ends, it stops to listen, answers 503 to what comes on open connections, and lets
+    When it ends, it stops listening, answers 503 to what comes on open connections, and lets
     answers go on for ``drain_seconds``. Then it aborts them, and each says so to its client.
 
     Args:

@@ -11,6 +11,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.http.disconnects import ClientLeftError
 from mlx_paged.server.http.tidying import Tidying
 
 BODY_SECONDS = 60.0
@@ -50,16 +51,13 @@ class Limits:
         self._tidying = Tidying()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
         try:
             try:
                 check_head(scope)
                 if scope["method"] in _METHODS_WITH_BODY:
                     receive = _replayed(await self._body(scope, receive, held), receive)
-            except _DisconnectedError:
+            except ClientLeftError:
                 return
             except ApiError as error:
                 await error_response(error, scope)(scope, receive, send)
@@ -86,7 +84,7 @@ class Limits:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _DisconnectedError
+                raise ClientLeftError
             chunk = message.get("body", b"")
             chunks.append(chunk)
             if held.num_bytes + len(chunk) > self._max_body_bytes:
@@ -134,10 +132,6 @@ class _HeldBytes:
             del self._by_user[self._user]
 
 
-class _DisconnectedError(Exception):
-    """The client left before its request was there."""
-
-
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """``receive`` as if the whole body had come at once; then it waits for the client to leave."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -161,7 +155,7 @@ def check_head(scope: Scope) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """Raise :class:`ApiError` for a body that is no UTF-8, or that would be dear to parse: too
+    """Raise :class:`ApiError` for a body that is not UTF-8, or would be expensive to parse: too
     deep, too many values, or numbers that are too long. Whether it is JSON is left to the parser.
 
     It goes through the body in chunks: other threads run between two of them.
@@ -169,7 +163,7 @@ def check_json(body: bytes) -> None:
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is no UTF-8 at byte {error.start}") from error
+        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Each value has at most a name and a text, and so four quotes.
     if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.errors import frames_of
+from mlx_paged.server.http.disconnects import CLIENT_LEFT
 from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
@@ -86,25 +87,28 @@ def log_text(what: str, text: Callable[[], object]) -> None:
 
 
 class RequestLog:
-    """Middleware: gives each request an id, and writes a line when it is over.
+    """Middleware: gives each request an id, and when it is over counts it and writes a line.
 
-    ``scope["state"]["is_complete"]`` says whether the whole response has left for the client.
     The id is in ``scope["state"]["request_id"]``, in the headers ``x-request-id`` and
     ``request-id`` of the response, where the clients of OpenAI and Anthropic look for it, and in
     each line that is logged on the way.
+
+    Args:
+        count: is told of each request and its status, which is 499 where the client left, or was
+            cut, before it had its whole answer.
     """
 
-    def __init__(self, app: ASGIApp):
+    def __init__(
+        self, app: ASGIApp, count: Callable[[Scope, int], None] = lambda scope, status: None
+    ):
         self._app = app
+        self._count = count
         self._ids_in_use: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         line = RequestLine(self._id_of(dict(scope["headers"])))
         state = scope.setdefault("state", {})
-        state["request_id"], state["is_complete"] = line.request_id, False
+        state["request_id"] = line.request_id
         # It is this task's alone, and stays: uvicorn logs what fails here.
         _current.set(line)
         self._ids_in_use.add(line.request_id)
@@ -121,11 +125,16 @@ class RequestLog:
             else:
                 await send(message)
                 line.is_complete = is_last
-            state["is_complete"] = line.is_complete
 
+        has_failed = False
         try:
             await self._app(scope, receive, send_noting)
+        except Exception:
+            has_failed = True
+            raise
         finally:
+            status = line.status if line.is_complete else CLIENT_LEFT
+            self._count(scope, 500 if has_failed else status)
             principal = state.get("principal")
             if principal is not None:
                 line.user = principal.name

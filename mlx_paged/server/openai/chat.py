@@ -1,18 +1,13 @@
-"""``POST /v1/chat/completions``: its body, and what an answer is written from."""
+"""The body of ``POST /v1/chat/completions`` as a :class:`ChatJob`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
 
 from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.http.sse import EventStream
-from mlx_paged.server.openai.chat_answers import ChatRenderer, chat_events
 from mlx_paged.server.openai.messages import (
     Conversation,
     NamedFunction,
@@ -21,8 +16,8 @@ from mlx_paged.server.openai.messages import (
     read_messages,
     read_tools,
 )
-from mlx_paged.server.openai.options import Head, OpenAIFields, Options, first_given
-from mlx_paged.server.schemas import Body, Children, Fixed, OneOf, refused
+from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options, first_given
+from mlx_paged.server.schemas import Body, Children, OneOf, fixed, refused
 from mlx_paged.server.service import Service
 
 # What would be taken for a parameter of the function that applies a template, or has a field.
@@ -52,27 +47,17 @@ _NO_TEMPLATE_VARIABLES = {
 class TemplateFields(Body):
     """Variables of the chat template."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     enable_thinking: bool | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """``chat_template_kwargs``, and those that have a field.
-
-        ``reasoning_effort`` is one that some templates know; ``"none"`` turns thinking off, and all
-        others turn it on, unless ``enable_thinking`` says something else.
-
-        Raises:
-            ApiError: a variable that can't be set, or two that exclude each other; 400.
+        """``chat_template_kwargs``, and those that have a field. What ``enable_thinking`` says
+        counts more than what the effort does.
         """
-        options: dict[str, Any] = {}
-        effort = self.reasoning_effort
-        if effort is not None:
-            options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        options = effort_options(self.reasoning_effort)
         for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & self.chat_template_kwargs.keys()):
             way_out = _NO_TEMPLATE_VARIABLES[name]
             raise refused(f"chat_template_kwargs.{name}", f"can't be set; {way_out}")
@@ -102,57 +87,21 @@ class ChatRequest(OpenAIFields, TemplateFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
-    modalities: Annotated[Any, Fixed(["text"])] = None
-    verbosity: Annotated[Any, Fixed("medium")] = None
-    echo: Annotated[Any, Fixed(False)] = None
-    add_special_tokens: Annotated[Any, Fixed(False)] = None
+    modalities: Annotated[Any, fixed(["text"])] = None
+    verbosity: Annotated[Any, fixed("medium")] = None
+    echo: Annotated[Any, fixed(False)] = None
+    add_special_tokens: Annotated[Any, fixed(False)] = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """For each token; ``None``: no logprobs."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
-@dataclass(frozen=True)
-class ChatBody:
-    """A body of chat, read.
-
-    Args:
-        num_top_logprobs: for each token; ``None``: no logprobs.
-        has_reasoning: whether the answer shows it.
-    """
-
-    job: ChatJob
-    options: Options
-    num_top_logprobs: int | None
-    has_reasoning: bool
-
-
-async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
-    """An answer to a conversation, whole or in parts."""
-    service = context.service
-    body, generation, answer_format = await context.prepare_chat(read_chat)
-    kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
-    head = Head.of(context.request_id, body.options, "chatcmpl", kind)
-    renderer = ChatRenderer(
-        service,
-        head.values,
-        body.options,
-        answer_format,
-        num_top_logprobs=body.num_top_logprobs,
-        has_reasoning=body.has_reasoning,
-    )
-    if not body.options.is_streamed:
-        [output] = await service.whole([generation], head.request_id)
-        return JSONResponse(renderer.whole(output))
-    answer = await service.start(generation, head.request_id)
-    return EventStream(chat_events(renderer, answer), answer)
-
-
-def read_chat(request: ChatRequest, service: Service) -> ChatBody:
-    """Everything that the body says.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
-    """
-    options = request.options(service)
+def read_chat(request: ChatRequest, service: Service) -> ChatJob:
+    """The conversation that the body has."""
+    request.check(service)
     tools = read_tools(request.tools)
-    num_top_logprobs = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, and logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
@@ -161,7 +110,7 @@ def read_chat(request: ChatRequest, service: Service) -> ChatBody:
         params=request.sampling(
             service.default_params,
             max_tokens=max_tokens,
-            logprobs=num_top_logprobs,
+            logprobs=request.num_top_logprobs,
             structured_outputs=request.structured(),
         ),
         tools=tools,
@@ -170,9 +119,9 @@ def read_chat(request: ChatRequest, service: Service) -> ChatBody:
         template_options=request.template_options(),
         **request.job_fields(),
     )
-    if options.is_streamed and job.params.prompt_logprobs is not None:
+    if request.stream and job.params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "can't be streamed")
-    return ChatBody(job, options, num_top_logprobs, request.include_reasoning)
+    return job
 
 
 def _read_tool_choice(choice: str | NamedFunction, tools: tuple[dict[str, Any], ...]) -> ToolChoice:

@@ -1,67 +1,63 @@
-"""Answers of chat: one object, or chunks as the text comes."""
+"""``POST /v1/chat/completions``: one object, or chunks as the text comes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from starlette.responses import Response
+
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.events import ToolCallStart
-from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState, Kind
-from mlx_paged.server.generations import Answer
-from mlx_paged.server.http.sse import DONE, event
-from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mlx_paged.server.openai.options import Options, usage_with_reasoning
-from mlx_paged.server.service import Service
+from mlx_paged.server.answers.events import Kind, ToolCall
+from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState
+from mlx_paged.server.context import RequestContext
+from mlx_paged.server.generations import Generation
+from mlx_paged.server.openai.chat import ChatRequest, read_chat
+from mlx_paged.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
 
 
-class ChatRenderer:
-    """Writes the completions of a conversation.
+async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
+    """An answer to a conversation, whole or in parts."""
+    body, generation = await context.prepare_chat(read_chat)
+    return await context.respond(ChatRenderer(context, body, generation), generation)
 
-    Args:
-        head: what each object begins with.
-        answer_format: how the text is read.
-        num_top_logprobs: for each token; ``None``: no logprobs.
-        has_reasoning: whether reasoning is shown.
-    """
+
+class ChatRenderer(OpenAIRenderer):
+    """Writes the completions of a conversation."""
 
     def __init__(
         self,
-        service: Service,
-        head: Mapping[str, Any],
-        options: Options,
-        answer_format: AnswerFormat,
-        *,
-        num_top_logprobs: int | None = None,
-        has_reasoning: bool = True,
+        context: RequestContext[ChatRequest],
+        body: ChatRequest,
+        generation: Generation,
     ):
-        self.options = options
-        self._head = head
-        self._state = AnswerState(answer_format)
-        self._names = TokenNames(service.token_texts, options.has_tokens_as_ids)
-        self._num_top_logprobs = num_top_logprobs
-        self._has_reasoning = has_reasoning
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(context, body, "chatcmpl", kind)
+        self._state = AnswerState(generation.answer_format)
+        self._num_top_logprobs = body.num_top_logprobs
+        self._has_token_ids = body.return_token_ids
+        self._has_reasoning = body.include_reasoning
 
-    def chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The objects of a stream that a part makes: for each completion its role, what comes, and
-        its end.
-        """
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """For each completion its role, what comes, and its end."""
         is_first = not self._state.completions
         for completion, part in self._state.parts(output):
             for choice in self._choices(completion, part):
-                chunk = self._chunk(choice)
-                if is_first and self.options.has_token_ids:
+                chunk = self.chunk(choice)
+                if is_first and self._has_token_ids:
                     chunk["prompt_token_ids"] = output.prompt_token_ids
                 is_first = False
                 yield chunk
 
-    def last_chunk(self) -> dict[str, Any]:
-        """The object of a stream that has its usage."""
-        return {**self._chunk(), "usage": usage_with_reasoning(self._state.usage)}
+    def usage(self) -> dict[str, Any]:
+        usage = self._state.usage
+        details = {"reasoning_tokens": usage.num_reasoning_tokens}
+        return {**usage_of(usage), "completion_tokens_details": details}
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         """The answer as one object."""
+        [output] = outputs
         choices = []
         for completion, part in self._state.parts(output):
             completion.add(part)
@@ -75,23 +71,12 @@ class ChatRenderer:
                     **self._extras(part),
                 }
             )
-        whole = {
-            **self._head,
-            "choices": choices,
-            "usage": usage_with_reasoning(self._state.usage),
-        }
+        whole = {**self.head, "choices": choices, "usage": self.usage()}
         if output.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(self._names, output.prompt_logprobs)
-        if self.options.has_token_ids:
+            whole["prompt_logprobs"] = prompt_logprobs(self.names, output.prompt_logprobs)
+        if self._has_token_ids:
             whole["prompt_token_ids"] = output.prompt_token_ids
         return whole
-
-    def _chunk(self, *choices: Mapping[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "choices": choices}
-        if self.options.has_usage:
-            is_wanted = self.options.has_usage_always
-            chunk["usage"] = usage_with_reasoning(self._state.usage) if is_wanted else None
-        return chunk
 
     def _choices(
         self, completion: CompletionState, part: CompletionOutput
@@ -149,9 +134,9 @@ class ChatRenderer:
         extras: dict[str, Any] = {}
         if self._num_top_logprobs is not None:
             extras["logprobs"] = chat_logprobs(
-                self._names, part.token_ids, part.logprobs or [], self._num_top_logprobs
+                self.names, part.token_ids, part.logprobs or [], self._num_top_logprobs
             )
-        if self.options.has_token_ids:
+        if self._has_token_ids:
             extras["token_ids"] = part.token_ids
         return extras
 
@@ -173,16 +158,6 @@ def _end(completion: CompletionState) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
-def _call(call: ToolCallStart, arguments: str = "") -> dict[str, Any]:
+def _call(call: ToolCall, arguments: str = "") -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.call_id, "type": "function", "function": function}
-
-
-async def chat_events(renderer: ChatRenderer, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events of a stream."""
-    async for output in answer:
-        for chunk in renderer.chunks(output):
-            yield event(chunk)
-    if renderer.options.has_usage:
-        yield event(renderer.last_chunk())
-    yield DONE

@@ -103,11 +103,9 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(
-    names: TokenNames, entries: Sequence[Mapping[int, Logprob] | None] | None
-) -> list[dict[str, Any] | None] | None:
+    names: TokenNames, entries: Sequence[Mapping[int, Logprob] | None]
+) -> list[dict[str, Any] | None]:
     """vLLM's: for each token of the prompt, by token id."""
-    if entries is None:
-        return None
     return [
         None
         if entry is None

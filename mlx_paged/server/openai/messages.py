@@ -13,13 +13,13 @@ from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
 )
 
@@ -27,8 +27,8 @@ from mlx_paged.server.schemas import (
 class Message(Repeated):
     place = "messages[]"
     name: str | None = None
-    function_call: Annotated[Any, Fixed(way_out="send tool_calls")] = None
-    audio: Annotated[Any, Fixed(way_out="only text can be read")] = None
+    function_call: Annotated[Any, fixed(way_out="send tool_calls")] = None
+    audio: Annotated[Any, fixed(way_out="only text can be read")] = None
 
 
 class Question(Message):
@@ -72,7 +72,7 @@ class Answer(Message):
 
 AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
 NO_MESSAGES = "is empty; give at least one message"
-Conversation = Annotated[list[AnyMessage], AtMost(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
 
 
 class Function(Repeated):
@@ -85,7 +85,7 @@ class Function(Repeated):
 
 class Tool(Repeated):
     place = "tools[]"
-    type: Annotated[str, Fixed("function", way_out="describe it as a function")]
+    type: Annotated[str, fixed("function", way_out="describe it as a function")]
     function: Function
 
 
@@ -102,9 +102,6 @@ def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
     """The conversation: each message has a role and a content that is text; ``tool_calls`` of an
     assistant have arguments that are objects. ``developer`` becomes ``system``. Images and the like
     are refused in the last message alone; in the history a line of text stands for them.
-
-    Raises:
-        ApiError: something else, by its place; 400.
     """
     last = len(messages) - 1
     return [
@@ -139,11 +136,7 @@ def _read_call(call: ToolCall) -> dict[str, Any]:
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """The functions that may be called, with those of their fields that templates know.
-
-    Raises:
-        ApiError: two of one name, by the place of the second; 400.
-    """
+    """The functions that may be called, with those of their fields that templates know."""
     refuse_second_names([tool.function.name for tool in tools], "function.name")
     return tuple(tool.model_dump(exclude_unset=True) for tool in tools)
 
@@ -166,9 +159,6 @@ def refuse_second_names(names: Sequence[str], field: str = "name") -> None:
 
     Args:
         field: of a tool, which has the name.
-
-    Raises:
-        ApiError: by the tool's place; 400.
     """
     seen: set[str] = set()
     for index, name in enumerate(names):
@@ -184,15 +174,12 @@ def checked_tool_choice(
 
     Args:
         place: of the tool's name, where that is the choice; ``""``: it is another choice.
-
-    Raises:
-        ApiError: there is no such tool, or another kind of choice; 400.
     """
     names = [tool["function"]["name"] for tool in tools]
     if place and choice not in names:
         raise refused(place, f"is {shown(choice)}, and no tool has that name")
     if place and choice in ("none", "auto", "required"):
-        raise refused(place, f"is {choice!r}, which is no name for a tool here")
+        raise refused(place, f"is {choice!r}, which is not a name of a tool here")
     if choice == "required" and not tools:
         raise refused("tool_choice", "is 'required', and there are no tools; send some")
     return choice

@@ -23,7 +23,7 @@ async def models(context: RequestContext[Body]) -> Response:
 
 
 async def model(context: RequestContext[Body]) -> Response:
-    """One of them."""
+    """One of the names that clients may use."""
     service = context.service
     name = context.request.path_params["name"]
     check_model_name(name, service)
@@ -49,11 +49,11 @@ async def health(context: RequestContext[Body]) -> Response:
     if reason is not None:
         raise api_error(reason)
     seconds = service.engine.step_seconds()
-    if seconds > service.step_timeout:
+    if seconds > service.settings.step_timeout:
         raise ApiError(
             503,
             f"a step of the engine has run for {seconds:.0f} seconds, and --step-timeout is "
-            f"{service.step_timeout:g}; if it does not end, start the server again",
+            f"{service.settings.step_timeout:g}; if it does not end, start the server again",
             code="step_hangs",
         )
     return JSONResponse({"status": "ok"})

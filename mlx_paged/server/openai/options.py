@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import time
 import uuid
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-import mlx_paged
 from mlx_paged.errors import shown
-from mlx_paged.server.answers.state import Usage
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.grammars.response_format import FormatFields
 from mlx_paged.server.sampling_fields import SamplingFields
-from mlx_paged.server.schemas import Body, Fixed, refused, wrong
+from mlx_paged.server.schemas import Body, fixed, refused, wrong
 from mlx_paged.server.service import Service
 
 _MAX_NAME_LEN = 256  # of a model, by which each event of an answer calls it
@@ -35,11 +31,7 @@ class ModelFields(Body):
     model: str | None = None
 
     def model_name(self, service: Service) -> str:
-        """The name of the model that is asked for.
-
-        Raises:
-            ApiError: there is no such model; 404.
-        """
+        """The name of the model that is asked for."""
         name = service.model_names[0] if self.model is None else self.model
         check_model_name(name, service)
         return name
@@ -69,6 +61,18 @@ class CacheFields(Body):
         }
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_options(effort: Effort | None) -> dict[str, Any]:
+    """The variables of the chat template that an effort sets: ``reasoning_effort``, which some
+    templates know; ``"none"`` turns thinking off, and all others turn it on.
+    """
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 class StreamOptions(Body):
     include_obfuscation: Any = None
 
@@ -92,59 +96,29 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    store: Annotated[Any, Fixed(False)] = None
-    service_tier: Annotated[Any, Fixed("auto", "default")] = None
+    store: Annotated[Any, fixed(False)] = None
+    service_tier: Annotated[Any, fixed("auto", "default")] = None
 
-    def options(self, service: Service) -> Options:
-        """What the client wants to hear.
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
-        Raises:
-            ApiError: 404 for an unknown model, and else 400.
-        """
-        model, stream = self.model_name(service), self.stream_options
-        if stream is not None and not self.stream:
+    @property
+    def has_usage_always(self) -> bool:
+        """Whether each event of it has those so far, too."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    def check(self, service: Service) -> None:
+        """Check what all of these bodies say about their model and the stream."""
+        self.model_name(service)
+        if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "is given, and stream is not true")
-        has_usage = stream is not None and stream.include_usage
-        return Options(
-            model,
-            self.request_id,
-            self.stream,
-            has_usage,
-            stream is not None and stream.continuous_usage_stats and has_usage,
-            self.return_token_ids,
-            self.return_tokens_as_token_ids,
-        )
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the client wants to hear.
-
-    Args:
-        model: the name by which it asks.
-        request_id: its own, if it gives one.
-        is_streamed: by events.
-        has_usage: a stream ends with the numbers of tokens.
-        has_usage_always: and has those so far in each event.
-        has_token_ids: the answer comes as token ids, too.
-        has_tokens_as_ids: logprobs name tokens ``"token_id:17"``, which is never ambiguous.
-    """
-
-    model: str
-    request_id: str | None = None
-    is_streamed: bool = False
-    has_usage: bool = False
-    has_usage_always: bool = False
-    has_token_ids: bool = False
-    has_tokens_as_ids: bool = False
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raise unless the server has a model of this name.
-
-    Raises:
-        ApiError: there is no such model; 404.
-    """
+    """Raise unless the server has a model of this name."""
     is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
     if name not in service.model_names and not is_taken:
         names = ", ".join(map(shown, service.model_names))
@@ -155,46 +129,3 @@ def check_model_name(name: str, service: Service) -> None:
 def first_given(*values: int | None) -> int | None:
     """The first value that is not ``None``."""
     return next((value for value in values if value is not None), None)
-
-
-@dataclass(frozen=True)
-class Head:
-    """What each object of an answer begins with."""
-
-    request_id: str
-    values: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, request_id: str, options: Options, prefix: str, kind: str) -> Head:
-        """The head of the answer to a request.
-
-        Args:
-            request_id: of the request, unless its body says another.
-            prefix: of the answer's id.
-            kind: of object.
-        """
-        request_id = options.request_id or request_id
-        values = {
-            "id": f"{prefix}-{request_id}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": options.model,
-            "system_fingerprint": f"mlx_paged-{mlx_paged.__version__}",
-        }
-        return cls(request_id, values)
-
-
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """How many tokens were read and written."""
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-    }
-
-
-def usage_with_reasoning(usage: Usage) -> dict[str, Any]:
-    """The same, and how many of the tokens are reasoning."""
-    details = {"reasoning_tokens": usage.num_reasoning_tokens}
-    return {**usage_of(usage), "completion_tokens_details": details}

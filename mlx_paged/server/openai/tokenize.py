@@ -15,7 +15,7 @@ from mlx_paged.server.openai.chat import TemplateFields
 from mlx_paged.server.openai.messages import Conversation, Tool, read_messages, read_tools
 from mlx_paged.server.openai.options import ModelFields
 from mlx_paged.server.sampling_fields import TokenIds
-from mlx_paged.server.schemas import Children, Fixed
+from mlx_paged.server.schemas import Children, fixed
 from mlx_paged.token_ids import check_token_ids
 
 
@@ -37,7 +37,7 @@ class TokenizeText(TokenizeRequest):
 class TokenizeChat(TokenizeRequest, TemplateFields):
     messages: Conversation
     tools: Children[Tool] = Field(default_factory=list)
-    add_special_tokens: Annotated[Any, Fixed(False)] = None
+    add_special_tokens: Annotated[Any, fixed(False)] = None
 
 
 class DetokenizeRequest(ModelFields):
@@ -78,7 +78,7 @@ def _tokens(
             tools=read_tools(body.tools),
             template_options=body.template_options(),
         )
-        token_ids = prepare(work, service, job)[0].prompt_token_ids
+        token_ids = prepare(work, service, job).prompt_token_ids
     return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
 
 

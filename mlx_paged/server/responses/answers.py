@@ -1,4 +1,6 @@
-"""Answers of OpenAI's ``/v1/responses``: items of reasoning, text and calls, whole or as events."""
+"""OpenAI's ``/v1/responses``: items of reasoning, text and calls, whole or as events. Responses are
+not stored.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,19 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+
+from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
+from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.generations import Answer
+from mlx_paged.server.generations import Answer, Generation, parts_of
 from mlx_paged.server.http.sse import event, responses_error
 from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
-from mlx_paged.server.responses.body import ResponsesBody, sealed
-from mlx_paged.server.service import Service
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
+from mlx_paged.server.schemas import Body
 
 # For each kind of block: the type of an item, the prefix of its id, and what its events are called.
 _TYPES = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
@@ -24,40 +28,56 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ResponseRenderer:
-    """Writes a response.
+async def responses(context: RequestContext[ResponsesRequest]) -> Response:
+    """An answer to a conversation, whole or as events."""
+    read = partial(read_responses_body, owner=context.principal.cache_salt)
+    body, generation = await context.prepare_chat(read)
+    return await context.respond(ResponseRenderer(context, body, generation), generation)
 
-    Args:
-        request_id: the response's and the items' ids are made of it.
-        owner: may refer to the items later.
-    """
+
+async def stored_response(context: RequestContext[Body]) -> NoReturn:
+    """There is none."""
+    raise ApiError(
+        404,
+        "nothing is stored here, so no response can be looked up; send the whole conversation",
+        param="response_id",
+        code="response_not_found",
+    )
+
+
+class ResponseRenderer:
+    """Writes a response. The user may refer to its items later."""
 
     def __init__(
         self,
-        service: Service,
-        body: ResponsesBody,
-        answer_format: AnswerFormat,
-        request_id: str,
-        owner: str | None = None,
+        context: RequestContext[ResponsesRequest],
+        body: ResponsesRequest,
+        generation: Generation,
     ):
-        self._body = body
-        self._request_id = request_id
+        service = context.service
+        self.request_id, self.is_streamed = context.request_id, body.stream
+        self._model = body.model_name(service)
+        self._echo = body.echo(generation.params)
+        self._namespaces = body.namespaces()
+        self._has_sealed_reasoning = body.has_sealed_reasoning
+        self._num_top_logprobs = generation.params.logprobs
         self._created = int(time.time())
-        self._state = AnswerState(answer_format)
-        self._names = TokenNames(service.token_texts, False)
+        self._state = AnswerState(generation.answer_format)
+        self._names = TokenNames(service.token_texts)
         self._status = "completed"
         self._items: list[dict[str, Any]] = []  # those that are whole
         self._logprobs: list[dict[str, Any]] = []  # of the open block
         self._pending: list[dict[str, Any]] = []  # of tokens whose text did not come yet
-        self._keep = partial(service.kept_items.keep, owner)
+        self._keep = partial(service.kept_items.keep, context.principal.cache_salt)
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         """The answer as one object."""
+        [output] = outputs
         for _ in self._events_of(output):
             pass
         return self._response(self._status)
 
-    async def events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
         """The events of a stream, numbered from 0: the response begins, each item from its
         beginning to its end, and the response as a whole.
 
@@ -73,7 +93,7 @@ class ResponseRenderer:
             response = self._response("in_progress")
             yield numbered({"type": f"response.{kind}", "response": response})
         try:
-            async for output in answer:
+            async for _, output in parts_of(answers):
                 for each in self._events_of(output):
                     yield numbered(each)
         except ApiError as error:
@@ -102,7 +122,7 @@ class ResponseRenderer:
         is_over = status != "in_progress"
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": f"resp_{self._request_id}",
+            "id": f"resp_{self.request_id}",
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -110,7 +130,7 @@ class ResponseRenderer:
             "background": False,
             "error": error and {"code": "server_error", "message": error.message},
             "incomplete_details": details,
-            "model": self._body.model,
+            "model": self._model,
             "output": self._items if is_over else [],
             "previous_response_id": None,
             "service_tier": "default",
@@ -118,7 +138,7 @@ class ResponseRenderer:
             "truncation": "disabled",
             "usage": self._usage() if is_over else None,
             "user": None,
-            **self._body.echo,
+            **self._echo,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -135,7 +155,7 @@ class ResponseRenderer:
         }
 
     def _logprobs_of(self, part: CompletionOutput) -> list[dict[str, Any]]:
-        number = self._body.num_top_logprobs
+        number = self._num_top_logprobs
         if number is None:
             return []
         entries: list[dict[str, Any]] = chat_logprobs(
@@ -148,7 +168,7 @@ class ResponseRenderer:
         status: of an item that ends.
         """
         block = each.block
-        item_id = f"{_PREFIXES[block.kind]}_{self._request_id}_{block.index}"
+        item_id = f"{_PREFIXES[block.kind]}_{self.request_id}_{block.index}"
         place = {"item_id": item_id, "output_index": block.index}
         content = {} if block.kind == "call" else {"content_index": 0}
         name = _NAMES[block.kind]
@@ -190,15 +210,15 @@ class ResponseRenderer:
         call = block.call
         if call is not None:
             item |= {"call_id": call.call_id, "name": call.name, "arguments": text or ""}
-            if call.name in self._body.namespaces:
-                item["namespace"] = self._body.namespaces[call.name]
+            if call.name in self._namespaces:
+                item["namespace"] = self._namespaces[call.name]
         else:
             name, value = ("summary", []) if block.kind == "reasoning" else ("role", "assistant")
             item[name] = value
             item["content"] = [] if text is None else [self._part(block, text)]
         if block.kind != "reasoning":
             item["status"] = status
-        elif text is not None and self._body.has_sealed_reasoning:
+        elif text is not None and self._has_sealed_reasoning:
             item["encrypted_content"] = sealed(text)
         return item
 

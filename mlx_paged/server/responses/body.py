@@ -5,33 +5,41 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mlx_paged.errors import shown
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.grammars.response_format import Format
+from mlx_paged.server.histories import History
 from mlx_paged.server.openai.messages import (
     checked_tool_choice,
     function_tool,
     refuse_second_names,
 )
-from mlx_paged.server.openai.options import CacheFields, ModelFields, StreamOptions, first_given
+from mlx_paged.server.openai.options import (
+    CacheFields,
+    Effort,
+    ModelFields,
+    StreamOptions,
+    effort_options,
+    first_given,
+)
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
     ONE_OR_MORE,
-    AtMost,
     Body,
     Children,
     Filled,
-    Fixed,
     OneOf,
     Repeated,
+    at_most,
+    fixed,
     refused,
     short,
 )
@@ -88,14 +96,14 @@ AnyItem = Annotated[
     OneOf("type", default="message"),
 ]
 _NO_ITEMS = "is empty; give a text, or at least one item"
-Items = Annotated[list[AnyItem], AtMost(MAX_CHILDREN, if_empty=_NO_ITEMS)]
+Items = Annotated[list[AnyItem], at_most(MAX_CHILDREN, if_empty=_NO_ITEMS)]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        Fixed(
+        fixed(
             "function",
             way_out="this server has function tools only; turn the tool off in the client, or "
             "describe it as a function",
@@ -128,7 +136,7 @@ class NamedTool(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     # Reasoning is shown as it is, and not summed up.
     summary: Any = None
     generate_summary: Any = None
@@ -148,7 +156,7 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[Filled], AtMost(100), short(2**14), ONE_OR_MORE] = Field(
+    include: Annotated[list[Filled], at_most(100), short(2**14), ONE_OR_MORE] = Field(
         default_factory=list
     )
     top_logprobs: int = 0
@@ -160,12 +168,12 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     metadata: dict[str, Any] | None = None
     # Nothing is stored, and the answer says so.
     store: bool | None = None
-    background: Annotated[Any, Fixed(False)] = None
+    background: Annotated[Any, fixed(False)] = None
     # A conversation that is too long is refused, and nothing of it goes missing.
-    truncation: Annotated[Any, Fixed("disabled", "auto")] = None
-    service_tier: Annotated[Any, Fixed("auto", "default")] = None
-    n: Annotated[Any, Fixed(1)] = None
-    prompt_logprobs: Annotated[Any, Fixed()] = None
+    truncation: Annotated[Any, fixed("disabled", "auto")] = None
+    service_tier: Annotated[Any, fixed("auto", "default")] = None
+    n: Annotated[Any, fixed(1)] = None
+    prompt_logprobs: Annotated[Any, fixed()] = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -173,46 +181,59 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     client_metadata: Any = None
     max_tool_calls: Any = None  # of tools that run on the server
 
+    @property
+    def has_sealed_reasoning(self) -> bool:
+        """Whether reasoning comes as ``encrypted_content``, too."""
+        return _INCLUDES[0] in self.include
 
-@dataclass(frozen=True)
-class ResponsesBody:
-    """A body, read.
+    def namespaces(self) -> dict[str, str]:
+        """Those of the tools that came in one, by their names."""
+        spaces = [each for each in self.tools if isinstance(each, Namespace)]
+        return {tool.name: space.name for space in spaces for tool in space.tools}
 
-    Args:
-        namespaces: of the tools that came in one, by their names.
-        echo: what the response repeats of the request.
-        has_sealed_reasoning: whether reasoning comes as ``encrypted_content``, too.
-    """
+    def echo(self, params: SamplingParams) -> dict[str, Any]:
+        """What the response repeats of the request.
 
-    job: ChatJob
-    model: str
-    is_streamed: bool = False
-    num_top_logprobs: int | None = None
-    has_sealed_reasoning: bool = False
-    namespaces: dict[str, str] = field(default_factory=dict)
-    echo: dict[str, Any] = field(default_factory=dict)
+        Args:
+            params: that it was sampled with.
+        """
+        repeated = {"text", "tool_choice", "tools"}
+        given = self.model_dump(include=repeated, exclude_unset=True, by_alias=True)
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": params.max_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": params.logprobs or 0,
+            "top_p": params.top_p,
+            **{name: value for name, value in given.items() if value},
+        }
 
 
 def read_responses_body(
     request: ResponsesRequest, service: Service, owner: str | None = None
-) -> ResponsesBody:
-    """Everything that the body says.
+) -> ChatJob:
+    """The conversation that the body has.
 
     Args:
         owner: of the items that it may refer to.
-
-    Raises:
-        ApiError: the first thing that is wrong; 404 for an unknown model, and else 400.
     """
-    model = request.model_name(service)
-    tools, namespaces = _read_tools(request.tools)
+    request.model_name(service)
+    tools = _read_tools(request.tools)
     wanted = request.tool_choice
     if isinstance(wanted, NamedTool):
         choice = checked_tool_choice(wanted.name, "tool_choice.name", tools)
     else:
         choice = checked_tool_choice(wanted, "", tools)
     num_top_logprobs = _num_top_logprobs(request)
-    options = _template_options(request)
+    options = effort_options(request.reasoning.effort)
+    if request.text.verbosity is not None:
+        options["verbosity"] = request.text.verbosity  # There may be templates that know it.
     answer_format = request.text.format
     params = request.sampling(
         service.default_params,
@@ -222,7 +243,7 @@ def read_responses_body(
     )
     if request.stream_options is not None and not request.stream:
         raise refused("stream_options", "is given, and stream is not true")
-    job = ChatJob(
+    return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
         params,
         tools,
@@ -231,26 +252,6 @@ def read_responses_body(
         options,
         **request.job_fields(),
     )
-    repeated = {"text", "tool_choice", "tools"}
-    given = request.model_dump(include=repeated, exclude_unset=True, by_alias=True)
-    echo = {
-        "instructions": request.instructions,
-        "max_output_tokens": params.max_tokens,
-        "metadata": request.metadata or {},
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "reasoning": {"effort": request.reasoning.effort, "summary": None},
-        "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": num_top_logprobs or 0,
-        "top_p": params.top_p,
-        **{name: value for name, value in given.items() if value},
-    }
-    return ResponsesBody(
-        job, model, request.stream, num_top_logprobs, _INCLUDES[0] in request.include, namespaces,
-        echo,
-    )  # fmt: skip
 
 
 def _num_top_logprobs(request: ResponsesRequest) -> int | None:
@@ -263,30 +264,14 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     return request.top_logprobs if has_logprobs else None
 
 
-def _template_options(request: ResponsesRequest) -> dict[str, Any]:
-    """Variables of the template."""
-    options: dict[str, Any] = {}
-    effort = request.reasoning.effort
-    if effort is not None:
-        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    if request.text.verbosity is not None:
-        options["verbosity"] = request.text.verbosity  # There may be templates that know it.
-    return options
-
-
-def _read_tools(
-    tools: Sequence[Tool | Namespace],
-) -> tuple[tuple[dict[str, Any], ...], dict[str, str]]:
-    """The tools, those of Codex's namespaces among them, and the namespaces by the tools' names."""
+def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
+    """The tools, those of Codex's namespaces among them."""
     functions: list[dict[str, Any]] = []
-    namespaces: dict[str, str] = {}
     for each in tools:
         inner = each.tools if isinstance(each, Namespace) else [each]
         functions += [tool.as_function() for tool in inner]
-        if isinstance(each, Namespace):
-            namespaces |= {tool.name: each.name for tool in inner}
     refuse_second_names([function["function"]["name"] for function in functions])
-    return tuple(functions), namespaces
+    return tuple(functions)
 
 
 # Input
@@ -295,121 +280,62 @@ def _read_tools(
 def _read_conversation(
     request: ResponsesRequest, find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Instructions and input as messages; what one side says in several items becomes one.
-
-    A content is the list of its texts until all of them are there: to join them one by one would
-    take the square of their number.
-    """
-    messages: list[dict[str, Any]] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": [request.instructions]})
-    if isinstance(request.input, str):
-        messages.append({"role": "user", "content": [request.input]})
-    else:
-        reader = _ItemReader(messages, find)
-        last = len(request.input) - 1
-        for index, each in enumerate(request.input):
-            reader.add(each, f"input[{index}]", is_last=index == last)
-        reader.end_turn()
-    for message in messages:
-        message["content"] = "".join(message["content"])
-    return messages
-
-
-class _ItemReader:
-    """Items of the input, one after another, to messages.
+    """Instructions and input as messages; what the model says in several items becomes one.
 
     Args:
         find: returns an item by its id, if it is kept.
     """
-
-    def __init__(
-        self, messages: list[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
-    ):
-        self._messages = messages
-        self._find = find
-        self._turn: dict[str, Any] | None = None  # what the model says, which may be many items
-        self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
-
-    def add(self, item: AnyItem, place: str, is_last: bool) -> None:
-        """Take the next item, which stands at a place."""
+    history = History()
+    if request.instructions:
+        history.message("system", request.instructions)
+    if isinstance(request.input, str):
+        history.message("user", request.input)
+        return history.messages()
+    last = len(request.input) - 1
+    for index, item in enumerate(request.input):
+        place = f"input[{index}]"
         if isinstance(item, ItemReference):
-            item = self._referred(item, place)
-        if isinstance(item, MessageItem):
-            text = "".join(texts_of(item.content, f"{place}.content", is_last))
-            self._add_message(item, text)
-        elif isinstance(item, CallItem):
-            self._add_call(item)
-        elif isinstance(item, OutputItem):
-            self._add_output(item, place, is_last)
-        else:
-            assert isinstance(item, ReasoningItem)
-            self._add_reasoning(item)
+            found = find(item.id)
+            if found is None:
+                words = "is not kept here, or not any more; send the item itself"
+                raise refused(f"{place}.id", f"{shown(item.id)} {words}")
+            item = _KeptItem.read({"item": found}).item
+        _read_item(history, item, place, is_last=index == last)
+    return history.messages()
 
-    def _referred(self, reference: ItemReference, place: str) -> AnyItem:
-        found = self._find(reference.id)
-        if found is None:
-            words = "is not kept here, or not any more; send the item itself"
-            raise refused(f"{place}.id", f"{shown(reference.id)} {words}")
-        return _KeptItem.read({"item": found}).item
 
-    def end_turn(self) -> None:
-        """What the model said is over."""
-        if self._turn is not None:
-            self._messages.append(self._turn)
-            self._turn = None
-
-    def _open_turn(self) -> dict[str, Any]:
-        if self._turn is None:
-            self._turn = {"role": "assistant", "content": []}
-        return self._turn
-
-    def _add_message(self, item: MessageItem, text: str) -> None:
-        if item.role == "assistant":
-            self._open_turn()["content"].append(text)
-            return
-        self.end_turn()
-        last = self._messages[-1] if self._messages else None
-        if item.role == "user":
-            self._messages.append({"role": "user", "content": [text]})
-        elif last is None:
-            self._messages.append({"role": "system", "content": [text]})
-        elif last["role"] == "system":
-            last["content"] += ["\n\n", text]
-        else:
-            # Few templates know a system's message in the middle.
-            content = f"<system-reminder>\n{text}\n</system-reminder>"
-            self._messages.append({"role": "user", "content": [content]})
-
-    def _add_call(self, item: CallItem) -> None:
-        self._names[item.call_id] = item.name
-        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        self._open_turn().setdefault("tool_calls", []).append(call)
-
-    def _add_output(self, item: OutputItem, place: str, is_last: bool) -> None:
-        call_id = item.call_id
-        if call_id not in self._names:
-            words = f"is {shown(call_id)}, and no function_call has that id"
-            raise refused(f"{place}.call_id", words)
-        self.end_turn()
-        self._messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "name": self._names[call_id],
-                "content": texts_of(item.output, f"{place}.output", is_last),
-            }
-        )
-
-    def _add_reasoning(self, item: ReasoningItem) -> None:
-        turn = self._turn
-        if turn is not None and (any(turn["content"]) or "tool_calls" in turn):
-            self.end_turn()  # Reasoning comes first.
+def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> None:
+    if isinstance(item, MessageItem):
+        text = "".join(texts_of(item.content, f"{place}.content", is_last))
+        _read_message(history, item.role, text)
+    elif isinstance(item, CallItem):
+        history.call(item.call_id, item.name, arguments_of(item.arguments))
+    elif isinstance(item, OutputItem):
+        message = history.result(item.call_id, f"{place}.call_id", "function_call")
+        message["content"] += texts_of(item.output, f"{place}.output", is_last)
+    else:
+        assert isinstance(item, ReasoningItem)
+        said = history.last
+        if said["role"] == "assistant" and (any(said["content"]) or "tool_calls" in said):
+            history.end_message()  # Reasoning comes first.
         texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
         text = "\n".join(filter(None, texts))
         if text:
-            self._open_turn()["reasoning_content"] = text
+            history.message("assistant")["reasoning_content"] = text
+
+
+def _read_message(history: History, role: str, text: str) -> None:
+    before = history.last["role"]
+    if role == "assistant":
+        history.message("assistant", text)
+    elif role != "user" and before in (None, "system"):
+        history.message("system", *(("\n\n", text) if before else (text,)))
+    else:
+        history.end_message()
+        if role == "user":
+            history.message("user", text)
+        else:
+            history.remind(text)
 
 
 class _KeptItem(Body):
@@ -417,7 +343,7 @@ class _KeptItem(Body):
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as ``encrypted_content``. It is no secret: the client sees it in any case."""
+    """Reasoning as ``encrypted_content``. It is not secret: the client sees it in any case."""
     return _SEAL + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 

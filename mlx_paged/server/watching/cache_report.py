@@ -21,7 +21,7 @@ async def cache(context: RequestContext[Body]) -> Response:
     limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
     request_id = query.pop("request_id", None)
     wants_text = _truth(query.pop("text", "false"))
-    if wants_text and not service.shows_cache_texts:
+    if wants_text and not service.settings.allow_cache_texts:
         raise ApiError(
             403,
             "this server shows no texts of prompts; --allow-cache-texts lets it",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram
@@ -36,65 +37,25 @@ from mlx_paged.server.service import Service
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER = "other"
 _OPENMETRICS = "application/openmetrics-text"
-CLIENT_CLOSED = 499
-"""The status that is counted where a client left, or was cut, before it had its whole answer;
-nginx's number.
-"""
 
 
-class HttpCounts:
-    """Middleware: counts HTTP requests, when they end, by method, path and status. Around it,
-    :class:`~mlx_paged.server.http.logs.RequestLog` knows whether an answer was complete.
+def count_request(
+    counts: Counter[tuple[str, str, int]], routes: Sequence[BaseRoute], scope: Scope, status: int
+) -> None:
+    """Count an HTTP request that has ended, by method, path and status.
 
-    A path is that of the route, so that clients can't make new ones up; any other is ``"other"``.
+    A path is that of the route which took it, with the names of its parameters, or would have taken
+    it, had it not been refused before; clients can't make new ones up: any other is ``"other"``.
 
     Args:
-        counts: where they are counted.
-        routes: of the application inside.
+        routes: of the application.
     """
-
-    def __init__(
-        self, app: ASGIApp, counts: Counter[tuple[str, str, int]], routes: Sequence[BaseRoute]
-    ):
-        self._app = app
-        self._counts = counts
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_CLOSED
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_noting_status)
-        except Exception:
-            status = 500
-            raise
-        else:
-            if not scope.get("state", {}).get("is_complete", True):
-                status = CLIENT_CLOSED
-        finally:
-            method = scope["method"] if scope["method"] in _METHODS else _OTHER
-            self._counts[method, self._path_of(scope), status] += 1
-
-    def _path_of(self, scope: Scope) -> str:
-        """The path of the route that took a request, with the names of its parameters, or would
-        have taken it, had it not been refused before.
-        """
-        routes = [route for route in self._routes if isinstance(route, Route)]
-        path: str = scope["path"]
-        if any(route.path == path for route in routes):
-            return path
-        # Left there by the router.
-        endpoint = scope.get("endpoint")
-        return next((route.path for route in routes if route.endpoint is endpoint), _OTHER)
+    method = scope["method"] if scope["method"] in _METHODS else _OTHER
+    known = [route for route in routes if isinstance(route, Route)]
+    endpoint = scope.get("endpoint")  # left there by the router
+    taken = (route.path for route in known if route.endpoint is endpoint)
+    is_plain = any(route.path == scope["path"] for route in known)
+    counts[method, scope["path"] if is_plain else next(taken, _OTHER), status] += 1
 
 
 class EngineCollector(Collector):
@@ -112,6 +73,8 @@ class EngineCollector(Collector):
         self._http_counts = http_counts
         # vLLM numbers its engines; there is one here.
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._gauge = partial(self._metric, GaugeMetricFamily)
+        self._counter = partial(self._metric, CounterMetricFamily)
 
     def describe(self) -> list[Metric]:
         # Otherwise the registry would collect once to learn the names.
@@ -307,38 +270,28 @@ class EngineCollector(Collector):
             metric.add_metric([method, path, str(status)], count)
         return metric
 
-    def _gauge(
-        self, name: str, documentation: str, values: float | Mapping[str, float], label: str = ""
-    ) -> Metric:
-        return self._add(GaugeMetricFamily(name, documentation, labels=self._names(label)), values)
-
-    def _counter(
-        self, name: str, documentation: str, values: float | Mapping[str, float], label: str = ""
-    ) -> Metric:
-        metric = CounterMetricFamily(name, documentation, labels=self._names(label))
-        return self._add(metric, values)
-
-    def _add(
+    def _metric(
         self,
-        metric: GaugeMetricFamily | CounterMetricFamily,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        documentation: str,
         values: float | Mapping[str, float],
+        label: str = "",
     ) -> Metric:
         """A metric with one value, or one for each value of a further label."""
-        if isinstance(values, Mapping):
-            for value_of_label, value in values.items():
-                metric.add_metric([*self._labels.values(), value_of_label], value)
-        else:
-            metric.add_metric(list(self._labels.values()), values)
+        names = [*self._labels, label] if label else list(self._labels)
+        metric = family(name, documentation, labels=names)
+        of_label = values.items() if isinstance(values, Mapping) else [(None, values)]
+        for value_of_label, value in of_label:
+            more = [] if value_of_label is None else [value_of_label]
+            metric.add_metric([*self._labels.values(), *more], value)
         return metric
-
-    def _names(self, label: str) -> list[str]:
-        return [*self._labels, label] if label else list(self._labels)
 
     def _histogram(self, histogram: Histogram) -> Metric:
         # Counts of buckets that belong together; the sum may be an observation ahead of them.
         totals = accumulate(list(histogram.counts))
         bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
-        metric = HistogramMetricFamily(histogram.name, histogram.help, labels=self._names(""))
+        metric = HistogramMetricFamily(histogram.name, histogram.help, labels=list(self._labels))
         buckets = list(zip(bounds, totals, strict=True))
         metric.add_metric(list(self._labels.values()), buckets, histogram.sum)
         return metric

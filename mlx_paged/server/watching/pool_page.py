@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram
 from mlx_paged.engine.view import CACHED, MAX_HOLDERS, EngineView
 from mlx_paged.errors import shown
@@ -47,7 +46,7 @@ def page_endpoint() -> Endpoint[Body]:
 
 
 async def pool(context: RequestContext[Body]) -> Response:
-    """What is in the pool, who is there, and what was done so far.
+    """What the page draws: the blocks of the pool, the requests, and figures so far.
 
     ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
     """
@@ -73,7 +72,10 @@ def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
         "requests": [asdict(row) for row in rows[:MAX_ROWS]],
         "num_requests": len(rows),
         "stats": asdict(service.engine.stats()),
-        "latencies": _latencies(engine),
+        "latencies": {
+            name: _histogram(getattr(engine.latencies, name))
+            for name in ("time_to_first_token", "inter_token_latency")
+        },
     }
 
 
@@ -140,17 +142,6 @@ def _num_cells(text: str) -> int:
     return number
 
 
-def _latencies(engine: Engine) -> dict[str, Any]:
-    latencies = engine.latencies
-    return {
-        "time_to_first_token": _histogram(latencies.time_to_first_token),
-        "inter_token_latency": _histogram(latencies.inter_token_latency),
-    }
-
-
 def _histogram(histogram: Histogram) -> dict[str, Any]:
-    return {
-        "bounds": histogram.bounds,
-        "counts": list(histogram.counts),
-        "sum": histogram.sum,
-    }
+    counts = list(histogram.counts)
+    return {"bounds": histogram.bounds, "counts": counts, "sum": histogram.sum}

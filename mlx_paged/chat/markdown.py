@@ -1,0 +1,211 @@
+"""An answer as markdown on a terminal: finished blocks are printed once, and the last one is drawn
+again as it grows.
+
+Imported only where there is such a terminal: rich's markdown takes 50 ms.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from os import terminal_size
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme, Syntax
+from rich.text import Text
+from rich.theme import Theme
+
+# Attributes, and the one of the eight colours that can be read on black and on white.
+_STYLES = Theme(
+    {
+        **dict.fromkeys((f"markdown.h{level}" for level in range(2, 7)), "bold"),
+        "markdown.h1": "bold underline",
+        "markdown.code": "magenta",
+        "markdown.code_block": "none",
+        "markdown.block_quote": "italic",
+        "markdown.item.bullet": "bold",
+        "markdown.item.number": "bold",
+        "markdown.hr": "dim",
+        "markdown.link": "underline",
+        "markdown.link_url": "none",
+        "markdown.table.header": "bold",
+        "markdown.table.border": "dim",
+    }
+)
+_CODE = ANSISyntaxTheme(
+    {
+        ("Comment",): Style(dim=True),
+        ("Keyword",): Style(bold=True),
+        ("Name", "Function"): Style(bold=True),
+        ("Literal", "Number"): Style(color="magenta"),
+        ("Literal", "String"): Style(color="magenta"),
+    }
+)
+# What an answer has and markdown would leave out is shown as it is written: tags, as in List<int>,
+# the backslashes of formulas, and where pictures and links in angle brackets lead to.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_PARSER.disable(["autolink", "escape", "html_block", "html_inline", "image"])
+_STYLED_NOTHING = re.compile(r"\x1b\[[\d;]+m\x1b\[0m")
+_TRAILING_BLANKS = re.compile(r" +((?:\x1b\[0m)?)$", re.MULTILINE)
+
+
+class MarkdownWriter:
+    """Writes one answer. The cursor is always at the beginning of the line after it.
+
+    rich's ``Live`` is not used: it loses the lines of a block that is taller than the screen, hides
+    the cursor and draws in a thread.
+
+    Args:
+        write: to the terminal.
+        size: of the terminal.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        size: Callable[[], terminal_size],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._write, self._size, self._clock = write, size, clock
+        self._text, self._is_thinking = "", False  # of what is not finished
+        self._lines: list[str] = []  # of that, as they are drawn
+        self._is_first, self._follows_thinking = True, False
+        self._next_drawing = 0.0
+        self._console = Console(
+            color_system="standard", force_terminal=True, theme=_STYLES, highlight=False
+        )
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether lines stand on the screen that are drawn again."""
+        return bool(self._lines)
+
+    def add(self, text: str, is_thinking: bool = False) -> None:
+        """The next piece of the answer, or of the reasoning before it."""
+        if is_thinking != self._is_thinking:
+            self.finish()
+            self._is_thinking = is_thinking
+        self._text += text
+        if "\n" in text:
+            self._finish_blocks()
+        # Long blocks take long to draw: no more than a fifth of the time.
+        begin = self._clock()
+        if begin >= self._next_drawing:
+            self._draw(self._lines_of(self._text))
+            end = self._clock()
+            self._next_drawing = end + 4 * (end - begin)
+
+    def finish(self) -> None:
+        """The answer, or its reasoning, is over."""
+        self._finish(len(self._text))
+
+    def _finish_blocks(self) -> None:
+        # Lines that are whole decide, so that the pieces in which they came don't.
+        whole = self._text[: self._text.rindex("\n") + 1]
+        if self._is_thinking:
+            self._finish(len(whole))
+            return
+        blocks = [each for each in _PARSER.parse(whole) if not each.level and each.nesting >= 0]
+        if len(blocks) > 1 and blocks[-1].map:
+            lines = whole.splitlines(keepends=True)
+            self._finish(len("".join(lines[: blocks[-1].map[0]])))
+
+    def _finish(self, length: int) -> None:
+        """Leave the first characters as they are, once they stand there in full."""
+        done = self._lines_of(self._text[:length])
+        if self._lines[: len(done)] == done:
+            self._lines = self._lines[len(done) :]
+        else:
+            self._draw(done)
+            self._lines = []
+        self._text = self._text[length:]
+        if done:
+            self._is_first, self._follows_thinking = False, self._is_thinking
+
+    def _draw(self, lines: list[str]) -> None:
+        """Replace the lines that stand there by these."""
+        same = 0
+        for before, now in zip(self._lines, lines, strict=False):
+            if before != now:
+                break
+            same += 1
+        # What has left the screen stays as it was.
+        same = min(max(same, len(self._lines) - (self._size().lines - 1)), len(lines))
+        up = len(self._lines) - same
+        if up or lines[same:]:
+            begin = f"\x1b[{up}A\x1b[J" if up > 0 else ""
+            self._write(begin + "".join(f"{line}\n" for line in lines[same:]))
+        self._lines = lines
+
+    def _lines_of(self, text: str) -> list[str]:
+        """A part of the answer as it is drawn, with an empty line before each block but the first
+        of the answer.
+        """
+        self._console.width = max(self._size().columns - 1, 1)
+        if self._is_thinking:
+            each_line = text.removesuffix("\n").split("\n") if text else []
+            rendered = [self._rendered(Text(line, "dim")) or [""] for line in each_line]
+            blocks = [list(chain.from_iterable(rendered))]
+        else:
+            blocks = [self._rendered(block) for block in _blocks_of(text)]
+        lines = list(chain.from_iterable(["", *block] for block in blocks if block))
+        follows = not self._is_first and not (self._is_thinking and self._follows_thinking)
+        return lines if follows else lines[1:]
+
+    def _rendered(self, what: RenderableType) -> list[str]:
+        with self._console.capture() as capture:
+            self._console.print(what)
+        text = _STYLED_NOTHING.sub("", _TRAILING_BLANKS.sub(r"\1", capture.get()))
+        return text.strip("\n").split("\n") if text.strip() else []
+
+
+def _blocks_of(text: str) -> Iterator[Markdown]:
+    """The blocks of a text, of which each is drawn alone: what is drawn of one does not depend on
+    what was drawn together.
+    """
+    block: list[Token] = []
+    for token in _PARSER.parse(text):
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"  # lines of an address, or of a poem
+        block.append(token)
+        if not token.level and token.nesting <= 0:
+            markdown = _Markdown("", hyperlinks=False)
+            markdown.parsed = block
+            yield markdown
+            block = []
+
+
+class _Heading(Heading):
+    """At the left, without a frame."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.text
+
+
+class _CodeBlock(CodeBlock):
+    """Without a background and without blanks around it, so that it can be copied."""
+
+    @classmethod
+    def create(cls, markdown: Markdown, token: Token) -> _CodeBlock:
+        return cls(token.info.partition(" ")[0] or "text", "")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = Syntax("", self.lexer_name, theme=_CODE).highlight(str(self.text))
+        code.rstrip()
+        yield code
+
+
+class _Markdown(Markdown):
+    elements = Markdown.elements | {
+        "heading_open": _Heading,
+        "fence": _CodeBlock,
+        "code_block": _CodeBlock,
+    }

@@ -1,0 +1,177 @@
+"""An answer as markdown on a terminal: whole screens, however it comes and whatever the size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import pytest
+from helpers.terminal import screen_lines
+
+from mlx_paged.chat.markdown import MarkdownWriter
+
+ANSWER = """\
+# A *short* plan
+
+Call `List<int>` with **care**, as \\( x_1 \\) says,
+not before. See [the docs](https://example.org/x) or <https://b.org>.
+
+- the first thing, which is longer than a line of a narrow terminal
+- the second
+  - and a part of it
+
+3. three
+
+4. four
+
+```python
+def area(r):
+    return 3.14 * r**2  # of a circle
+```
+
+> quoted
+
+| n | square |
+|---|-------:|
+| 3 | 9 |
+
+Done."""
+
+AT_40 = """\
+A short plan
+
+Call List<int> with care, as \\( x_1 \\)
+says,
+not before. See the docs
+(https://example.org/x) or
+<https://b.org>.
+
+ • the first thing, which is longer
+   than a line of a narrow terminal
+ • the second
+    • and a part of it
+
+ 3 three
+ 4 four
+
+def area(r):
+    return 3.14 * r**2  # of a circle
+
+▌ quoted
+
+ n  square
+ ─────────
+ 3       9
+
+Done."""
+
+AT_80 = """\
+A short plan
+
+Call List<int> with care, as \\( x_1 \\) says,
+not before. See the docs (https://example.org/x) or <https://b.org>.
+
+ • the first thing, which is longer than a line of a narrow terminal
+ • the second
+    • and a part of it
+
+ 3 three
+ 4 four
+
+def area(r):
+    return 3.14 * r**2  # of a circle
+
+▌ quoted
+
+ n  square
+ ─────────
+ 3       9
+
+Done."""
+
+
+class Written(list[str]):
+    """What a writer has written."""
+
+    def __init__(self, pieces: Iterable[tuple[str, bool]], columns: int, rows: int = 24):
+        size = os.terminal_size((columns, rows))
+        writer = MarkdownWriter(self.append, lambda: size, clock=lambda: 0.0)
+        for text, is_thinking in pieces:
+            writer.add(text, is_thinking)
+        writer.finish()
+
+
+def answer(*pieces: str) -> list[tuple[str, bool]]:
+    return [(piece, False) for piece in pieces]
+
+
+@pytest.mark.parametrize(("columns", "screen"), [(40, AT_40), (80, AT_80), (120, AT_80)])
+@pytest.mark.parametrize("pieces", ["whole", "lines", "letters"])
+def test_an_answer_is_drawn_the_same_however_it_comes(columns: int, screen: str, pieces: str):
+    cut = {"whole": [ANSWER], "lines": ANSWER.splitlines(keepends=True), "letters": ANSWER}[pieces]
+    written = Written(answer(*cut), columns)
+    assert screen_lines("".join(written), columns) == screen.split("\n")
+
+
+@pytest.mark.parametrize("rows", [3, 5, 24])
+def test_a_block_that_is_taller_than_the_screen_loses_no_line(rows: int):
+    code = "\n".join(f"line {number}" for number in range(60))
+    written = Written(answer(*f"Look:\n\n```\n{code}\n```\n\nThat is all."), 40, rows)
+    expected = ["Look:", "", *code.split("\n"), "", "That is all."]
+    assert screen_lines("".join(written), 40, rows) == expected
+
+
+def test_a_finished_block_is_not_written_again():
+    written = Written(answer("First.\n\n", "Sec", "ond.\n\n", "Third."), 40)
+    assert written == [
+        "First.\n",
+        "\nSec\n",
+        "\x1b[1A\x1b[JSecond.\n",
+        "\nThird.\n",
+    ]
+
+
+def test_only_the_lines_that_change_are_written_again():
+    written = Written(answer("```\none\ntwo\n", "three", "!\n"), 40)
+    assert written == ["one\ntwo\n", "three\n", "\x1b[1A\x1b[Jthree!\n"]
+
+
+def test_reasoning_is_dim_text_in_its_own_lines_and_no_markdown():
+    thought = "<think>\n**Hm**, this is a thought of more than forty columns.\n\n- so\n</think>"
+    pieces = [*((letter, True) for letter in thought), *answer("\n\n", "**42**")]
+    written = Written(pieces, 40)
+    assert screen_lines("".join(written), 40) == [
+        "<think>",
+        "**Hm**, this is a thought of more than",
+        "forty columns.",
+        "",
+        "- so",
+        "</think>",
+        "",
+        "42",
+    ]
+    assert "\x1b[2m- so\x1b[0m" in "".join(written)
+    assert screen_lines("".join(Written([(thought, True)], 40)), 40)[:4] == [
+        "<think>",
+        "**Hm**, this is a thought of more than",
+        "forty columns.",
+        "",
+    ]
+
+
+def test_colours_can_be_read_on_black_and_on_white():
+    """None but magenta, and no background."""
+    codes = "".join(Written(answer(ANSWER), 80))
+    styles = {style for part in codes.split("\x1b[")[1:] for style in part.split("m")[0].split(";")}
+    assert styles <= {"0", "1", "2", "3", "4", "35"}
+
+
+def test_words_longer_than_a_line_and_wide_characters_are_folded():
+    word = "https://example.org/" + "x" * 40
+    written = Written(answer(*f"See {word} 模型模型模型模型模型模型模型模型模型模型"), 40)
+    lines = screen_lines("".join(written), 40)
+    assert "".join(lines).replace(" ", "") == f"See{word}" + "模型" * 10
+
+
+def test_an_answer_of_nothing_writes_nothing():
+    assert Written(answer("", "\n", " \n\n"), 40) == []
