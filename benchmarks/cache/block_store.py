@@ -11,9 +11,8 @@ that is full (each evicts one), its `get`, and plain writes and reads of as many
 written a moment ago is read from the system's page cache. "Two threads" is a `get` by two threads
 at once, in time per block.
 
-The start is that of a writer on a folder with many small blocks: with the index as it was left, and
-without one, so that each header is read. Both rest half of the time, and the thread that steps goes
-on meanwhile.
+The start is that of a writer on a folder with many small blocks. It rests half of the time, and the
+thread that steps goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -125,9 +124,7 @@ def measure_many(folder: Path, num_blocks: int) -> dict[str, float]:
     store.note_used(hashes)
     results["note of a use"] = per_block(store.maintain, len(hashes))
     store.close()
-    results["start with an index"] = per_block(lambda: start_writer(folder), num_blocks)
-    store.layout.index.unlink()
-    results["start without one"] = per_block(lambda: start_writer(folder), num_blocks)
+    results["start"] = per_block(lambda: start_writer(folder), num_blocks)
     return results
 
 

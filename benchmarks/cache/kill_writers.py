@@ -4,17 +4,17 @@
     python -m benchmarks kill_writers --kills 100 --seed 7
 
 A quarter of the kills hits writers of a folder in which there is room for everything, and a tool
-that pins, unpins, shrinks and makes the index again; a quarter the same on a folder that holds a
+that pins, unpins, shrinks and lists it; a quarter the same on a folder that holds a
 fifth of what is written; the rest hits whole engines (demo model, float32) that answer prompts with
-a folder that holds a third of their K/V. One time in ten somebody also deletes the index, or
-overwrites it. Two processes (with engines: one) read and compare all the while, and after every ten
+a folder that holds a third of their K/V. One time in ten an index of an earlier version is put
+there, too. Two processes (with engines: one) read and compare all the while, and after every ten
 kills a new process starts on the folder and looks at everything:
 
 - a block that can be read has the right bytes, and an answer the tokens of an engine without a
   folder;
 - no file is bad or half written, and none that was said to be written or pinned is missing, where
   nothing had to be evicted;
-- the index agrees with the files, and these are within the limit;
+- the sums agree with the files, and these are within the limit;
 - no process has crashed, and no store has given up.
 
 The exit status is 1 if anything was wrong, which is printed.

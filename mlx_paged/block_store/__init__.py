@@ -9,9 +9,9 @@
     blocks = reader.take(max_nbytes=64 << 20)
 
 A block is a file. Its name is the block's hash, its folder the fingerprint of everything else that
-its bytes depend on, so it is found without asking anybody, and checked before it is used. An SQLite
-database beside the files knows sizes, ages and parents. It can be lost: it is made again from the
-files. Nothing here knows MLX or what a payload means.
+its bytes depend on, so it is found by one look at a directory, and checked before it is used. Its
+time is that of its last use. Nothing else is written down: sums and the order in which blocks go
+are read from the directory entries (catalogue.py). Nothing here knows MLX or what a payload means.
 """
 
 from mlx_paged.block_store.errors import BlockStoreError

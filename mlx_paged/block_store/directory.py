@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mlx_paged.block_store.errors import BadBlockFileError
@@ -25,6 +27,7 @@ _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUP
 _ASIDE_SUFFIX = ".tmp"
 _ASIDE = re.compile(r"\..*\.(\d+)-([0-9a-f]+)-\d+" + re.escape(_ASIDE_SUFFIX))
 _MOST_SECONDS_OF_A_WRITE = 3600.0
+_MOST_SECONDS_FOR_A_LOCK = 5.0
 # The ids of processes come again; with this, one is told from an earlier one of the same id.
 _THIS_PROCESS = os.urandom(4).hex()
 _numbers = itertools.count()
@@ -113,6 +116,21 @@ class Directory:
         finally:
             os.close(fd)
 
+    def entries(self) -> list[tuple[str, os.stat_result]]:
+        """Name and status of all that is in the folder, in any order; of links themselves."""
+        found = []
+        fd = os.open(".", _FOLDER, dir_fd=self._fd)
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+                    except FileNotFoundError:
+                        continue
+        finally:
+            os.close(fd)
+        return found
+
     def status(self, name: str) -> os.stat_result:
         """Of whatever has the name; of a link, and not of what it leads to."""
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -141,8 +159,28 @@ class Directory:
             raise
         return True
 
-    def set_time(self, name: str, time: float) -> None:
-        os.utime(name, (time, time), dir_fd=self._fd, follow_symlinks=False)
+    def set_time(self, name: str, mtime: int) -> None:
+        """Of a file or a link, in nanoseconds since 1970."""
+        os.utime(name, ns=(mtime, mtime), dir_fd=self._fd, follow_symlinks=False)
+
+    @contextmanager
+    def locked(self, kind: int) -> Iterator[None]:
+        """Hold the lock of the folder, which other processes and threads may want, too. Goes on
+        without it after some seconds, and on file systems that have no locks.
+
+        Args:
+            kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+        """
+        # A descriptor of its own: the lock belongs to that.
+        fd = os.open(".", _FOLDER, dir_fd=self._fd)
+        try:
+            deadline = time.monotonic() + _MOST_SECONDS_FOR_A_LOCK
+            with contextlib.suppress(OSError):
+                while not _lock(fd, kind) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            yield
+        finally:
+            os.close(fd)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
@@ -183,11 +221,19 @@ class Directory:
             raise
         return file
 
-    def write_aside(self, name: str, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+    def write_aside(
+        self,
+        name: str,
+        pieces: Sequence[bytes | bytearray | memoryview],
+        mtime: int | None = None,
+    ) -> None:
         """A file that holds the pieces, whole or not at all.
 
         It is written beside and renamed. Nothing waits for the disk: a file that is torn when the
         power goes is found out by its checksum.
+
+        Args:
+            mtime: the time that it gets, in nanoseconds since 1970; by default now.
 
         Raises:
             OSError: it could not be written; nothing is left of it.
@@ -197,6 +243,8 @@ class Directory:
         try:
             try:
                 _write(file, pieces)
+                if mtime is not None:
+                    os.utime(file, ns=(mtime, mtime))
             finally:
                 os.close(file)
             os.rename(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -205,11 +253,17 @@ class Directory:
                 os.unlink(aside, dir_fd=self._fd)
             raise
 
-    def remove_abandoned(self, name: str, now: float) -> None:
-        """Remove what a process began to write here that is dead by now."""
-        with contextlib.suppress(OSError):
-            if _ASIDE.fullmatch(name) and is_abandoned(name, now - self.status(name).st_mtime):
-                self.remove(name)
+    def remove_abandoned(self, entries: Iterable[tuple[str, os.stat_result]]) -> None:
+        """Remove what processes began to write here that are dead by now.
+
+        Args:
+            entries: of this folder.
+        """
+        now = time.time()
+        for name, status in entries:
+            if name.endswith(_ASIDE_SUFFIX) and is_abandoned(name, now - status.st_mtime):
+                with contextlib.suppress(OSError):
+                    self.remove(name)
 
     def _check_file(self, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
@@ -255,6 +309,14 @@ def _write(file: int, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
             num_written -= len(left.pop(0))
         if left:
             left[0] = left[0][num_written:]
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_alive(process: int) -> bool:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sqlite3
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from mlx_paged.block_store.catalogue import Catalogue
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
-    BlockStoreError,
     OtherVersionError,
     refusals,
 )
 from mlx_paged.block_store.files import check_is_ours
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
-from mlx_paged.block_store.inventory import Inventory
 from mlx_paged.block_store.layout import (
     FINGERPRINT_NAME,
     BlockLayout,
@@ -28,22 +24,53 @@ from mlx_paged.block_store.layout import (
     file_name_of,
     shard_name_of,
 )
+from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry(IndexRow):
+class Entry:
     """A block in the folder.
 
     Attributes:
+        digest: of its fingerprint.
+        block_hash: its chained hash.
+        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
+        first_token: the position of its first token.
+        num_tokens: how many tokens it has (``CacheFolder.header`` says which); 0 for a file whose
+            header can't be read, such as one in the format of another version.
+        group: the group of layers whose rows it holds.
+        nbytes: what its file takes on disk, in steps of 4,096 bytes.
+        created: when it was written, in seconds since 1970.
+        ttl: for how many seconds it is kept after it was last used; ``None`` for no limit.
+        last_used: when it was last written or used, in seconds since 1970.
         is_pinned: whether it stays, because it was pinned, or a block that comes after it.
-        expires: when its time is over unless it is used again, in seconds since 1970; ``None`` for
-            never. A pinned one has none.
     """
 
+    digest: str
+    block_hash: bytes
+    parent_hash: bytes | None
+    first_token: int
+    num_tokens: int
+    group: int
+    nbytes: int
+    created: float
+    ttl: float | None
+    last_used: float
     is_pinned: bool = False
-    expires: float | None = None
+
+    @property
+    def name(self) -> BlockName:
+        """What methods of ``CacheFolder`` take."""
+        return self.digest, self.block_hash
+
+    @property
+    def expires(self) -> float | None:
+        """When its time is over unless it is used again, in seconds since 1970; ``None`` for never.
+        A pinned one has none.
+        """
+        return None if self.ttl is None or self.is_pinned else self.last_used + self.ttl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,35 +125,22 @@ class CacheFolder:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._layout = BlockLayout(folder)
-        with _refusals(self._layout):
+        with refusals(self._layout.folder):
             check_is_ours(self._layout.folder)
-        self._inventory = Inventory(self._layout)
-        self._shards = self._inventory.shards
-
-    def __enter__(self) -> CacheFolder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the index; a later call opens it again."""
-        self._inventory.close()
+        self._catalogue = Catalogue(self._layout)
+        self._shards = self._catalogue.shards
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` where the text beside the blocks is missing or unreadable."""
         return {digest: self._fingerprint(digest) for digest in self._shards.digests()}
 
     def entries(self) -> list[Entry]:
-        """All blocks, of each fingerprint parents before children. Files that the index doesn't
-        know are found, too.
+        """All blocks, of each fingerprint parents before children. Reads the header of each, and
+        passes over files that are no blocks (see ``verify``).
         """
-        with _refusals(self._layout):
-            rows = self._inventory.act(Index.rows)
-        kept = {
-            digest: self._inventory.pins.kept(digest) for digest in {row.digest for row in rows}
-        }
-        return [_entry(row, is_pinned=row.block_hash in kept[row.digest]) for row in rows]
+        self._shards.refresh()
+        found = [entry for digest in self._shards.digests() for entry in self._entries(digest)]
+        return sorted(found, key=lambda each: (each.digest, each.first_token, each.block_hash))
 
     def header(self, digest: str, block_hash: bytes) -> BlockHeader | None:
         """What a block's file says of it, with its token ids; ``None`` if it can't be read."""
@@ -140,13 +154,13 @@ class CacheFolder:
         chain = self._chain(digest, block_hash)
         if not chain:
             return False
-        with _refusals(self._layout):
-            self._inventory.pins.add(digest, chain)
-            self._inventory.wait_for_evictions()
+        with refusals(self._layout.folder):
+            self._catalogue.pins.add(digest, chain)
+            self._catalogue.wait_for_evictions()
             # It may have been evicted a moment before the pin was there.
             if self.header(digest, block_hash) is not None:
                 return True
-            self._inventory.pins.remove(digest, block_hash)
+            self._catalogue.pins.remove(digest, block_hash)
         return False
 
     def unpin(self, digest: str, block_hash: bytes) -> bool:
@@ -155,13 +169,13 @@ class CacheFolder:
         Returns:
             Whether there was one: on this block, not on one that comes after it.
         """
-        with _refusals(self._layout):
-            return self._inventory.pins.remove(digest, block_hash)
+        with refusals(self._layout.folder):
+            return self._catalogue.pins.remove(digest, block_hash)
 
     def pins(self) -> list[BlockName]:
         """Digest and hash of each block that was pinned itself."""
         return [
-            pin for digest in self._shards.digests() for pin in self._inventory.pins.pinned(digest)
+            pin for digest in self._shards.digests() for pin in self._catalogue.pins.pinned(digest)
         ]
 
     def remove(self, blocks: Iterable[BlockName]) -> Removed:
@@ -170,10 +184,10 @@ class CacheFolder:
         be found any more until they are there again.
         """
         there = {name: self._status(name) for name in dict.fromkeys(blocks)}
-        with _refusals(self._layout):
-            refusals = self._unpin_all(there)
-            refusals |= self._inventory.remove(name for name in there if name not in refusals)
-        left = {name: f"it can't be removed: {system_reason(refusals[name])}" for name in refusals}
+        with refusals(self._layout.folder):
+            refused = self._each(there, lambda name: self._catalogue.pins.remove(*name))
+            refused |= self._each(there.keys() - refused.keys(), self._catalogue.remove)
+        left = {name: f"it can't be removed: {system_reason(why)}" for name, why in refused.items()}
         sizes: list[int] = []
         for name, status in there.items():
             if status is not None and stat.S_ISDIR(status.st_mode):
@@ -197,20 +211,35 @@ class CacheFolder:
 
     def size(self) -> FolderSize:
         """What lies there, of all fingerprints."""
-        with _refusals(self._layout):
-            return FolderSize(*self._inventory.act(Index.totals))
+        with refusals(self._layout.folder):
+            self._catalogue.list_again()
+            self._catalogue.list_files()
+            return FolderSize(self._catalogue.num_blocks, self._catalogue.nbytes)
 
     def shrink(self, max_nbytes: int) -> FolderSize:
         """Evict until the folder takes at most ``max_nbytes``, pinned blocks aside; what went."""
-        with _refusals(self._layout):
-            return FolderSize(*self._inventory.evict(self.size().nbytes - max_nbytes))
+        self.size()
+        with refusals(self._layout.folder):
+            return FolderSize(*self._catalogue.shrink(max_nbytes))
 
-    def rebuild(self) -> FolderSize:
-        """Throw away what the index says and make it from the files; what is there then."""
-        with _refusals(self._layout):
-            self._inventory.act(Index.clear)
-            self._inventory.list_again()
-            return self.size()
+    def _entries(self, digest: str) -> Iterator[Entry]:
+        kept = self._catalogue.pins.kept(digest)
+        for name, status in self._shards.files(digest):
+            used, nbytes = last_use_of(status), nbytes_on_disk(status.st_size)
+            is_pinned = name[1] in kept
+            try:
+                header = self._shards.read_header(name)
+            except (BadBlockFileError, FileNotFoundError):
+                continue
+            except (OtherVersionError, OSError):
+                # It takes its room, whatever it holds.
+                yield Entry(*name, None, 0, 0, 0, nbytes, used, None, used, is_pinned)
+                continue
+            block = header.block
+            yield Entry(
+                *name, block.parent_hash, block.first_token, len(block.token_ids), block.group,
+                nbytes, header.created, header.ttl, used, is_pinned,
+            )  # fmt: skip
 
     def _fingerprint(self, digest: str) -> Fingerprint | None:
         try:
@@ -241,15 +270,18 @@ class CacheFolder:
         except OSError:
             return None
 
-    def _unpin_all(self, names: Iterable[BlockName]) -> dict[BlockName, OSError]:
-        """Take all pins back; for which blocks the system refuses that, and why."""
-        refusals: dict[BlockName, OSError] = {}
+    @staticmethod
+    def _each(
+        names: Iterable[BlockName], remove: Callable[[BlockName], object]
+    ) -> dict[BlockName, OSError]:
+        """Call ``remove`` for each; for which blocks the system refuses that, and why."""
+        refused: dict[BlockName, OSError] = {}
         for name in names:
             try:
-                self._inventory.pins.remove(*name)
+                remove(name)
             except OSError as error:
-                refusals[name] = error
-        return refusals
+                refused[name] = error
+        return refused
 
     def _verify_shard(self, digest: str, first_byte: bytes) -> Iterator[CheckedFile]:
         try:
@@ -286,17 +318,3 @@ def _unreadable(error: OSError) -> str:
 
 def _unread_folder(path: Path, digest: str, error: OSError) -> CheckedFile:
     return CheckedFile(str(path), digest, None, 0, _unreadable(error))
-
-
-def _entry(row: IndexRow, is_pinned: bool) -> Entry:
-    expires = None if row.ttl is None or is_pinned else row.last_used + row.ttl
-    return Entry(**vars(row), is_pinned=is_pinned, expires=expires)
-
-
-@contextmanager
-def _refusals(layout: BlockLayout) -> Iterator[None]:
-    try:
-        with refusals(layout.folder):
-            yield
-    except sqlite3.Error as error:
-        raise BlockStoreError(f"{layout.folder}: no index can be made: {error}") from error

@@ -1,7 +1,6 @@
 """Where things lie in a folder of blocks.
 
     DIR/CACHEDIR.TAG                               says that it is a cache
-    DIR/index-v1.sqlite3                           rows about the files, see index.py
     DIR/weights/<64 hex>.json                      digests of weights, see weight_digests.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
     DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block; the first two digits of its hash
@@ -26,7 +25,6 @@ from mlx_paged.errors import shown
 BlockName: TypeAlias = tuple[str, bytes]
 """The digest of a fingerprint and the hash of a block: what names a file."""
 
-INDEX_NAME = "index-v1.sqlite3"
 BLOCKS_NAME = "blocks"
 WEIGHTS_NAME = "weights"
 TAG_NAME = "CACHEDIR.TAG"
@@ -39,10 +37,11 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 _HASH = r"((?:[0-9a-f]{2})+)"
 _BLOCK = re.compile(_HASH + re.escape(BLOCK_SUFFIX))
 _PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
-# What a folder of blocks may hold, from any version and from SQLite; the tag also while another
-# process writes it.
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_OLD_INDEX = re.compile(r"index-v\d+\.sqlite3.*")
+# What a folder of blocks may hold, from any version; the tag also while another process writes it.
 _OWN_NAMES = re.compile(
-    rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|index-v\d+\.sqlite3.*|\.DS_Store"
+    rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|{_OLD_INDEX.pattern}|\.DS_Store"
 )
 
 
@@ -58,7 +57,6 @@ class BlockLayout:
         if not is_path:
             raise BlockStoreError(f"cache_dir must be a folder, got {shown(folder)}")
         self.blocks = self.folder / BLOCKS_NAME
-        self.index = self.folder / INDEX_NAME
 
     def of(self, digest: str) -> Path:
         """The folder of a fingerprint's blocks."""
@@ -87,6 +85,16 @@ def pin_name_of(block_hash: bytes) -> str:
 def is_digest(name: str) -> bool:
     """Whether a name is that of a fingerprint's folder."""
     return _DIGEST.fullmatch(name) is not None
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a name is that of a folder of blocks whose hashes begin alike."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_old_index(name: str) -> bool:
+    """Whether a name is that of the SQLite index that earlier versions kept."""
+    return _OLD_INDEX.fullmatch(name) is not None
 
 
 def is_own_name(name: str) -> bool:

@@ -1,7 +1,6 @@
 """``Pins``: the blocks of a folder that stay, whatever its limits are.
 
-A pin is a file named after the block that was pinned, and lists the block's ancestors, so it says
-all without an index and survives the loss of one.
+A pin is a file named after the block that was pinned, and lists the block's ancestors.
 """
 
 from __future__ import annotations

@@ -6,23 +6,31 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mlx_paged.block_store.block_file import FileHeader, parse_block, parse_header
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.errors import BadBlockFileError
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.index import MOST_SECONDS_AHEAD
 from mlx_paged.block_store.layout import (
     BLOCKS_NAME,
     FINGERPRINT_NAME,
+    PINS_NAME,
     BlockLayout,
     BlockName,
+    block_hash_of,
     file_name_of,
     is_digest,
+    is_shard_name,
     shard_name_of,
 )
 from mlx_paged.core.tier import Payload
+
+ALLOCATION_UNIT = 4096
+"""Bytes: file systems give a file a whole number of these."""
+
+MOST_SECONDS_AHEAD = 60
+"""How far the clock that gave a block its time may be ahead of this one."""
 
 _MOST_OPEN = 8
 
@@ -65,15 +73,20 @@ class Shards:
             self._folders[digest] = folder
         return folder
 
-    def may_exist(self, digest: str) -> bool:
-        """Whether a fingerprint has a folder, or the system does not let it be looked for."""
-        try:
-            self.folder(digest)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass
-        return True
+    def files(self, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:
+        """The files that have names of a fingerprint's blocks, and their status, in any order.
+        Links, folders, files of other users and folders that can't be read are passed over. What
+        dead processes left half written is removed on the way.
+        """
+        with contextlib.suppress(OSError):
+            folder = self.folder(digest)
+            folder.remove_abandoned(folder.entries())
+            with contextlib.suppress(OSError):
+                pins = folder.folder(PINS_NAME)
+                pins.remove_abandoned(pins.entries())
+            for shard_name in filter(is_shard_name, folder.names()):
+                with contextlib.suppress(OSError):
+                    yield from _blocks_in(folder.folder(shard_name), digest)
 
     def shard(self, name: BlockName) -> Directory:
         """The folder of a block. Raises OSError."""
@@ -94,11 +107,6 @@ class Shards:
         except OSError:
             return None
         return status if shard.is_own_file(status) else None
-
-    def last_use(self, name: BlockName) -> float | None:
-        """When a block was last used; ``None`` if it isn't there."""
-        status = self.status(name)
-        return None if status is None else last_use_of(status)
 
     def read(self, name: BlockName) -> tuple[FileHeader, bytes, float]:
         """The header, the payload and the time of the last use of a block.
@@ -125,10 +133,16 @@ class Shards:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def set_last_use(self, name: BlockName, used: float) -> None:
-        """Raises OSError."""
+    def note_used(self, name: BlockName, used: int) -> None:
+        """Set when a block was last used, in nanoseconds since 1970, unless that was later. Raises
+        OSError.
+        """
+        file = file_name_of(name[1])
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self.shard(name).set_time(file_name_of(name[1]), used)
+            shard = self.shard(name)
+            status = shard.status(file)
+            if shard.is_own_file(status) and time_used(status) < used:
+                shard.set_time(file, used)
 
     def make_fingerprint_folder(self, fingerprint: Fingerprint) -> Directory:
         """The folder of a fingerprint, made if need be, with the text beside the blocks. Raises
@@ -143,19 +157,45 @@ class Shards:
         folder.write_aside(FINGERPRINT_NAME, [text])
         return folder
 
-    def write(self, fingerprint: Fingerprint, block_hash: bytes, pieces: Sequence[Payload]) -> None:
-        """Write the file of a block, and make the folders that it needs. Raises OSError."""
+    def write(
+        self, fingerprint: Fingerprint, block_hash: bytes, pieces: Sequence[Payload], used: int
+    ) -> None:
+        """Write the file of a block, and make the folders that it needs. Raises OSError.
+
+        Args:
+            used: the time that the file gets, in nanoseconds since 1970.
+        """
         file = file_name_of(block_hash)
         try:
-            self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces)
+            self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces, used)
         except FileNotFoundError:
             # No block with these two digits was there before, or all are gone.
             folder = self.make_fingerprint_folder(fingerprint)
-            folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces)
+            folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces, used)
+
+
+def nbytes_on_disk(num_bytes: int) -> int:
+    """What a file of ``num_bytes`` takes."""
+    return -(-num_bytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
+
+
+def time_used(status: os.stat_result) -> int:
+    """When a file was last used, in nanoseconds since 1970. A time that is still to come says
+    nothing of its use, and would keep it for ever: it counts as the oldest.
+    """
+    latest = time.time_ns() + MOST_SECONDS_AHEAD * 1_000_000_000
+    return 0 if status.st_mtime_ns > latest else status.st_mtime_ns
 
 
 def last_use_of(status: os.stat_result) -> float:
-    """The time of a file in seconds since 1970. A time that is still to come says nothing of its
-    use, and would keep it for ever: it counts as the oldest.
-    """
-    return 0.0 if status.st_mtime > time.time() + MOST_SECONDS_AHEAD else status.st_mtime
+    """``time_used`` in seconds."""
+    return time_used(status) / 1e9
+
+
+def _blocks_in(shard: Directory, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:
+    entries = shard.entries()
+    shard.remove_abandoned(entries)
+    for name, status in entries:
+        block_hash = block_hash_of(name)
+        if block_hash is not None and shard.is_own_file(status):
+            yield (digest, block_hash), status

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import sqlite3
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mlx_paged.block_store.block_file import encode_header
+from mlx_paged.block_store.catalogue import Catalogue, Pause
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
     BlockStoreError,
@@ -20,17 +20,18 @@ from mlx_paged.block_store.errors import (
 )
 from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
-from mlx_paged.block_store.inventory import Inventory, Pause
 from mlx_paged.block_store.layout import BlockLayout, BlockName
-from mlx_paged.block_store.notes import Notes
-from mlx_paged.block_store.shards import last_use_of
+from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
 from mlx_paged.domains import AT_LEAST_1
-from mlx_paged.errors import reason, shown, system_reason
+from mlx_paged.errors import shown, system_reason
 
-_ROWS_AT_A_TIME = 64
-_MOST_SECONDS_BETWEEN_SWEEPS = 60.0
+# When the files are listed again, to see what other processes have written and removed: after so
+# many seconds, sooner if this process writes, and before it has written this share of the limit.
+_SECONDS_BETWEEN_LISTINGS = 600.0
+_SECONDS_BETWEEN_LISTINGS_OF_A_WRITER = 60.0
+_SHARE_BETWEEN_LISTINGS = 1 / 16
+_LISTINGS_PER_TTL = 4
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # The process is short of something, or this one file can't be: the next may do.
@@ -41,7 +42,7 @@ class BlockStore(Tier):
     """Blocks of one fingerprint in a folder that several processes use at once.
 
     Any thread may call anything. ``has``, ``load`` and ``note_used`` never wait for a write or for
-    the index; ``store``, ``maintain`` and ``close`` may take long, and are the writer's.
+    a listing; ``store``, ``maintain`` and ``close`` may take long, and are the writer's.
 
     No method raises for what the disk does. A file that is no good is removed, and is a miss. When
     the disk itself fails, ``failure`` says why, and from then on nothing is found and nothing is
@@ -50,11 +51,13 @@ class BlockStore(Tier):
     Args:
         folder: made, with the rights 0700, if it isn't there.
         max_nbytes: what all blocks in the folder may take, whatever their fingerprint. Processes
-            that use a folder should agree on it: each one keeps to its own.
+            that use a folder should agree on it: each one keeps to its own, and may exceed it by a
+            sixteenth, which it may write before it sees what the others have written.
         fingerprint: what the blocks depend on beside their tokens.
-        ttl: seconds after its last use at which a block isn't found any more, and is removed. It
-            holds for the blocks that are written here, and in this process for all of this
-            fingerprint. Pinned blocks stay.
+        ttl: seconds after its last use at which a block isn't found any more. It holds for the
+            blocks that are written here, whoever asks for them, and in this process for all of this
+            fingerprint; this process removes those, too, within a quarter of the time. Pinned
+            blocks stay.
 
     Raises:
         BlockStoreError: the folder can't be used (``cache_dir``), or a limit is no limit
@@ -74,17 +77,15 @@ class BlockStore(Tier):
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
         make_folder(self.layout.folder)
-        self._inventory = Inventory(self.layout)
-        self._shards = self._inventory.shards
+        self._catalogue = Catalogue(self.layout, self._digest, self.ttl)
+        self._shards = self._catalogue.shards
         with refusals(self.layout.folder):
             self._shards.make_fingerprint_folder(fingerprint)
-        self._notes = Notes(self._inventory, self._digest)
+        self._uses: deque[tuple[tuple[bytes, ...], int]] = deque()  # not in the files yet
         self._is_off = False
         self._lock = threading.Lock()  # of the counters
         self._counts: Counter[str] = Counter()
         self._writing = threading.RLock()
-        self._totals = self._inventory.glance()
-        self._swept = -float("inf")
 
     def has(self, key: bytes) -> bool:
         """Whether the block lies there, by its name alone; it may still turn out to be unreadable.
@@ -135,12 +136,12 @@ class BlockStore(Tier):
         return is_written
 
     def note_used(self, keys: Iterable[bytes]) -> None:
-        """Say that blocks were of use: whole prefixes, first block first, whether they were found
-        in memory or on disk. They stay longest, and their time starts again. It is remembered here
-        and written down by ``maintain``.
+        """Say that blocks of one prefix were of use, first block first, whether they were found in
+        memory or on disk. They and those before them stay longest, and their time starts again. It
+        is remembered here, and the files get it by ``maintain`` or the next ``store``.
         """
         if not self._is_off:
-            self._notes.used(keys)
+            self._uses.append((tuple(keys), time.time_ns()))
 
     def maintain(self, pause: Pause | None = None) -> None:
         """Write down what has happened, and bring the folder within its limits. The writer calls it
@@ -152,31 +153,27 @@ class BlockStore(Tier):
         """
         if self._is_off:
             return
-        # Finish a listing of the files first, without the lock that a put takes.
-        with self._failing("the index could not be made"):
-            self._inventory.act(Index.totals, pause)
+        # Finish the first listing before the lock that a put takes is taken.
+        with self._failing("the files could not be listed"):
+            self._catalogue.list_files(pause)
         with self._writing, self._failing("the folder could not be tended"):
             self._shards.refresh()
-            self._flush()
+            self._note_uses()
+            self._list_if_due(pause)
             self._make_room(0, pause)
-            self._sweep()
-            self._inventory.list_again_if_alone()
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write down what has happened and let go of the index. Nothing is found any more.
+        """Write down what was used. Nothing is found any more.
 
         Args:
-            timeout: how many seconds to wait for a write of another thread that hangs. What isn't
-                written down then is found in the files by whoever comes next.
+            timeout: how many seconds to wait for a write of another thread that hangs.
         """
         was_off, self._is_off = self._is_off, True
-        if not self._writing.acquire(timeout=timeout):
+        if was_off or not self._writing.acquire(timeout=timeout):
             return
         try:
-            if not was_off:
-                with self._failing("the folder could not be tended"):
-                    self._flush()
-            self._inventory.close()
+            with self._failing("the folder could not be tended"):
+                self._note_uses()
         finally:
             self._writing.release()
 
@@ -188,11 +185,13 @@ class BlockStore(Tier):
 
     def stats(self) -> TierStats:
         """What is known now. Sums are of the whole folder, in steps of 4,096 bytes, as file systems
-        give them, and as of the last write or ``maintain``.
+        give them: zero until the files were listed, and of what other processes do, as of the last
+        listing.
         """
-        num_blocks, nbytes = self._totals
+        known = self._catalogue
         with self._lock:
-            return TierStats(num_blocks=num_blocks, nbytes=nbytes, **self._counts)
+            counts = self._counts + Counter(num_evicted=known.num_expired)
+            return TierStats(num_blocks=known.num_blocks, nbytes=known.nbytes, **counts)
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter of ``stats``."""
@@ -206,73 +205,68 @@ class BlockStore(Tier):
         ttls = [limit for limit in (ttl, self.ttl) if limit is not None]
         if not ttls or time.time() - last_used <= min(ttls):
             return False
-        return not self._inventory.pins.keeps(self._name(block_hash))
+        return not self._catalogue.pins.keeps(self._name(block_hash))
 
     def _discard(self, block_hash: bytes, counter: str) -> None:
         """Remove a file that can't be used."""
         try:
-            if self._shards.remove(self._name(block_hash)):
+            if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
-                self._notes.lost(block_hash)
         except OSError as error:
             self.fail(f"a bad block could not be removed: {system_reason(error)}")
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
-        now = time.time()
-        prefix = encode_header(header, self._digest, now, self.ttl, payload)
+        prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
         nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
-        if nbytes > self.max_nbytes or not self._make_room(nbytes):
+        if nbytes > self.max_nbytes:
             return False
-        self._write_file(header.block_hash, [prefix, payload], nbytes)
-        self._notes.written(
-            IndexRow.of_block(
-                self._digest, header, nbytes=nbytes, created=now, ttl=self.ttl, last_used=now
-            )
-        )
-        self._totals = self._totals[0] + 1, self._totals[1] + nbytes
-        if self._notes.num_written >= _ROWS_AT_A_TIME:
-            self._flush()
+        self._note_uses()
+        self._list_if_due()
+        used = self._catalogue.time_behind(self._digest, header.parent_hash, time.time_ns())
+        if not self._make_room(nbytes):
+            return False
+        name = self._name(header.block_hash)
+        if self.ttl is not None and self._catalogue.remove(name):  # one whose time is over
+            self.count("num_evicted")
+        self._write_file(header.block_hash, [prefix, payload], nbytes, used)
+        self._catalogue.added(name, used, nbytes)
         return True
 
-    def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int) -> None:
+    def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int, used: int) -> None:
         try:
-            self._shards.write(self.fingerprint, block_hash, pieces)
+            self._shards.write(self.fingerprint, block_hash, pieces, used)
         except OSError as error:
-            if error.errno not in _FULL or not self._evict(2 * nbytes):
+            if error.errno not in _FULL or not self._shrink(self._catalogue.nbytes - 2 * nbytes):
                 raise
-            self._shards.write(self.fingerprint, block_hash, pieces)
+            self._shards.write(self.fingerprint, block_hash, pieces, used)
+
+    def _list_if_due(self, pause: Pause | None = None) -> None:
+        """List the files again if others may have changed much since the last time."""
+        known = self._catalogue
+        seconds = _SECONDS_BETWEEN_LISTINGS
+        if known.nbytes_added:
+            seconds = min(seconds, _SECONDS_BETWEEN_LISTINGS_OF_A_WRITER)
+        if self.ttl is not None:
+            seconds = min(seconds, self.ttl / _LISTINGS_PER_TTL)
+        is_much = known.nbytes_added > _SHARE_BETWEEN_LISTINGS * self.max_nbytes
+        if is_much or time.monotonic() - known.listed >= seconds:
+            known.list_again()
+        known.list_files(pause)
 
     def _make_room(self, nbytes: int, pause: Pause | None = None) -> bool:
         """Evict until ``nbytes`` more are within the limit; whether they are."""
-        self._totals = self._notes.totals()
-        if self._totals[1] + nbytes <= self.max_nbytes:
-            return True
-        self._flush()
-        self._totals = self._inventory.act(Index.totals)
-        excess = self._totals[1] + nbytes - self.max_nbytes
-        return excess <= 0 or self._evict(excess, pause) >= excess
+        self._shrink(self.max_nbytes - nbytes, pause)
+        return self._catalogue.nbytes + nbytes <= self.max_nbytes
 
-    def _evict(self, nbytes: int, pause: Pause | None = None) -> int:
-        self._flush()
-        num_evicted, num_freed = self._inventory.evict(nbytes, pause)
+    def _shrink(self, max_nbytes: int, pause: Pause | None = None) -> int:
+        num_evicted, num_freed = self._catalogue.shrink(max(0, max_nbytes), pause)
         self.count("num_evicted", num_evicted)
-        self._totals = self._inventory.act(Index.totals)
         return num_freed
 
-    def _sweep(self) -> None:
-        interval = min(_MOST_SECONDS_BETWEEN_SWEEPS, (self.ttl or float("inf")) / 4)
-        if time.monotonic() - self._swept < interval:
-            return
-        self._swept = time.monotonic()
-        self.count("num_evicted", self._inventory.sweep(self._digest, self.ttl))
-        self._totals = self._inventory.act(Index.totals)
-
-    def _flush(self) -> None:
-        """Write down what was written, used and lost since the last time."""
-        while self._inventory.bad_files:
-            self._inventory.bad_files.pop()
-            self.count("num_corrupt")
-        self._notes.flush()
+    def _note_uses(self) -> None:
+        """Give files the times at which they were used."""
+        while self._uses:
+            self._catalogue.use(self._digest, *self._uses.popleft())
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -282,8 +276,6 @@ class BlockStore(Tier):
         except OSError as error:
             if error.errno not in _PASSING:
                 self.fail(f"{what}: {system_reason(error)}")
-        except sqlite3.Error as error:
-            self.fail(f"{what}: {reason(error)}")
 
 
 def _checked_ttl(ttl: float | None) -> float | None:

@@ -42,7 +42,7 @@ class WeightDigests:
             with folder.opened(name) as (file, status):
                 content = os.pread(file, min(status.st_size, MAX_FILE_NBYTES), 0)
             digests = _parsed(content)
-            folder.set_time(name, time.time())
+            folder.set_time(name, time.time_ns())
             return digests
         return {}
 
@@ -76,12 +76,8 @@ def _parsed(content: bytes) -> dict[str, bytes]:
 
 
 def _tidy(folder: Directory) -> None:
-    now = time.time()
-    ages: list[tuple[float, str]] = []
-    for name in folder.names():
-        folder.remove_abandoned(name, now)
-        with contextlib.suppress(OSError):
-            if name.endswith(".json"):
-                ages.append((now - folder.status(name).st_mtime, name))
-    for _, name in sorted(ages)[MAX_FILES:]:
+    entries = folder.entries()
+    folder.remove_abandoned(entries)
+    files = [(status.st_mtime_ns, name) for name, status in entries if name.endswith(".json")]
+    for _, name in sorted(files)[:-MAX_FILES]:
         folder.remove(name)

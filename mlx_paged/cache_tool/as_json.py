@@ -43,7 +43,6 @@ def line(tree: PrefixTree, run: Run, text_of: TextOf | None) -> dict[str, Any]:
         "num_states": run.num_states,
         "nbytes": run.nbytes,
         "last_used": run.last_used,
-        "num_hits": run.num_hits,
         "num_prefixes": run.num_prefixes,
         "is_pinned": run.is_pinned,
     }
@@ -95,7 +94,6 @@ def _block(tree: PrefixTree, block: PrefixBlock) -> dict[str, Any]:
         "has_state": block.state is not None,
         "created": block.created,
         "last_used": block.last_used,
-        "num_hits": block.num_hits,
         "num_prefixes": tree.num_prefixes[block.block_hash],
         "is_pinned": block.is_pinned,
         "expires": block.expires,

@@ -74,7 +74,7 @@ def _facts(tree: PrefixTree, path: Sequence[PrefixBlock], now: float) -> dict[st
         "prefixes": f"{tree.num_prefixes[block.block_hash]:,} go through it, "
         f"of {tree.num_leaves:,} of the model",
         "created": in_full(block.created, now),
-        "used": f"{in_full(block.last_used, now)}, {counted(block.num_hits, 'hit')}",
+        "used": in_full(block.last_used, now),
         "pinned": "yes" if block.is_pinned else "no",
         "expires": "never" if block.expires is None else in_full(block.expires, now),
     }

@@ -11,8 +11,8 @@ from mlx_paged.cache_tool.prefixes import PrefixTree, Run
 from mlx_paged.cache_tool.text import TextOf, in_a_line
 
 # "prefixes" counts those that go through all blocks of the line.
-_TITLES = ("hash", "tokens", "bytes", "used", "hits", "prefixes", "", "text")
-_TO_THE_RIGHT = {"bytes", "used", "hits", "prefixes"}
+_TITLES = ("hash", "tokens", "bytes", "used", "prefixes", "", "text")
+_TO_THE_RIGHT = {"bytes", "used", "prefixes"}
 _GAP = "  "
 _MAX_TEXT = 200  # columns, where no terminal sets a limit
 _TEXT_BLOCKS = 16  # of a run: more than a line shows
@@ -107,7 +107,6 @@ def _cells(run: Run, num_digits: int, look: Look) -> tuple[str, ...]:
         f"{run.first_token:,}-{run.end_token:,}",
         in_bytes(run.nbytes),
         in_short(max(0.0, look.now - run.last_used)),
-        f"{run.num_hits:,}",
         f"{run.num_prefixes:,}",
         ", ".join(marks),
     )

@@ -33,7 +33,6 @@ class PrefixBlock:
         end_token: the place after its last token.
         nbytes: of its files.
         created, last_used: of the oldest file and of the last used one, in seconds since 1970.
-        num_hits: of the file that was used most.
         state: the file of the state.
         is_pinned: whether it stays.
         expires: the first of its files to do so, in seconds since 1970; ``None`` for never.
@@ -49,7 +48,6 @@ class PrefixBlock:
         self.nbytes = sum(entry.nbytes for entry in self.entries)
         self.created = min(entry.created for entry in self.entries)
         self.last_used = max(entry.last_used for entry in self.entries)
-        self.num_hits = max(entry.num_hits for entry in self.entries)
         last = self.entries[-1]
         self.state = last if last.group == STATES else None
         self.is_pinned = any(entry.is_pinned for entry in self.entries)
@@ -100,10 +98,6 @@ class Run:
     @property
     def last_used(self) -> float:
         return max(block.last_used for block in self.blocks)
-
-    @property
-    def num_hits(self) -> int:
-        return max(block.num_hits for block in self.blocks)
 
     @property
     def is_pinned(self) -> bool:

@@ -82,7 +82,9 @@ class Tier:
         """These keys will not be asked for again."""
 
     def note_used(self, keys: Iterable[bytes]) -> None:
-        """Blocks were of use, first block first, whether they were found here or in memory."""
+        """Blocks of one prefix were of use, first block first, whether they were found here or in
+        memory.
+        """
 
     def maintain(self, pause: Callable[[], None] | None = None) -> None:
         """Do what takes long and can wait. The thread that stores calls it when it is idle.

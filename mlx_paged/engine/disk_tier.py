@@ -313,38 +313,36 @@ class DiskTier:
             request.num_saved_blocks,
             max(request.num_saved_blocks, num_full_blocks),
         )
-        used: list[BlockHash] = []
         hashes, block_size = request.block_hashes, self._block_size
         if num_full_blocks > begin:
-            self._note_blocks(request, begin, num_full_blocks, used)
+            for group in self._groups:
+                self._note_blocks(request, group, begin, num_full_blocks)
         if self._states is not None:
             for header in self._states.note(request, begin, num_full_blocks, self._is_kept):
                 self._unsaved.setdefault(BlockHash(header.block_hash), header)
             num_hit_blocks = request.num_cached_tokens // block_size
             if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
-                used.append(state_key(hashes[num_hit_blocks - 1]))
-        if used:
-            self.store.note_used(used)
+                self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
-    def _note_blocks(
-        self, request: Request, begin: int, num_full_blocks: int, used: list[BlockHash]
-    ) -> None:
+    def _note_blocks(self, request: Request, group: int, begin: int, num_full_blocks: int) -> None:
         """Take note of the blocks from ``begin`` on, and of those that are on disk already."""
         hashes, block_size = request.block_hashes, self._block_size
-        for group in self._groups:
-            parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
-            new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
-            for index, block_hash in enumerate(new_hashes, begin):
-                if self._writer.is_queued(block_hash) or self.has(block_hash):
-                    used.append(block_hash)
-                elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
-                    start = index * block_size
-                    tokens = tuple(request.token_ids[start : start + block_size])
-                    header = BlockHeader(block_hash, parent, tokens, start, group)
-                    self._unsaved.setdefault(block_hash, header)
-                else:
-                    self._num_unsaved_dropped += 1
-                parent = block_hash
+        used: list[BlockHash] = []
+        parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
+        new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
+        for index, block_hash in enumerate(new_hashes, begin):
+            if self._writer.is_queued(block_hash) or self.has(block_hash):
+                used.append(block_hash)
+            elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
+                start = index * block_size
+                tokens = tuple(request.token_ids[start : start + block_size])
+                header = BlockHeader(block_hash, parent, tokens, start, group)
+                self._unsaved.setdefault(block_hash, header)
+            else:
+                self._num_unsaved_dropped += 1
+            parent = block_hash
+        if used:
+            self.store.note_used(used)
 
     def _save(
         self,

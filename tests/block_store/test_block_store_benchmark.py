@@ -24,13 +24,13 @@ def test_the_benchmark_runs_each_side(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_catalogue_of_a_folder_is_measured_on_each_side(tmp_path):
+def test_the_catalogue_of_a_folder_is_measured(tmp_path):
     out = tmp_path / "out.json"
-    command = [*COMMAND, "catalogue", "--files", "500", "--transactions", "2", "--out", str(out)]
+    command = [*COMMAND, "catalogue", "--files", "500", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["results"]
-    sides = {"entries, all, warm", "entries, sums and oldest, warm", "index, current, warm"}
+    sides = {"start, warm", "each: has", "each: used", "each: evicted", "each: written"}
     assert sides < set(results["seconds"])
     assert all(each["wall"] > 0 for each in results["seconds"].values())
-    assert len(results["journals"]) == 4
+    assert results["nbytes"] > 0

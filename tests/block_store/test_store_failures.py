@@ -14,6 +14,7 @@ from helpers.block_stores import (
     file_of,
     found,
     header,
+    make_older,
     named,
     open_store,
     payload_of,
@@ -95,16 +96,30 @@ def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(tmp_path, 
 
 
 @pytest.mark.parametrize("damage", [garbage, nothing, half, link, pipe, another_block])
-def test_a_listing_removes_what_is_no_good(tmp_path, damage):
+def test_a_file_that_was_no_good_before_a_start_is_a_miss_too(tmp_path, damage):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abc")
     store.close()
     damage(file_of(store, "b"))
-    store.layout.index.unlink()
+    is_block = damage not in (link, pipe)  # by its directory entry
     store = open_store(tmp_path / "cache")
     store.maintain()
-    assert not os.path.lexists(file_of(store, "b"))
+    assert (store.stats().num_corrupt, store.stats().num_blocks) == (0, 2 + is_block)
+    assert found(store, "abc") == "ac" and not os.path.lexists(file_of(store, "b"))
+    store.maintain()
     assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
+
+
+def test_damaged_files_are_evicted_like_others(tmp_path):
+    store = open_store(tmp_path / "cache")
+    for name in "abcd":
+        put(store, name)
+    garbage(file_of(store, "b"))
+    for name in "bdac":
+        make_older(file_of(store, name), 100)
+    store = open_store(tmp_path / "cache", num_blocks=2)
+    store.maintain()
+    assert found(store, "abcd") == "ac" and store.failure is None
 
 
 def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
@@ -115,7 +130,6 @@ def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
     assert found(store, "ab") == "a" and not put(store, "b")
     assert put(store, "c") and store.failure is None
     store.close()
-    store.layout.index.unlink()
     store = open_store(tmp_path / "cache")
     store.maintain()
     assert found(store, "abc") == "ac" and store.failure is None
@@ -127,7 +141,6 @@ def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, mo
         later.setattr(block_file, "VERSION", 2)
         put_chain(store, *"ab")
     store.close()
-    store.layout.index.unlink()
     store = open_store(tmp_path / "cache", num_blocks=3)
     store.maintain()
     assert store.load(named("a")) is None and store.load(named("b")) is None
@@ -141,9 +154,6 @@ def test_blocks_of_many_fingerprints_are_not_thrown_away_at_a_start(tmp_path):
         store = open_store(tmp_path / "cache", model=f"model {number}")
         put_chain(store, *"ab")
         store.close()
-    for name in os.listdir(tmp_path / "cache"):
-        if name.startswith("index"):
-            (tmp_path / "cache" / name).unlink()
     store = open_store(tmp_path / "cache", num_blocks=10, model="a new one")
     store.maintain()
     assert store.stats().num_blocks == 10

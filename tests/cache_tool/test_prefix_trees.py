@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from helpers.block_entries import BLOCK_SIZE, DEMO, entries, entry, hash_of, tree_of
+from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
 from mlx_paged.cache_tool.prefixes import PrefixTree, as_trees
 
@@ -73,10 +73,10 @@ def test_a_run_is_pinned_or_it_is_not():
 
 
 def test_the_files_of_all_groups_of_layers_are_one_block():
-    first, second = entry("a", nbytes=10, num_hits=3), entry("a", group=1, nbytes=20, expires=9e9)
+    first, second = entry("a", nbytes=10), entry("a", group=1, nbytes=20, ttl=90.0)
     block = tree_of(second, first).blocks[hash_of("a")]
     assert [each.group for each in block.entries] == [0, 1]
-    assert (block.nbytes, block.num_hits, block.expires) == (30, 3, 9e9)
+    assert (block.nbytes, block.expires) == (30, NOW - 60 + 90)
     tree = tree_of(*entries("ab"), *entries("ab", group=1))
     assert ends(tree) == [(0, 32, 1)] and tree.num_tokens == 2 * BLOCK_SIZE
 

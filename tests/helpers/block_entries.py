@@ -34,9 +34,7 @@ def entry(prefix: str, fingerprint: Fingerprint = DEMO, **fields: object) -> Ent
         "created": NOW - 3600,
         "ttl": None,
         "last_used": NOW - age,
-        "num_hits": 0,
         "is_pinned": False,
-        "expires": None,
     }
     return Entry(**{**defaults, **fields})
 

@@ -62,5 +62,4 @@ def kv_in(folder: Path) -> dict[int, Path]:
 
 
 def entries_of(folder: Path) -> list[Entry]:
-    with CacheFolder(folder) as opened:
-        return opened.entries()
+    return CacheFolder(folder).entries()

@@ -181,7 +181,7 @@ class Kills:
                 time.sleep(self.source.uniform(0.0, self._longest / (8 if is_short else 1)))
                 self._kill(self.source.choice(self.at_work))
                 if self.source.random() < 0.1:
-                    self._spoil_index()
+                    self._leave_index()
             for actor in list(self.at_work):
                 self._kill(actor)
             for reader in readers:
@@ -246,21 +246,7 @@ class Kills:
         actor.forget()
         return str(said[-1][0])
 
-    def _spoil_index(self) -> None:
-        """As if the index had been deleted, or put something else in its place.
-
-        What SQLite shares through memory (-shm) is replaced and not written over: to cut off a file
-        that processes have mapped ends them with SIGBUS, whatever they do.
-        """
-        garbage = self.source.randbytes(5000)
-        for path in self.folder.glob("index-*"):
-            choice = self.source.random()
-            with contextlib.suppress(OSError):
-                if choice < 0.4:
-                    path.unlink()
-                elif choice < 0.7 and not path.name.endswith("-shm"):
-                    path.write_bytes(garbage)
-                else:
-                    aside = self._logs / "garbage"
-                    aside.write_bytes(garbage)
-                    aside.replace(path)
+    def _leave_index(self) -> None:
+        """As if an earlier version had been here, whose index is removed at the next start."""
+        with contextlib.suppress(OSError):  # the folder is not there yet
+            (self.folder / "index-v1.sqlite3").write_bytes(self.source.randbytes(5000))

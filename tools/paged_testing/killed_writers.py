@@ -93,7 +93,7 @@ def write(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> Non
 
 
 def tend(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None:
-    """Pin, unpin, shrink and rebuild, as people do with the tool, until killed."""
+    """Pin, unpin, shrink and look, as people do with the tool, until killed."""
     source = random.Random(seed)
     while not stop.exists():
         try:
@@ -116,8 +116,8 @@ def tend(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None
             log.say("unpins", names[0], names[1].hex())
             tool.unpin(*names)
         elif choice < 0.9:
-            log.say("rebuilds")
-            tool.rebuild()
+            log.say("looks")
+            tool.size()
         else:
             log.say("shrinks")
             tool.shrink(max_nbytes // 2)
@@ -185,7 +185,7 @@ def _all_hashes() -> set[bytes]:
 
 
 def nbytes_of_files(folder: Path) -> int:
-    """What the files of blocks take, without asking any index."""
+    """What the files of blocks take, counted in another way than by the store."""
     nbytes = 0
     for path in folder.glob("blocks/*/*/*.kv"):
         with contextlib.suppress(FileNotFoundError):

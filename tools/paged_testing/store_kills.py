@@ -61,7 +61,7 @@ class StoreKills(Kills):
 
         Args:
             pins: blocks that are pinned now.
-            nbytes: that all blocks take by the index.
+            nbytes: that all blocks take by the tool.
             nbytes_of_files: that they take.
             num_unfinished: files that a writer began to write.
         """
@@ -76,7 +76,7 @@ class StoreKills(Kills):
                 (f"{len(lost)} blocks that were written are lost", lost),
                 (f"pins are lost: {lost_pins}", lost_pins),
                 (f"pinned blocks are lost: {lost_pinned}", lost_pinned),
-                (f"{nbytes} bytes by the index, {nbytes_of_files}", nbytes != nbytes_of_files),
+                (f"{nbytes} bytes by the tool, {nbytes_of_files}", nbytes != nbytes_of_files),
                 (f"{nbytes_of_files} bytes, the limit is {limit}", nbytes_of_files > limit),
                 (f"{num_unfinished} unfinished files are left", num_unfinished),
             )

@@ -1,0 +1,290 @@
+"""``Catalogue``: what lies in a folder of blocks, read from its directory entries.
+
+The name of a file is the block's hash, its size and its time are in its status, and nothing else
+is written down anywhere. What counts is kept in memory: the sums, and the blocks that go next.
+
+A block never has an earlier time than one that follows it, so the least recently used block is one
+that no other follows, and a prefix goes from its end. To keep it so,
+
+- a use sets the time of a prefix from its first block on, and nothing makes a block older;
+- a new block gets the time of the one before it, if that was used a moment ago; otherwise all
+  before it are used now, too.
+
+Blocks of one time are told apart by their headers. So it is no matter how coarse the times of a
+file system are: rounding keeps an order, or makes two times one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.earlier_versions import take_over
+from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
+from mlx_paged.block_store.layout import BlockLayout, BlockName
+from mlx_paged.block_store.oldest import Block, Oldest
+from mlx_paged.block_store.pins import Pins
+from mlx_paged.block_store.shards import Shards, nbytes_on_disk, time_used
+from mlx_paged.core.tier import BlockHeader
+
+Pause: TypeAlias = Callable[[], None]
+
+_SECONDS_BETWEEN_PAUSES = 0.001
+_FILES_AT_A_TIME = 256
+_EVICTED_AT_A_TIME = 16
+_MOST_REFUSALS = 16  # of files that can't be removed, before an eviction ends
+# Of all blocks, a listing keeps this share as those that go next, and at least so many.
+_SHARE_OF_OLDEST = 1 / 16
+_LEAST_OLDEST = 4096
+# A new block gets the time of the one before it, if that was used in the last minute, or in the
+# last quarter of a time to live.
+_SAME_USE_SECONDS = 60.0
+_SAME_USE_SHARE_OF_TTL = 1 / 4
+_LAST_PLACE = (float("inf"), 0)
+
+
+class Catalogue:
+    """Sums of the blocks in a folder, and the order in which they go.
+
+    Any thread may read the sums and call ``list_files`` and ``remove``; all else one at a time.
+
+    Args:
+        layout: of the folder.
+        digest: of the fingerprint whose blocks have a time to live here.
+        ttl: that time, in seconds. Each listing removes what is over.
+
+    Attributes:
+        shards: the files.
+        pins: the blocks that stay.
+        num_blocks: how many there are, by the last listing and what was done here since.
+        nbytes: what they take on disk.
+        nbytes_added: of those that were written here since the last listing.
+        listed: when that was, by ``time.monotonic``; ``-inf`` for never.
+        num_expired: how many listings have removed.
+    """
+
+    def __init__(self, layout: BlockLayout, digest: str = "", ttl: float | None = None) -> None:
+        self.shards = Shards(layout)
+        self.pins = Pins(self.shards)
+        self.num_blocks = self.nbytes = self.nbytes_added = self.num_expired = 0
+        self.listed = -float("inf")
+        self._layout = layout
+        self._digest = digest
+        self._ttl = ttl
+        longest = float("inf") if ttl is None else ttl * _SAME_USE_SHARE_OF_TTL
+        self._same_use = int(min(_SAME_USE_SECONDS, longest) * 1e9)
+        self._list_lock = threading.RLock()
+        self._sums_lock = threading.Lock()
+        self._oldest = Oldest(0, self._place)
+        self._removed: set[BlockName] = set()  # here, since the last listing
+        self._is_listing_due = True
+        self._listing: Iterator[None] | None = None
+
+    def list_files(self, pause: Pause | None = None) -> None:
+        """Finish the first listing, or one that ``list_again`` has asked for. Raises OSError.
+
+        Args:
+            pause: called, without a lock, every few milliseconds. What it raises ends the work,
+                which the next call takes up again.
+        """
+        began = time.monotonic()
+        while self._list_on():
+            if pause is not None and time.monotonic() - began > _SECONDS_BETWEEN_PAUSES:
+                pause()
+                began = time.monotonic()
+
+    def list_again(self) -> None:
+        """Let the next ``list_files`` look at all files."""
+        self._is_listing_due = True
+
+    def added(self, name: BlockName, used: int, nbytes: int) -> None:
+        """A block was written that was not there."""
+        self._count(1, nbytes)
+        self.nbytes_added += nbytes
+        self._removed.discard(name)
+        self._oldest.add(Block(name, used, nbytes))
+
+    def remove(self, name: BlockName) -> bool:
+        """Remove the file of a block; whether there was one. Raises OSError."""
+        status = self.shards.status(name)
+        is_removed = self.shards.remove(name)
+        if is_removed and status is None:  # Something else had the place of a block.
+            self.list_again()
+        elif is_removed and status is not None:
+            self._removed.add(name)
+            self._count(-1, -nbytes_on_disk(status.st_size))
+        return is_removed
+
+    def shrink(self, max_nbytes: int, pause: Pause | None = None) -> tuple[int, int]:
+        """Remove the least recently used blocks until all take ``max_nbytes`` at most, or none is
+        left that may go. How many went, and their bytes. A file that can't be removed is passed
+        over.
+
+        Raises:
+            OSError: files can't be removed, and without them too little is free.
+        """
+        num_removed = num_freed = 0
+        refusals: dict[BlockName, OSError] = {}
+        num_before_listing = -1
+        while self.nbytes > max_nbytes and len(refusals) <= _MOST_REFUSALS:
+            removed, is_end = self._remove_some(max_nbytes, refusals)
+            num_removed += len(removed)
+            num_freed += sum(block.nbytes for block in removed)
+            if is_end and num_before_listing == num_removed:
+                break
+            if is_end:
+                num_before_listing = num_removed
+                self.list_again()
+                self.list_files(pause)
+            if pause is not None:
+                pause()
+        if refusals and self.nbytes > max_nbytes:
+            raise next(iter(refusals.values()))
+        return num_removed, num_freed
+
+    def use(self, digest: str, block_hashes: Iterable[bytes], used: int) -> None:
+        """Blocks of one prefix were of use, the first one first. Raises OSError.
+
+        Args:
+            used: when, in nanoseconds since 1970.
+        """
+        names = [(digest, block_hash) for block_hash in block_hashes]
+        if names:
+            used = self.time_behind(digest, self._parent(names[0]), used)
+        for name in names:
+            self.shards.note_used(name, used)
+
+    def time_behind(self, digest: str, parent: bytes | None, now: int) -> int:
+        """The time for a block that follows another one and was used ``now``: not later than that
+        of any block before it, whose times are set if they are long ago. Raises OSError.
+        """
+        older: dict[bytes, None] = {}
+        while parent is not None and parent not in older:
+            status = self.shards.status((digest, parent))
+            if status is None:
+                break
+            if now - time_used(status) <= self._same_use:
+                now = min(now, time_used(status))
+                break
+            older[parent] = None
+            parent = self._parent((digest, parent))
+        for block_hash in reversed(older):
+            self.shards.note_used((digest, block_hash), now)
+        return now
+
+    def wait_for_evictions(self) -> None:
+        """Wait for the end of those that have looked at the pins already. Raises OSError."""
+        with self.shards.blocks().locked(fcntl.LOCK_EX):
+            pass
+
+    def _list_on(self) -> bool:
+        """List some more files; whether there are more to come."""
+        with self._list_lock:
+            if self._listing is None:
+                if not self._is_listing_due:
+                    return False
+                self._is_listing_due = False
+                self._listing = self._list()
+            try:
+                next(self._listing)
+            except BaseException as error:
+                self._listing = None
+                if not isinstance(error, StopIteration):
+                    raise
+            return True
+
+    def _list(self) -> Iterator[None]:
+        self.shards.refresh()
+        num_blocks = nbytes = 0
+        number = max(_LEAST_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
+        oldest = Oldest(number, self._place)
+        with contextlib.suppress(OSError):
+            blocks = self.shards.blocks()
+            blocks.remove_abandoned(blocks.entries())
+            yield from take_over(Directory.at(self._layout.folder), self.shards)
+        for digest in self.shards.digests():
+            pinned = self.pins.kept(digest)
+            over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
+            for name, status in self.shards.files(digest):
+                block = Block(name, time_used(status), nbytes_on_disk(status.st_size))
+                is_pinned = name[1] in pinned
+                if not is_pinned and block.used < over and self._expire(block):
+                    continue
+                num_blocks += 1
+                nbytes += block.nbytes
+                if not is_pinned:
+                    oldest.add(block)
+                if num_blocks % _FILES_AT_A_TIME == 0:
+                    yield
+            yield
+        with self._sums_lock:
+            self.num_blocks, self.nbytes, self.nbytes_added = num_blocks, nbytes, 0
+        self._oldest = oldest
+        self._removed.clear()
+        self.listed = time.monotonic()
+
+    def _expire(self, block: Block) -> bool:
+        """Whether a block whose time is over could be removed. It is a miss all the same."""
+        with contextlib.suppress(OSError), self._evicting() as is_kept:
+            if not is_kept(block.name) and self.shards.remove(block.name):
+                self.num_expired += 1
+                return True
+        return False
+
+    def _remove_some(
+        self, max_nbytes: int, refusals: dict[BlockName, OSError]
+    ) -> tuple[list[Block], bool]:
+        """Remove a few of the oldest blocks; which ones went, and whether no others are known."""
+        removed: list[Block] = []
+        with self._evicting() as is_kept:
+            for _ in range(_EVICTED_AT_A_TIME):
+                if self.nbytes <= max_nbytes or len(refusals) > _MOST_REFUSALS:
+                    break
+                block = self._oldest.pop()
+                if block is None:
+                    return removed, True
+                status = self.shards.status(block.name)
+                if status is None:
+                    if block.name not in self._removed:  # by another process, then
+                        self._count(-1, -block.nbytes)
+                    continue
+                is_as_it_was = time_used(status) == block.used
+                if not is_as_it_was or block.name in refusals or is_kept(block.name):
+                    continue
+                try:
+                    if self.remove(block.name):
+                        removed.append(block)
+                except OSError as error:
+                    refusals[block.name] = error
+        return removed, False
+
+    @contextlib.contextmanager
+    def _evicting(self) -> Iterator[Callable[[BlockName], bool]]:
+        """Says which blocks are pinned. Whoever adds a pin waits until this has ended."""
+        with self.shards.blocks().locked(fcntl.LOCK_SH):
+            yield self.pins.now()
+
+    def _count(self, num_blocks: int, nbytes: int) -> None:
+        with self._sums_lock:
+            self.num_blocks += num_blocks
+            self.nbytes += nbytes
+
+    def _header(self, name: BlockName) -> BlockHeader | None:
+        try:
+            return self.shards.read_header(name).block
+        except (BadBlockFileError, OtherVersionError, OSError):
+            return None
+
+    def _parent(self, name: BlockName) -> bytes | None:
+        header = self._header(name)
+        return None if header is None else header.parent_hash
+
+    def _place(self, name: BlockName) -> tuple[float, int]:
+        """What has no header that can be read goes first."""
+        header = self._header(name)
+        return _LAST_PLACE if header is None else (header.first_token, header.group)
