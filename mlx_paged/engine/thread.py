@@ -102,7 +102,7 @@ class EngineThread:
     Args:
         forget: drops the compiled functions that were called in the thread. It is called at the end
             of the thread, and keeps them alive until then: one that another thread frees while MLX
-            clears this thread's streams stops both for ever.
+            clears this thread's streams stops both forever.
 
     Attributes:
         failure: what stopped it before its end; ``None`` if nothing did.
@@ -246,6 +246,7 @@ class EngineThread:
             self._background = self._at_end = None
             if self._forget is not None:
                 self._forget()
+                self._forget = None  # It holds the cache.
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             # What runs on them ends before: it may want Python's lock, which clearing holds.
             with contextlib.suppress(Exception):
