@@ -16,10 +16,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
+from mlx_paged.domains import BOOL
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import run_apart
+from mlx_paged.engine.thread import EngineStoppedError, run_apart
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -47,10 +48,11 @@ class _Asked(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A call's prompts by the ids of their requests."""
+    """A call's prompts by the ids of their requests, and what else it asks for."""
 
     requests: dict[str, _Asked]
     shows_progress: bool
+    raises: bool
 
 
 class LLM:
@@ -154,11 +156,9 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, together; their outputs in the order of the prompts.
-
-        A prompt that fails (empty, too long for the budget, a failing logits processor) fails
-        alone: its output has an ``error``, and finish reason ``"error"``.
 
         Args:
             prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and
@@ -170,11 +170,17 @@ class LLM:
             priority: one for each: lower is admitted earlier, and may take the place of others
                 that run.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
+            raise_on_error: whether a prompt that fails (empty, too long, a grammar that is refused,
+                a failing logits processor) ends the call with its error. Where it is False, the
+                prompt's output has the ``error`` and finish reason ``"error"``, and the other
+                prompts are answered as without it.
 
         Raises:
-            ValueError: an argument of the wrong type, not as many ``sampling_params``, priorities
-                or ``no_store`` as prompts, or ``structured_outputs`` where none is available (no
-                llguidance, no tokenizer); nothing is queued.
+            ValueError: an argument of the wrong type, or not as many ``sampling_params``,
+                priorities or ``no_store`` as prompts.
+            Exception: what failed a prompt. What can be known before anything is computed is raised
+                then; the other prompts end, and a note of the error says which prompt failed.
+            EngineStoppedError: the engine was stopped by a failure.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.
         """
@@ -182,7 +188,7 @@ class LLM:
         def ask() -> Sequence[_Asked]:
             return _asked(split_prompts(prompts), sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm))
+        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -194,11 +200,12 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, written by the model's chat template.
 
-        A conversation whose messages are wrong, or that the template refuses, fails alone like a
-        prompt.
+        A conversation whose messages are wrong, or that the template refuses, is a prompt that
+        fails.
 
         Args:
             messages: one conversation, a list of messages, or a list of conversations; a message
@@ -215,7 +222,7 @@ class LLM:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
             return _asked(prompts, sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm))
+        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
@@ -231,7 +238,7 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(self, asked: Sequence[_Asked], use_tqdm: object) -> _Batch:
+    def _checked(self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object) -> _Batch:
         if use_tqdm is None:
             use_tqdm = len(asked) >= LONG_BATCH and sys.stderr.isatty()
         if not isinstance(use_tqdm, bool):
@@ -243,27 +250,27 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; make a second LLM "
                 "for that"
             )
-        if any(each.params and each.params.structured_outputs for each in asked):
-            # What no request can have is the call's mistake: an answer without text would hide it.
-            self.engine.input_processor.check_structured_outputs()
-        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
+        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
+        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
 
     def _complete(
-        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object
+        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        batch = self._checked(ask(), use_tqdm)
+        batch = self._checked(ask(), use_tqdm, raise_on_error)
         requests = batch.requests
         num_tokens = 0
         bar = tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress)
         with self._turn, bar:
             try:
-                outputs = self._add(requests)
+                outputs = self._add(batch)
                 bar.update(len(outputs))
                 while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
+                            if batch.raises:
+                                _raise_if_failed(output, batch)
                             outputs[output.request_id] = output
                             num_tokens += sum(len(each.token_ids) for each in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
@@ -275,10 +282,10 @@ class LLM:
                 raise
         return [outputs[request_id] for request_id in requests]
 
-    def _add(self, requests: Mapping[str, _Asked]) -> dict[str, RequestOutput]:
+    def _add(self, batch: _Batch) -> dict[str, RequestOutput]:
         """Queue the requests; returns the outputs of those that failed at once."""
         outputs = {}
-        for request_id, (prompt, params, priority, no_store) in requests.items():
+        for request_id, (prompt, params, priority, no_store) in batch.requests.items():
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
@@ -287,7 +294,12 @@ class LLM:
                 self.engine.add_request(
                     request_id, prompt, params, priority=priority, no_store=no_store
                 )
+            except EngineStoppedError:
+                raise  # No prompt is the reason.
             except (ValueError, TypeError, RuntimeError) as error:
+                if batch.raises:
+                    _say_which(error, request_id, batch)
+                    raise
                 outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
 
@@ -320,6 +332,24 @@ def _render(
     except ChatTemplateError as error:
         return error
     return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
+    try:
+        output.raise_if_failed()
+    except Exception as error:
+        _say_which(error, output.request_id, batch)
+        raise
+
+
+def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
+    """Note which of several prompts failed, and how the others get their answers."""
+    num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
+    if num_prompts > 1:
+        error.add_note(
+            f"Prompt {number} of {num_prompts} failed; with raise_on_error=False its output holds "
+            "the error, and the others are answered."
+        )
 
 
 def _failed(

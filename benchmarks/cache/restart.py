@@ -101,8 +101,7 @@ def run(
     first, token_ids = None, []
     while engine.has_unfinished_requests():
         for output in engine.step():
-            if output.error is not None:
-                raise output.error
+            output.raise_if_failed()
             token_ids = output.outputs[0].token_ids
             if first is None and token_ids:
                 first = time.perf_counter() - begin
