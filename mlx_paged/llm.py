@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
-# Batches from this number of prompts on get a progress bar, on a terminal.
+# Batches from this number of prompts on get a progress bar, where there is someone to see it.
 LONG_BATCH = 10
 
 
@@ -165,8 +166,8 @@ class LLM:
                 ``{"prompt_token_ids": ids}``; one alone is a list of one. A sequence that begins
                 with a number is one prompt.
             sampling_params: for all, or one for each; ``None`` is greedy.
-            use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
-                terminal.
+            use_tqdm: show a progress bar: a widget in a notebook that has ipywidgets, else a line
+                on stderr; by default for 10 prompts or more, on a terminal or in a notebook.
             priority: one for each: lower is admitted earlier, and may take the place of others
                 that run.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
@@ -240,7 +241,7 @@ class LLM:
 
     def _checked(self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object) -> _Batch:
         if use_tqdm is None:
-            use_tqdm = len(asked) >= LONG_BATCH and sys.stderr.isatty()
+            use_tqdm = len(asked) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -256,12 +257,10 @@ class LLM:
     def _complete(
         self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
-        from tqdm import tqdm
-
         batch = self._checked(ask(), use_tqdm, raise_on_error)
         requests = batch.requests
         num_tokens = 0
-        bar = tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress)
+        bar = _progress_bar(len(requests), batch.shows_progress)
         with self._turn, bar:
             try:
                 outputs = self._add(batch)
@@ -302,6 +301,21 @@ class LLM:
                     raise
                 outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
+
+
+def _is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this, whose stderr is no terminal and is shown all the same."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _progress_bar(num_prompts: int, is_shown: bool) -> Any:
+    with warnings.catch_warnings():
+        # In a notebook without ipywidgets, tqdm asks for them, and its line of text is enough.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
 
 
 def _asked(
