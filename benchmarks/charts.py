@@ -6,9 +6,9 @@
     python -m benchmarks charts --results RUN --docs RUN/docs    # others' figures
 
 Needs matplotlib: ``pip install 'mlx-paged[charts]'``. ``--measure`` runs each benchmark as its page
-says, one after another, with OpenBLAS for those of random weights where Linux has it. A chart is of
-one setting, which it says below; the JSON has all of it. Pages mark the tables and sentences that
-are written from the same files (`lib/doc_figures.py`).
+says, one after another, with OpenBLAS for those of random weights where Linux has it, or with what
+LD_PRELOAD names. A chart is of one setting, which it says below; the JSON has all of it. Pages mark
+the tables and sentences that are written from the same files (`lib/doc_figures.py`).
 
     approaches    approaches: longest context, tokens per second, times to first token, K/V
     serving       throughput_curves: speed and K/V over requests at once, first tokens over

@@ -17,7 +17,8 @@ Files that were written a moment ago are read from the system's page cache. Wher
 drop a file from it (Linux), a third process reads them from the device.
 
 On Linux, MLX computes faster with LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0, and so do
-the processes; in half precision it has no BLAS, and computing is slow out of proportion.
+the processes (wheels of scipy up to 1.11 have such a library in scipy.libs). In half precision MLX
+has no BLAS there, and computing is slow out of proportion.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ _MARKED = re.compile(
 
 
 def restart_table(result: dict[str, Any]) -> str:
+    setting = result["setting"]
     header = ["tokens", "on disk", "runs", COMPUTED, "from the page cache", "computed / page cache"]
     header += ["from the device", "computed / device"]
-    return markdown_table(
+    table = markdown_table(
         header,
         [
             [
@@ -43,6 +44,7 @@ def restart_table(result: dict[str, Any]) -> str:
             for row in result["results"]
         ],
     )
+    return f"{table}\n\n{setting['processor']}, {setting['cores']} cores; BLAS: {setting['blas']}."
 
 
 def restart_sentence(result: dict[str, Any]) -> str:
