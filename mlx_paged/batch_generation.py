@@ -79,7 +79,8 @@ def batch_generate(
         ValueError: an argument of the wrong type or out of its range.
         TypeError: an unknown argument; the message says what to use instead.
         PromptTooLongError: a prompt leaves no room for an answer.
-        Exception: what failed a request, such as its logits processor.
+        Exception: what failed a prompt, such as its logits processor. mlx-lm's response has no
+            place for it; the outputs of :meth:`LLM.generate` do.
     """
     for name, is_given in (
         ("prompt_caches", prompt_caches is not None),
@@ -217,8 +218,7 @@ class _Batch:
         return results
 
     def _take(self, output: RequestOutput) -> None:
-        if output.error is not None:
-            raise output.error
+        output.raise_if_failed()
         self._outputs[output.request_id] = output
         if self._logprobs is not None:
             self._logprobs.take(output)

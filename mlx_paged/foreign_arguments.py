@@ -115,6 +115,9 @@ ADVICE = _by_name(
             "spaces_between_special_tokens"
         ),
         "weights must always fit the model; leave it out": "strict",
+        "outputs of LLM.generate and LLM.chat can hold errors; elsewhere errors are raised": (
+            "raise_on_error"
+        ),
     }
 )
 

@@ -224,8 +224,7 @@ def _responses(
                 progress(*engine.prompt_progress(request_id))
             for output in engine.step():
                 is_finished = bool(output.finished)
-                if output.error is not None:
-                    raise output.error
+                output.raise_if_failed()
                 now, answer = time.perf_counter(), output.outputs[0]
                 num_prompt_tokens = len(output.prompt_token_ids)
                 num_generated = len(answer.token_ids)

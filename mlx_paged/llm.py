@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
+from mlx_paged.domains import BOOL
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import run_apart
+from mlx_paged.engine.thread import EngineStoppedError, run_apart
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -33,7 +35,7 @@ from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
-# Batches from this number of prompts on get a progress bar, on a terminal.
+# Batches from this number of prompts on get a progress bar, where there is someone to see it.
 LONG_BATCH = 10
 
 
@@ -47,10 +49,11 @@ class _Asked(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A call's prompts by the ids of their requests."""
+    """A call's prompts by the ids of their requests, and what else it asks for."""
 
     requests: dict[str, _Asked]
     shows_progress: bool
+    raises: bool
 
 
 class LLM:
@@ -154,27 +157,31 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, together; their outputs in the order of the prompts.
-
-        A prompt that fails (empty, too long for the budget, a failing logits processor) fails
-        alone: its output has an ``error``, and finish reason ``"error"``.
 
         Args:
             prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and
                 ``{"prompt_token_ids": ids}``; one alone is a list of one. A sequence that begins
                 with a number is one prompt.
             sampling_params: for all, or one for each; ``None`` is greedy.
-            use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
-                terminal.
+            use_tqdm: show a progress bar: a widget in a notebook that has ipywidgets, else a line
+                on stderr; by default for 10 prompts or more, on a terminal or in a notebook.
             priority: one for each: lower is admitted earlier, and may take the place of others
                 that run.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
+            raise_on_error: whether a prompt that fails (empty, too long, a grammar that is refused,
+                a failing logits processor) ends the call with its error. Where it is False, the
+                prompt's output has the ``error`` and finish reason ``"error"``, and the other
+                prompts are answered as without it.
 
         Raises:
-            ValueError: an argument of the wrong type, not as many ``sampling_params``, priorities
-                or ``no_store`` as prompts, or ``structured_outputs`` where none is available (no
-                llguidance, no tokenizer); nothing is queued.
+            ValueError: an argument of the wrong type, or not as many ``sampling_params``,
+                priorities or ``no_store`` as prompts.
+            Exception: what failed a prompt. What can be known before anything is computed is raised
+                then; the other prompts end, and a note of the error says which prompt failed.
+            EngineStoppedError: the engine was stopped by a failure.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.
         """
@@ -182,7 +189,7 @@ class LLM:
         def ask() -> Sequence[_Asked]:
             return _asked(split_prompts(prompts), sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm))
+        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -194,11 +201,12 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
+        raise_on_error: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, written by the model's chat template.
 
-        A conversation whose messages are wrong, or that the template refuses, fails alone like a
-        prompt.
+        A conversation whose messages are wrong, or that the template refuses, is a prompt that
+        fails.
 
         Args:
             messages: one conversation, a list of messages, or a list of conversations; a message
@@ -216,7 +224,7 @@ class LLM:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
             return _asked(prompts, sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm))
+        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
@@ -232,9 +240,9 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(self, asked: Sequence[_Asked], use_tqdm: object) -> _Batch:
+    def _checked(self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object) -> _Batch:
         if use_tqdm is None:
-            use_tqdm = len(asked) >= LONG_BATCH and sys.stderr.isatty()
+            use_tqdm = len(asked) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -244,27 +252,25 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; make a second LLM "
                 "for that"
             )
-        if any(each.params and each.params.structured_outputs for each in asked):
-            # What no request can have is the call's mistake: an answer without text would hide it.
-            self.engine.input_processor.check_structured_outputs()
-        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
+        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
+        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
 
     def _complete(
-        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object
+        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
-        from tqdm import tqdm
-
-        batch = self._checked(ask(), use_tqdm)
+        batch = self._checked(ask(), use_tqdm, raise_on_error)
         requests = batch.requests
         num_tokens = 0
-        bar = tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress)
+        bar = _progress_bar(len(requests), batch.shows_progress)
         with self._turn, bar:
             try:
-                outputs = self._add(requests)
+                outputs = self._add(batch)
                 bar.update(len(outputs))
                 while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
+                            if batch.raises:
+                                _raise_if_failed(output, batch)
                             outputs[output.request_id] = output
                             num_tokens += sum(len(each.token_ids) for each in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
@@ -276,10 +282,10 @@ class LLM:
                 raise
         return [outputs[request_id] for request_id in requests]
 
-    def _add(self, requests: Mapping[str, _Asked]) -> dict[str, RequestOutput]:
+    def _add(self, batch: _Batch) -> dict[str, RequestOutput]:
         """Queue the requests; returns the outputs of those that failed at once."""
         outputs = {}
-        for request_id, (prompt, params, priority, no_store) in requests.items():
+        for request_id, (prompt, params, priority, no_store) in batch.requests.items():
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
@@ -288,9 +294,29 @@ class LLM:
                 self.engine.add_request(
                     request_id, prompt, params, priority=priority, no_store=no_store
                 )
+            except EngineStoppedError:
+                raise  # No prompt is the reason.
             except (ValueError, TypeError, RuntimeError) as error:
+                if batch.raises:
+                    _say_which(error, request_id, batch)
+                    raise
                 outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
+
+
+def _is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this, whose stderr is no terminal and is shown all the same."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _progress_bar(num_prompts: int, is_shown: bool) -> Any:
+    with warnings.catch_warnings():
+        # In a notebook without ipywidgets, tqdm asks for them, and its line of text is enough.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
 
 
 def _asked(
@@ -321,6 +347,24 @@ def _render(
     except ChatTemplateError as error:
         return error
     return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
+    try:
+        output.raise_if_failed()
+    except Exception as error:
+        _say_which(error, output.request_id, batch)
+        raise
+
+
+def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
+    """Note which of several prompts failed, and how the others get their answers."""
+    num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
+    if num_prompts > 1:
+        error.add_note(
+            f"Prompt {number} of {num_prompts} failed; with raise_on_error=False its output holds "
+            "the error, and the others are answered."
+        )
 
 
 def _failed(

@@ -354,7 +354,11 @@ class RequestOutput(_Copied):
         num_read_tokens: of these, the tokens whose K/V were read from disk for this request.
         prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
-        error: the error that failed the request, if any.
+        error: what failed the request or some of its completions. One rule holds for all calls:
+            where a prompt has failed, its error is raised (:meth:`raise_if_failed`), and the call
+            ends. Outputs of several prompts hold errors where the call asks for that
+            (``raise_on_error=False``), and those of :meth:`Engine.step` always do: its requests
+            belong to different readers.
         time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
         prompt_logprobs: for each prompt token, as far as they are computed, those of the most
             likely tokens at its place and its own; ``None`` for the first one. ``None`` where none
@@ -372,3 +376,11 @@ class RequestOutput(_Copied):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
     num_read_tokens: int = 0
+
+    def raise_if_failed(self) -> None:
+        """Raise what failed the request. Where some of its completions did not fail, they are an
+        answer, and nothing is raised.
+        """
+        has_failed = all(completion.finish_reason == "error" for completion in self.outputs)
+        if self.error is not None and has_failed:
+            raise self.error

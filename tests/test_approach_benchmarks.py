@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.cache import approach_report, approach_sides, approaches
+from benchmarks.cache import approach_report, approach_sides, approaches, restart
 from benchmarks.cache.approach_measures import Prediction, TeacherForcing
 from benchmarks.lib.card import COMMAND
 from benchmarks.serving.throughput_scenarios import SampleRequest
 
-NAMES = ["no cache", "contiguous", "paged", "+ prefix sharing", "+ 8 bits", "+ K8V4", "+ 4 bits"]
-NAMES += ["+ window and sinks", "+ speculation", "+ disk tier", "mlx-lm"]
+NAMES = [
+    "no cache",
+    "contiguous",
+    "paged",
+    "prefix sharing",
+    "sharing, 8 bits",
+    "sharing, K8V4",
+    "sharing, 4 bits",
+]
+NAMES += ["sharing, window and sinks", "sharing, speculation", "sharing, disk tier", "mlx-lm"]
 
 
 def line_of(name: str, out: Path, *arguments: str) -> Any:
@@ -38,11 +47,16 @@ def test_a_quick_run_of_approaches_measures_and_checks_each(tmp_path: Path):
         assert row["tokens_per_second"]["together"] > 0 and row["ttft"]["cold"] > 0, name
         assert row["longest_context"]["nbytes_held"] <= 256 * 2048, name
     exact = [name for name, row in rows.items() if row["same_tokens"] == 1.0]
-    assert set(exact) >= set(NAMES) - {"+ 8 bits", "+ K8V4", "+ 4 bits", "+ window and sinks"}
+    assert set(exact) >= set(NAMES) - {
+        "sharing, 8 bits",
+        "sharing, K8V4",
+        "sharing, 4 bits",
+        "sharing, window and sinks",
+    }
     contexts = [rows[name]["longest_context"]["num_tokens"] for name in NAMES[2:8]]
     # 15 blocks, as one is the null block; rows of 32 numbers take 40, 32 and 24 bytes for 128.
     assert contexts == [240, 240, 800, 1008, 1344, None]
-    assert [name for name in NAMES if rows[name]["survives"]] == ["+ disk tier", "mlx-lm"]
+    assert [name for name in NAMES if rows[name]["survives"]] == ["sharing, disk tier", "mlx-lm"]
 
 
 @pytest.mark.slow
@@ -68,6 +82,34 @@ def test_a_quick_restart_finds_the_whole_blocks_of_each_prompt(tmp_path: Path):
     rows = line_of("restart.py", tmp_path / "restart.json", "--lengths", "33")["results"]
     assert [(row["length"], row["num_cached_tokens"]) for row in rows] == [(33, 32)]
     assert all(row["seconds"]["computed"] > 0 and row["nbytes_on_disk"] > 0 for row in rows)
+
+
+def restart_row(length: int, *turns: tuple[float, float]) -> dict[str, Any]:
+    """Of one length: seconds computed, and read, of each turn."""
+
+    def answer(seconds: float) -> dict[str, Any]:
+        return asdict(restart.Answer(seconds, 0.5, 32, [1], 1000, True))
+
+    computed, read = ([answer(seconds) for seconds in way] for way in zip(*turns, strict=True))
+    runs = {"written": [answer(9.0)], "computed": computed, "page cache": read}
+    return restart.row_of(length, runs)
+
+
+def test_runs_that_are_added_count_with_those_that_are_there(tmp_path: Path):
+    path, setting = tmp_path / "restart.json", {"model": "demo", "blas": "one"}
+    rows = [restart_row(500, (4.0, 1.0)), restart_row(4000, (10.0, 2.0))]
+    path.write_text(json.dumps({"setting": setting, "results": rows}))
+    added = restart.added_to(path, setting, [restart_row(4000, (20.0, 2.0))])
+    assert added[0] == rows[0]
+    assert added[1]["seconds"] == {"written": 9.0, "computed": 15.0, "page cache": 2.0}
+    assert added[1]["computed_over"] == {"page cache": 7.5}
+    assert {way: len(runs) for way, runs in added[1]["runs"].items()} == {
+        "written": 2,
+        "computed": 2,
+        "page cache": 2,
+    }
+    with pytest.raises(SystemExit, match="has blas: one, and here it is other"):
+        restart.added_to(path, setting | {"blas": "other"}, rows)
 
 
 def row(**changes: Any) -> dict[str, Any]:

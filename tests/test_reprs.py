@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx_paged
 from mlx_paged import LLM, AsyncEngine, Engine, SamplingParams, Sequences, load, make_kv_cache
+from mlx_paged.engine.pinned_prompts import PinnedPrompt
+from mlx_paged.snapshots import PromptCacheFile, SnapshotFile
 
 
 def test_objects_say_what_they_are_in_a_line():
@@ -25,6 +27,23 @@ def test_objects_say_what_they_are_in_a_line():
     assert repr(llm) == f"LLM(Engine(demo_model, {paged}, 0 running, 0 waiting))"
     with AsyncEngine(model, tokenizer, kv_cache_bytes="64blocks", preallocate=True) as serving:
         assert repr(serving) == f"AsyncEngine(Engine(demo_model, {paged}, 0 running, 0 waiting))"
+
+
+def test_files_of_kv_say_what_they_hold_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = load("demo")
+    llm = LLM(model, tokenizer, kv_cache_bytes="64blocks")
+    token_ids = [7] * 40
+    llm.generate(token_ids, SamplingParams(max_tokens=1))
+    engine = llm.engine
+    assert engine.save_snapshot("a.safetensors", token_ids) == 32
+    assert repr(SnapshotFile("a.safetensors", engine.snapshots.facts)) == (
+        "SnapshotFile('a.safetensors', 32 tokens)"
+    )
+    assert engine.export_prompt_cache("b.safetensors", token_ids) == 32
+    file = PromptCacheFile("b.safetensors", model, engine.cache)
+    assert repr(file) == "PromptCacheFile('b.safetensors', 32 tokens)"
+    assert repr(PinnedPrompt([0] * 1234, "salt")) == "PinnedPrompt(1,234 tokens)"
 
 
 def test_dir_shows_what_is_public():

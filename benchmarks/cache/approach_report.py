@@ -121,10 +121,16 @@ def _at_least(what: str, value: float, bound: float) -> dict[str, Any]:
 
 
 def print_approaches(rows: dict[str, dict[str, Any]]) -> None:
+    print_table(*table_of(rows))
+
+
+def table_of(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The header and the cells of all approaches."""
+
     def with_ratio(value: str, ratio: float) -> str:
         return f"{value} ({ratio:.2f}x)"
 
-    print_table(
+    return (
         [
             "approach",
             "longest context",

@@ -32,8 +32,8 @@ from mlx_paged import make_kv_cache
 THEIRS = "mlx-lm"
 NO_CACHE = "no cache"
 PAGED = "paged"
-DISK_TIER = "+ disk tier"
-WINDOW = "+ window and sinks"
+DISK_TIER = "sharing, disk tier"
+WINDOW = "sharing, window and sinks"
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,12 @@ def make_approaches(
     engines = [
         Ours("contiguous", ours, {"kv": "basic", "enable_prefix_caching": False}),
         Ours(PAGED, ours, {"enable_prefix_caching": False}),
-        Ours("+ prefix sharing", ours),
-        Ours("+ 8 bits", ours, {"kv_format": 8}, False, Bound(0.005, 0.98)),
-        Ours("+ K8V4", ours, {"kv_format": "K:8,V:4"}, False, Bound(0.02, 0.95)),
-        Ours("+ 4 bits", ours, {"kv_format": 4}, False, Bound(0.05, 0.93)),
+        Ours("prefix sharing", ours),
+        Ours("sharing, 8 bits", ours, {"kv_format": 8}, False, Bound(0.005, 0.98)),
+        Ours("sharing, K8V4", ours, {"kv_format": "K:8,V:4"}, False, Bound(0.02, 0.95)),
+        Ours("sharing, 4 bits", ours, {"kv_format": 4}, False, Bound(0.05, 0.93)),
         Ours(WINDOW, ours, {"window": window, "num_sink_tokens": 4}, False),
-        Ours("+ speculation", ours, {"num_draft_tokens": 7}),
+        Ours("sharing, speculation", ours, {"num_draft_tokens": 7}),
         Ours(DISK_TIER, ours, folder=folder / "disk tier"),
     ]
     made: list[Approach] = [NoCache(theirs), *engines, MlxLm(theirs, ours, folder)]

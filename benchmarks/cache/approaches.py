@@ -3,11 +3,11 @@
     python -m benchmarks approaches                            # the demo model, some 5 minutes
     python -m benchmarks approaches --model PATH_OR_REPO       # a real one
     python -m benchmarks approaches --quick                    # does it run at all
-    python -m benchmarks approaches --only "paged" "+ 4 bits"  # some of them, beside mlx-lm
+    python -m benchmarks approaches --only "paged" "sharing, 4 bits"  # some of them, beside mlx-lm
 
-Approaches are in `approach_sides.py`. Each line with a + is the engine with prefix sharing and this
-one thing more. All take turns, each time with a fresh side; figures are medians over the turns, and
-a ratio to mlx-lm is the median of the ratios within each turn.
+Approaches are in `approach_sides.py`. Each line with "sharing" is the engine with prefix sharing
+and this one thing more: they do not add up. All take turns, each time with a fresh side; figures
+are medians over the turns, and a ratio to mlx-lm is the median of the ratios within each turn.
 
     longest context  the longest prompt of one sequence whose K/V take no more than the budget: run,
                      and one token more refused. "any" is no limit but the model's own

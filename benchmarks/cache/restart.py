@@ -4,6 +4,7 @@
     python -m benchmarks restart --model qwen3-0.6b          # its shape, random weights, bfloat16
     python -m benchmarks restart --model qwen3-0.6b --dtype float32 --turns 1
     python -m benchmarks restart --model PATH_OR_REPO
+    python -m benchmarks restart --lengths 4000 --out FILE --add   # to the runs that FILE has
     python -m benchmarks restart --quick                     # does it run at all
 
 For each length, one process computes a prompt and leaves its K/V in a folder (``cache_dir``). Then
@@ -16,7 +17,8 @@ Files that were written a moment ago are read from the system's page cache. Wher
 drop a file from it (Linux), a third process reads them from the device.
 
 On Linux, MLX computes faster with LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0, and so do
-the processes; in half precision it has no BLAS, and computing is slow out of proportion.
+the processes (wheels of scipy up to 1.11 have such a library in scipy.libs). In half precision MLX
+has no BLAS there, and computing is slow out of proportion.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 NUM_TOKENS = 4  # of an answer
 SECONDS_TO_WRITE = 600.0
 LENGTHS = {"demo": [250, 500, 1000, 2000, 4000], "qwen3-0.6b": [500, 1000, 2000, 4000]}
-COMPUTED, FROM_CACHE, FROM_DEVICE = "computed", "page cache", "device"
+WRITTEN, COMPUTED, FROM_CACHE, FROM_DEVICE = "written", "computed", "page cache", "device"
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ def run(
     first, token_ids = None, []
     while engine.has_unfinished_requests():
         for output in engine.step():
-            if output.error is not None:
-                raise output.error
+            output.raise_if_failed()
             token_ids = output.outputs[0].token_ids
             if first is None and token_ids:
                 first = time.perf_counter() - begin
@@ -146,42 +147,66 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def measure(args: argparse.Namespace, length: int, folder: Path) -> dict[str, Any]:
-    """Of one length: seconds of each way, and ratios, medians over the turns."""
+    """Of one length: the runs of each way, and what they come to."""
     written = ask(args, length, folder)
     note(length, "written", written)
     if not written.is_written:
         raise SystemExit(f"restart.py: {length} tokens were not all written")
-    ways: dict[str, list[Answer]] = {COMPUTED: [], FROM_CACHE: []}
+    ways: dict[str, list[Answer]] = {WRITTEN: [written], COMPUTED: [], FROM_CACHE: []}
     if hasattr(os, "posix_fadvise"):
         ways[FROM_DEVICE] = []
     for turn in range(args.turns):
-        for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
+        timed = [way for way in ways if way != WRITTEN]
+        for way in timed if turn % 2 == 0 else timed[::-1]:
             if way == FROM_DEVICE:
                 drop_from_page_cache(folder)
             found = ask(args, length, None if way == COMPUTED else folder)
             note(length, way, found)
             check(length, way, found, written)
             ways[way].append(found)
-    seconds = {
-        way: [each.seconds_to_first_token for each in answers] for way, answers in ways.items()
-    }
+    return row_of(
+        length, {way: [asdict(each) for each in answers] for way, answers in ways.items()}
+    )
+
+
+def row_of(length: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What all runs of a length come to."""
+    seconds = {way: [each["seconds_to_first_token"] for each in of] for way, of in runs.items()}
     return {
         "length": length,
         "seconds": {way: statistics.median(values) for way, values in seconds.items()},
         "computed_over": {
             way: statistics.median(a / b for a, b in zip(seconds[COMPUTED], values, strict=True))
             for way, values in seconds.items()
-            if way != COMPUTED
+            if way not in (COMPUTED, WRITTEN)
         },
         "seconds_to_start": {
-            way: statistics.median(each.seconds_to_start for each in answers)
-            for way, answers in ways.items()
+            way: statistics.median(each["seconds_to_start"] for each in of)
+            for way, of in runs.items()
         },
-        "nbytes_on_disk": written.nbytes_on_disk,
-        "seconds_when_written": written.seconds_to_first_token,
-        "num_cached_tokens": ways[FROM_CACHE][0].num_cached_tokens,
-        "runs": {way: [asdict(each) for each in answers] for way, answers in ways.items()},
+        "nbytes_on_disk": runs[WRITTEN][0]["nbytes_on_disk"],
+        "num_cached_tokens": runs[FROM_CACHE][0]["num_cached_tokens"],
+        "runs": runs,
     }
+
+
+def added_to(path: Path, setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:
+    """The rows of a file with the runs of these rows, which have to be of its setting."""
+    kept = json.loads(path.read_text())
+    for name, value in setting.items():
+        if kept["setting"].get(name) != value:
+            raise SystemExit(
+                f"restart.py: {path} has {name}: {kept['setting'].get(name)}, and here it is "
+                f"{value}; write to another file"
+            )
+    runs: dict[int, dict[str, list[dict[str, Any]]]] = {
+        row["length"]: row["runs"] for row in kept["results"]
+    }
+    for row in rows:
+        known = runs.setdefault(row["length"], {})
+        for way, answers in row["runs"].items():
+            known[way] = [*known.get(way, []), *answers]
+    return [row_of(length, runs[length]) for length in sorted(runs)]
 
 
 def check(length: int, way: str, found: Answer, written: Answer) -> None:
@@ -235,6 +260,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of random weights")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts")
     parser.add_argument("--turns", type=int, default=5, help="processes of each way and length")
+    parser.add_argument("--add", action="store_true", help="to the runs that --out has already")
     parser.add_argument("--folder", type=Path, help="for the files; a temporary one")
     parser.add_argument("--quick", action="store_true", help="two short prompts, one turn")
     # Of the processes that it starts.
@@ -250,16 +276,19 @@ def main() -> None:
         return
     if args.quick:
         args.lengths, args.turns = args.lengths or [40, 100], 1
+    if args.add and (args.out is None or not args.out.is_file()):
+        raise SystemExit("restart.py: --add needs an --out that is there")
     lengths = args.lengths or LENGTHS.get(args.model, LENGTHS["qwen3-0.6b"])
     with tempfile.TemporaryDirectory(prefix="restart", dir=args.folder) as folder:
         setting = machine_card() | {
             "model": args.model + (", quick: its figures say nothing" if args.quick else ""),
             "shape": shape_of(load_model(args.model, args.dtype)),
-            "turns": f"{args.turns} processes of each way and length",
             "timed": "add_request to the first token, in a fresh process",
         }
         print_card("A prefix after a restart", setting)
         rows = [measure(args, length, Path(folder) / str(length)) for length in lengths]
+    if args.add:
+        rows = added_to(args.out, setting, rows)
     print_lengths(rows)
     print_json("restart", setting, rows, args.out)
 

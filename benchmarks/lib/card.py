@@ -38,14 +38,20 @@ def machine_card() -> dict[str, Any]:
         "processor": info.get("device_name", platform.processor()),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "blas": "OpenBLAS (preloaded)"
-        if "openblas" in os.environ.get("LD_PRELOAD", "")
-        else "as in the MLX wheel",
+        "blas": "OpenBLAS (preloaded)" if _has_openblas() else "as in the MLX wheel",
         "python": platform.python_version(),
         "mlx": mx.__version__,  # type: ignore[attr-defined]  # not in MLX's stub
         "mlx_lm": mlx_lm.__version__,
         "mlx_paged": mlx_paged.__version__,
     }
+
+
+def _has_openblas() -> bool:
+    """Whether it is loaded before MLX's own: the loader ignores a file that is not there."""
+    names = [Path(name) for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    return any("openblas" in name.name and str(name.resolve()) in loaded for name in names)
 
 
 def print_card(title: str, setting: dict[str, Any]) -> None:

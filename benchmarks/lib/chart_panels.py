@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.cache.restart import COMPUTED, FROM_CACHE, FROM_DEVICE
 from benchmarks.lib import chart_style as style
 
 MIB = 2**20
@@ -16,7 +17,10 @@ MLX_LM = "mlx-lm"
 def setting_line(result: dict[str, Any], *names: str) -> str:
     """The machine, and what these entries of a setting say."""
     setting = result["setting"]
-    machine = f"{setting['processor']}, {setting['cores']} cores, {setting['device']}"
+    place = "CPU" if "cpu" in setting["device"] else "GPU"
+    machine = (
+        f"{setting['processor']}, {setting['cores']} cores, {setting['system']}, on its {place}"
+    )
     versions = f"MLX {setting['mlx']}, mlx-lm {setting['mlx_lm']}, BLAS: {setting['blas']}"
     return "\n".join([f"{machine}; {versions}", *(f"{name}: {setting[name]}" for name in names)])
 
@@ -24,8 +28,7 @@ def setting_line(result: dict[str, Any], *names: str) -> str:
 # Approaches
 
 
-def draw_approaches(results: list[dict[str, Any]]) -> Figure:
-    (result,) = results
+def draw_approaches(result: dict[str, Any]) -> Figure:
     rows: dict[str, dict[str, Any]] = result["results"]["approaches"]
     names = list(rows)
     figure, panels = style.make_panels(4, 4.9, sharey=True)
@@ -35,7 +38,7 @@ def draw_approaches(results: list[dict[str, Any]]) -> Figure:
     _draw_contexts(context, rows)
     together = [row["tokens_per_second"]["together"] for row in rows.values()]
     _draw_bars(speed, together, names, [f"{value:,.0f}" for value in together])
-    speed.set_title("tokens/s, together")
+    speed.set_title("tokens/s, 8 together")
     _draw_first_tokens(first, rows)
     held = [row["kv_nbytes"] / MIB for row in rows.values()]
     _draw_bars(memory, held, names, [f"{value:.1f}" for value in held])
@@ -43,7 +46,13 @@ def draw_approaches(results: list[dict[str, Any]]) -> Figure:
     for panel in panels:
         panel.tick_params(axis="y", length=0)
         panel.grid(visible=False, axis="y")
-    style.write_setting(figure, setting_line(result, "model", "budget", "together", "first tokens"))
+    lines = [
+        setting_line(result, "model", "budget", "together", "first tokens"),
+        'Each line with "sharing" is prefix sharing and this one thing more; they do not add up. '
+        "No limit: none but the model's own.",
+        "After a restart: files from the page cache; what keeps no files computes as at first.",
+    ]
+    style.write_setting(figure, "\n".join(lines))
     return figure
 
 
@@ -64,7 +73,7 @@ def _draw_contexts(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
     """Bars; those without a limit reach the edge."""
     contexts = {name: row["longest_context"] for name, row in rows.items()}
     limits = [each["num_tokens"] for each in contexts.values()]
-    edge = 1.25 * max([each for each in limits if each] or [1])
+    edge = 1.4 * max([each for each in limits if each] or [1])
     values = [edge if limit is None else limit for limit in limits]
     labels = ["" if limit is None else f"{limit:,}" for limit in limits]
     _draw_bars(axes, values, list(rows), labels)
@@ -72,7 +81,7 @@ def _draw_contexts(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
     for place, limit in enumerate(limits):
         if limit is None:
             axes.text(edge * 0.96, place, "no limit", color="white", ha="right", va="center")
-    axes.set_title("longest context, tokens")
+    axes.set_title("longest context")
 
 
 def _draw_first_tokens(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
@@ -81,9 +90,9 @@ def _draw_first_tokens(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
         times = [1e3 * row["ttft"][key] for key in ("cold", "warm")]
         axes.plot(times, [place, place], color=style.GRID, zorder=1)
     kinds = [
-        ("cold", "cold", style.NEUTRAL, "o"),
-        ("warm", "warm", style.OURS, "s"),
-        ("restarted", "restarted", style.OTHER, "D"),
+        ("cold", "first time", style.NEUTRAL, "o"),
+        ("warm", "again", style.OURS, "s"),
+        ("restarted", "after a restart", style.OTHER, "D"),
     ]
     for key, label, colour, marker in kinds:
         shown = [
@@ -94,7 +103,7 @@ def _draw_first_tokens(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
         axes.plot(*zip(*shown, strict=True), marker, color=colour, label=label, zorder=2)
     axes.set_xscale("log")
     style.plain_numbers(axes.xaxis)
-    axes.set_title("first token, ms")
+    axes.set_title("first token, ms (log)")
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.07),
@@ -108,8 +117,7 @@ def _draw_first_tokens(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
 # Serving
 
 
-def draw_serving(results: list[dict[str, Any]]) -> Figure:
-    (result,) = results
+def draw_serving(result: dict[str, Any]) -> Figure:
     counted, shared = result["results"]["at_once"], result["results"]["shared_prefix"]
     figure, (speed, memory, first) = style.make_panels(3, 3.6)
     counts = [each["num_requests"] for each in counted]
@@ -156,42 +164,68 @@ def _draw_shared_prefix(axes: Axes, shared: list[dict[str, Any]]) -> None:
 
 # Restart
 
-AIMS = {"demo": (1000, 5.0), "qwen3-0.6b": (4000, 20.0)}
-MODEL_NAMES = {"demo": "demo model", "qwen3-0.6b": "shape of Qwen3-0.6B"}
-FROM_CACHE, COMPUTED = "page cache", "computed"
+WAYS = (
+    (COMPUTED, "computed", style.NEUTRAL, "o--"),
+    (FROM_DEVICE, "read from the device", style.OTHER, "D-"),
+    (FROM_CACHE, "read from the page cache", style.OURS, "s-"),
+)
+MODEL_NAMES = {
+    "demo": "The demo model",
+    "qwen3-0.6b": "The shape of Qwen3-0.6B, random weights",
+}
 
 
-def model_of(result: dict[str, Any]) -> str:
-    return str(result["setting"]["model"]).split(",")[0]
-
-
-def name_of(result: dict[str, Any]) -> str:
-    return MODEL_NAMES.get(model_of(result), model_of(result))
-
-
-def draw_restart(results: list[dict[str, Any]]) -> Figure:
-    figure, (times, ratios) = style.make_panels(2, 3.9)
-    colours = (style.OURS, style.OTHER)
-    for result, colour in zip(results, colours, strict=True):
-        rows, model, name = result["results"], model_of(result), name_of(result)
-        lengths = [row["length"] for row in rows]
-        for way, label, line in ((COMPUTED, "computed", "o--"), (FROM_CACHE, "from disk", "o-")):
-            seconds = [row["seconds"][way] for row in rows]
-            times.plot(lengths, seconds, line, color=colour, label=f"{name}, {label}")
-        over = [row["computed_over"][FROM_CACHE] for row in rows]
-        ratios.plot(lengths, over, "o-", color=colour, label=name)
-        if model in AIMS:
-            length, aim = AIMS[model]
-            label = f"aim at {length:,} tokens: {aim:g}"
-            ratios.plot([length], [aim], "_", color=colour, markersize=16, label=label)
-    for axes, title in ((times, "first token, s"), (ratios, "computed / from disk")):
-        axes.set_yscale("log")
+def draw_restart(result: dict[str, Any]) -> Figure:
+    """Lines through medians, and a dot for each run."""
+    rows, setting = result["results"], result["setting"]
+    lengths = [row["length"] for row in rows]
+    figure, (times, ratios) = style.make_panels(2, 4.4)
+    for way, label, colour, line in WAYS:
+        if way not in rows[0]["seconds"]:
+            continue
+        times.plot(lengths, [row["seconds"][way] for row in rows], line, color=colour, label=label)
+        _draw_runs(times, [(row["length"], _seconds(row, way)) for row in rows], colour)
+        if way != COMPUTED:
+            over = [row["computed_over"][way] for row in rows]
+            ratios.plot(lengths, over, line, color=colour, label=label)
+            runs = [
+                (
+                    row["length"],
+                    [
+                        a / b
+                        for a, b in zip(_seconds(row, COMPUTED), _seconds(row, way), strict=True)
+                    ],
+                )
+                for row in rows
+            ]
+            _draw_runs(ratios, runs, colour)
+    times.set_yscale("log")
+    times.set_title("seconds to the first token (log scale)")
+    ratios.set_ylim(bottom=0)
+    ratios.set_title("time computed / time read")
+    for axes in (times, ratios):
         style.plain_numbers(axes.yaxis)
-        axes.set_title(title)
         axes.set_xlabel("tokens of the prompt")
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=3)
-    shapes = [f"{name_of(result)}: {result['setting']['shape']}" for result in results]
-    style.write_setting(figure, "\n".join([setting_line(results[0]), *shapes]))
+    times.set_ylim(top=10 * times.get_ylim()[1])  # room for the legend
+    times.legend(loc="upper left", handlelength=3)
+    model = str(setting["model"])
+    lines = [
+        setting_line(result),
+        f"{MODEL_NAMES.get(model, model)}: {setting['shape']}",
+        "Lines join medians; small dots are single runs, each in a fresh process. Page cache: the "
+        "files were written a moment before.",
+        "Device: the same files, after the system had dropped them from its page cache.",
+    ]
+    style.write_setting(figure, "\n".join(lines))
     return figure
+
+
+def _seconds(row: dict[str, Any], way: str) -> list[float]:
+    return [each["seconds_to_first_token"] for each in row["runs"][way]]
+
+
+def _draw_runs(axes: Axes, runs: list[tuple[int, list[float]]], colour: str) -> None:
+    for length, values in runs:
+        axes.plot([length] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)

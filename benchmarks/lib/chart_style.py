@@ -1,5 +1,5 @@
-"""How charts look, and how they are saved: readable on light and on dark pages, the same bytes each
-time.
+"""How charts look, and how they are saved: readable on light and on dark pages and in print, the
+same bytes each time.
 
 A chart brings its own background, as one without could be read on one kind of page only. Colours
 are those of Okabe and Ito, which people who see colours differently can tell apart.
@@ -15,6 +15,7 @@ import matplotlib
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 BACKGROUND = "#ffffff"
 TEXT = "#1f2328"
@@ -52,8 +53,6 @@ _SETTINGS: Any = {  # Matplotlib spells its names out as literals, which differ 
     "text.color": TEXT,
     "xtick.color": TEXT,
     "ytick.color": TEXT,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "mlx_paged",  # ids are the same each time
     "savefig.dpi": PIXELS_PER_INCH,
 }
 
@@ -69,7 +68,7 @@ def make_panels(num_panels: int, height: float, **options: Any) -> tuple[Figure,
 
 def write_setting(figure: Figure, text: str) -> None:
     """What the figures hold for, below the panels."""
-    figure.supxlabel(text, fontsize=8, color=FAINT, x=0.01, ha="left")
+    figure.supxlabel(text, fontsize=9, x=0.01, ha="left")
 
 
 def powers_of_two(axes: Axes, values: Sequence[int]) -> None:
@@ -84,10 +83,19 @@ def plain_numbers(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """``name.png`` and ``name.svg``, without dates and versions in them."""
+def save(figure: Figure, folder: Path, name: str, drawn_from: str) -> Path:
+    """``name.png``, without dates and versions in it.
+
+    Args:
+        drawn_from: is kept in the file; :func:`drawn_from` reads it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-    figure.savefig(png, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    return [png, svg]
+    path = folder / f"{name}.png"
+    figure.savefig(path, metadata={"Software": None, "Description": drawn_from})
+    return path
+
+
+def drawn_from(path: Path) -> str:
+    """What a chart that was saved says that it was drawn from."""
+    with Image.open(path) as image:
+        return str(image.info.get("Description", ""))

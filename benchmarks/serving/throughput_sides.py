@@ -95,8 +95,7 @@ class PagedEngine:
     def step(self) -> list[tuple[str, int]]:
         given = []
         for output in self.engine.step():
-            if output.error is not None:
-                raise output.error
+            output.raise_if_failed()
             token_ids = output.outputs[0].token_ids
             start = self.num_given.get(output.request_id, 0)
             given += [(output.request_id, token) for token in token_ids[start:]]

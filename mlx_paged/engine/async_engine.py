@@ -398,9 +398,5 @@ def _checked(news: News) -> RequestOutput:
     """The output; raises what failed the request, if it failed."""
     if isinstance(news, EngineStoppedError):
         raise news
-    # If some completions did not fail, they are an answer.
-    if news.error is not None and all(
-        completion.finish_reason == "error" for completion in news.outputs
-    ):
-        raise news.error
+    news.raise_if_failed()
     return news

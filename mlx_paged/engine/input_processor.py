@@ -89,9 +89,3 @@ class InputProcessor:
         if params.structured_outputs is None:
             return token_rules
         return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
-
-    def check_structured_outputs(self) -> None:
-        """Raise ``ArgumentError`` where no request can have ``structured_outputs``: without
-        llguidance, or without a tokenizer that it can read.
-        """
-        self._grammars.read_vocabulary()

@@ -34,6 +34,9 @@ class PinnedPrompt(NamedTuple):
     token_ids: list[int]
     cache_salt: str
 
+    def __repr__(self) -> str:
+        return f"PinnedPrompt({len(self.token_ids):,} tokens)"  # The salt keeps others out.
+
 
 def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedPrompt:
     """Read the K/V of a file into the swap space, where they stay.

@@ -246,6 +246,7 @@ class EngineThread:
             self._background = self._at_end = None
             if self._forget is not None:
                 self._forget()
+                self._forget = None  # It holds the cache.
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             # What runs on them ends before: it may want Python's lock, which clearing holds.
             with contextlib.suppress(Exception):

@@ -249,6 +249,9 @@ class PromptCacheFile:
             self.token_ids = token_ids_of(self.file, self.metadata)
             self.check_token_ids(self.token_ids)
 
+    def __repr__(self) -> str:
+        return f"PromptCacheFile({str(self.file)!r}, {self.num_tokens:,} tokens)"
+
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         """Raises ``ArgumentError`` unless there are as many as it holds K/V of."""
         if len(token_ids) != self.num_tokens:

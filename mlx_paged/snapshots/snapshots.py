@@ -222,6 +222,9 @@ class SnapshotFile:
                 self.file, "is not a snapshot: its arrays are not those of its tokens"
             )
 
+    def __repr__(self) -> str:
+        return f"SnapshotFile({str(self.file)!r}, {len(self.token_ids):,} tokens)"
+
     def state(self) -> StateRow | None:
         """The recurrent state after its tokens; ``None`` of a model without.
 

@@ -29,7 +29,7 @@ from mlx_paged import (
 llm = LLM(demo_model_path(), kv_cache_bytes="400blocks")
 asked = [{"role": "user", "content": "My cat is called Tom. What is my cat called?"}]
 params = SamplingParams(max_tokens=20, n=2, temperature=0.5, seed=3, logprobs=1, stop=["z"])
-for outputs in (llm.chat(asked, params), llm.generate(["Hello", 5])):
+for outputs in (llm.chat(asked, params), llm.generate(["Hello", 5], raise_on_error=False)):
     print(json.dumps([
         [output.error and str(output.error), [[c.text, c.token_ids, c.finish_reason, c.logprobs
          and list(c.logprobs[0])] for c in output.outputs]] for output in outputs]))
