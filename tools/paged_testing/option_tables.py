@@ -35,7 +35,6 @@ from mlx_paged.server.service import Service
 from mlx_paged.server.watching.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
-_MARKED = re.compile(r"(<!-- ([a-z ]+?)(?:: ([^>]+))? -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 # The columns where all rows are shown, and where some are.
 _COLUMNS = {
     "engine options": (
@@ -51,6 +50,9 @@ _COLUMNS = {
     "endpoints": (("path", ""), ("path", "")),
     "metrics": (("metric", "type", ""), ("metric", "type", "")),
 }
+_MARKED = re.compile(
+    rf"(<!-- ({'|'.join(_COLUMNS)})(?:: ([^>]+))? -->\n).*?(<!-- end of \2 -->)", re.DOTALL
+)
 
 Row = Mapping[str, str]
 """The cells of a row, by column."""
