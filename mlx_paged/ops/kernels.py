@@ -74,6 +74,8 @@ HEADERS = ("paged_kv.h", "row_formats.h", "encoded_rows.h", "affine_rows.h", "la
 
 MAX_THREADS = 256
 MAX_PIECE = 16  # bytes that a thread copies at a time
+# Of fewer bytes 32 bits number all loads, of which the smallest, eight numbers of 4 bits, has four.
+LARGE_SLAB_BYTES = 4 * 2**32
 
 Launch: TypeAlias = Callable[[], list[mx.array]]
 Output: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
@@ -398,14 +400,18 @@ def _bits(number: float | None) -> int:
 
 
 @cache
-def _format_of(format: KVFormat, key_dim: int, value_dim: int) -> Template:
+def _format_of(format: KVFormat, key_dim: int, value_dim: int, is_large: bool) -> Template:
     widths = ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)
-    return [("T", format.dtype), *widths, *format.kernels.template]
+    index = mx.uint64 if is_large else mx.uint32
+    return [("T", format.dtype), ("Index", index), *widths, *format.kernels.template]
 
 
 def _format(kv: KVHandle) -> Template:
-    """What the structs of a format in ``metal/row_formats.h`` are instantiated with."""
-    return _format_of(kv.format, kv.key_dim, kv.value_dim)
+    """What the structs of a format in ``metal/row_formats.h`` are instantiated with, and what their
+    rows are numbered with.
+    """
+    is_large = max(kv.k[0].nbytes, kv.v[0].nbytes) >= LARGE_SLAB_BYTES
+    return _format_of(kv.format, kv.key_dim, kv.value_dim, is_large)
 
 
 def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:

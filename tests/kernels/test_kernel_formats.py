@@ -353,11 +353,14 @@ MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
     ),
     "the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Keys::rest(keys_from, scored_key", "Keys::rest(keys_from, 0"),
+        *("Keys::rest(stored_keys, scored_row", "Keys::rest(stored_keys, to_row + block_begin"),
     ),
     "values_with_the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Values::rest(values_from, scored_key", "Values::rest(values_from, 0"),
+        *(
+            "Values::rest(stored_values, scored_row",
+            "Values::rest(stored_values, to_row + block_begin",
+        ),
     ),
     "groups_that_are_not_added_up": (
         *(DECODE, (8, 8), ATTENTION),

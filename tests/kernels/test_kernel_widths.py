@@ -211,7 +211,7 @@ GATHER_FAULTS = {
     ),
     "the_first_scale_of_a_row": (
         *((8, 4), "affine_rows.h"),
-        *("Format::rest(row, 0, place, 0)", "Format::rest(row, 0, 0, 0)"),
+        *("Format::rest(rows, row, place, 0)", "Format::rest(rows, row, 0, 0)"),
     ),
     "the_next_slot": (
         *(None, "gather_blocks.metal"),
