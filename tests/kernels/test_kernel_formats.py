@@ -411,7 +411,7 @@ def test_a_mistake_in_a_format_is_seen(
 @pytest.mark.slow
 def test_a_scaling_in_the_slot_of_another_row_is_a_forbidden_write(plant, compiler):
     problem = quantised(RUNS.problem(), 8, 8)
-    biases = "slab_to_write(slot.biases)["
+    biases = "slab_to_write(rows.biases)["
     with checked_metal():
         plant(FORMATS, biases, f"{biases}1 + ")
         # The last row of the slab has none behind it.

@@ -219,7 +219,7 @@ GATHER_FAULTS = {
     ),
     "values_in_the_place_of_keys": (
         *(None, "gather_blocks.metal"),
-        *("        key_slab,", "        value_slab,"),
+        *("(key_slab, row", "(value_slab, row"),
     ),
 }
 
