@@ -60,7 +60,7 @@ inline void pass_fence(const device int* fence_in, device int* fence_out, uint i
 // load is addressed by a pointer that all threads share and a register.
 template <typename Index, int BLOCK_SIZE>
 Index slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
-  return (Index(block_id) * uint(num_kv_heads) + uint(kv_head)) * BLOCK_SIZE + uint(offset);
+  return Index(block_id) * uint(num_kv_heads * BLOCK_SIZE) + uint(kv_head * BLOCK_SIZE + offset);
 }
 
 // Where the row of one head of one packed token begins, in [num_tokens, num_heads, width].

@@ -32,9 +32,9 @@ BLOCK_SIZES = (8, 16, 32, 64)
 # Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
 # of more are the work of a matmul.
 MAX_QUERY_ROWS = 128
-# Of latents and of their rotated keys. A query row of bfloat16 issues 87 slots for a key, by Mesa's
-# compiler: 32 of them take as long on an M1 Max as the 6,784 bytes that it takes to gather, join
-# and multiply one (docs/internals/kernels.md, "Latents").
+# Of latents and of their rotated keys. A query row of bfloat16 issues 81 slots for a key, by Mesa's
+# compiler: on an M1 Max 32 of them take 0.92 of the time of the 6,784 bytes that it takes to
+# gather, join and multiply one, and 40 would take longer (docs/internals/kernels.md, "Latents").
 LATENT_WIDTHS = ((512, 64), (256, 64))
 MAX_LATENT_ROWS = 32
 
