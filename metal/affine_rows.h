@@ -70,12 +70,10 @@ struct Numbers<4> {
 
 template <typename T, int ROW_WIDTH, int BITS, int SCALE_GROUP>
 struct Affine {
-  // A slab has fewer than 2^32 scales, so one number says where those of a row are.
   struct Rows {
     const device uint* numbers;
     const device T* scales;
     const device T* biases;
-    uint first_scale;
   };
   using Element = T;
   using Load = typename Numbers<BITS>::Load;
@@ -84,7 +82,6 @@ struct Affine {
   static constant constexpr int REST_LOADS = SCALE_GROUP / LOAD_SIZE, MAX_SHARERS = SIMDGROUP_LANES;
   static constant constexpr bool NEIGHBOURS = true;
   static constant constexpr int CHUNK_LOADS = 8, LATENT_CHUNK_LOADS = 4;
-  static constant constexpr int ROW_BYTES = WIDTH * BITS / 8;
   static constant constexpr int ROW_SCALES = WIDTH / SCALE_GROUP;
   static constant constexpr int ODD = Numbers<BITS>::ODD;
   struct Rest {
@@ -95,38 +92,36 @@ struct Affine {
     float sum;  // over the lanes that share a rest
   };
 
-  template <int BLOCK_SIZE>
-  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
-    const size_t at = slab_row<BLOCK_SIZE, ROW_BYTES>(block_id, offset, kv_head, num_kv_heads);
-    const uint row = (uint(block_id) * uint(num_kv_heads) + kv_head) * BLOCK_SIZE + offset;
-    slab.numbers = (const device uint*)((const device uchar*)slab.numbers + at);
-    slab.first_scale = row * ROW_SCALES;
+  static Rows newest(bool, Rows, Rows slab) {
     return slab;
   }
-  static Rows newest(bool, Rows, int, int, int, Rows slot) {
-    return slot;
-  }
-  static Load load(Rows rows, uint row, int place) {
+  template <typename Index>
+  static Load load(Rows rows, Index row, int place) {
     return ((const device Load*)rows.numbers)[row * (WIDTH / LOAD_SIZE) + place];
   }
-  static void store(Rows rows, int place, Load value) {
-    ((device Load*)slab_to_write(rows.numbers))[place] = value;
+  template <typename Index>
+  static void store(Rows rows, Index row, int place, Load value) {
+    ((device Load*)slab_to_write(rows.numbers))[row * (WIDTH / LOAD_SIZE) + place] = value;
   }
-  static Rest rest(Rows rows, uint row, int place, int) {
-    const uint at = rows.first_scale + row * ROW_SCALES + place / REST_LOADS;
+  template <typename Index>
+  static Rest rest(Rows rows, Index row, int place, int) {
+    const Index at = row * ROW_SCALES + place / REST_LOADS;
     return {float(rows.scales[at]) * (1 / LEAST_HALF), float(rows.biases[at])};
   }
 
-  static void store_rest(Rows, int, Rest) {}
-  // Stores a row of floats.
-  static void encode(Rows slot, thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane) {
+  template <typename Index>
+  static void store_rest(Rows, Index, int, Rest) {}
+  // Stores floats as a row.
+  template <typename Index>
+  static void encode(Rows rows, Index row, thread float (&values)[RowLoads<WIDTH>::LOADS * 8],
+                     int lane) {
     UNROLL
     for (int n = 0; n < RowLoads<WIDTH>::LOADS; n++) {
-      float low = row[n * 8], high = row[n * 8];
+      float low = values[n * 8], high = values[n * 8];
       UNROLL
       for (int i = 1; i < 8; i++) {
-        low = min(low, row[n * 8 + i]);
-        high = max(high, row[n * 8 + i]);
+        low = min(low, values[n * 8 + i]);
+        high = max(high, values[n * 8 + i]);
       }
       high = max_over_lanes<1, REST_LOADS>(high);
       low = -max_over_lanes<1, REST_LOADS>(-low);
@@ -135,16 +130,16 @@ struct Affine {
       uint numbers[8];
       UNROLL
       for (int i = 0; i < 8; i++) {
-        const float number = rint((row[n * 8 + i] - steps.bias) / divisor);
+        const float number = rint((values[n * 8 + i] - steps.bias) / divisor);
         numbers[i] = uint(min(max(number, 0.0f), float((1 << BITS) - 1)));
       }
       const int at = lane + n * RowLoads<WIDTH>::LANES;
       if (at < WIDTH / 8) {
-        store(slot, at, Numbers<BITS>::pack(numbers));
+        store(rows, row, at, Numbers<BITS>::pack(numbers));
         if (at % REST_LOADS == 0) {
-          const uint group = slot.first_scale + at / REST_LOADS;
-          slab_to_write(slot.scales)[group] = T(steps.scale);
-          slab_to_write(slot.biases)[group] = T(steps.bias);
+          const Index group = row * ROW_SCALES + at / REST_LOADS;
+          slab_to_write(rows.scales)[group] = T(steps.scale);
+          slab_to_write(rows.biases)[group] = T(steps.bias);
         }
       }
     }
@@ -198,10 +193,10 @@ struct Affine {
 };
 
 // Writes the eight elements of one load of a row, rounded once to float and once to T.
-template <typename Format, typename T>
-void dequantize_load(typename Format::Rows row, int place, device T* to) {
-  const typename Format::Rest rest = Format::rest(row, 0, place, 0);
-  const typename Format::Load load = Format::load(row, 0, place);
+template <typename Format, typename Index, typename T>
+void dequantize_load(typename Format::Rows rows, Index row, int place, device T* to) {
+  const typename Format::Rest rest = Format::rest(rows, row, place, 0);
+  const typename Format::Load load = Format::load(rows, row, place);
   UNROLL
   for (int part = 0; part < 2; part++) {
     ((device vec<T, 4>*)to)[2 * place + part] = vec<T, 4>(Format::elements(load, part, rest));

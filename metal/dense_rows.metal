@@ -1,6 +1,6 @@
 // In front of a body that reads dense K and V, takes new rows and writes them.
 //
-// template   T (element), KEY_DIM, VALUE_DIM
+// template   T (element), Index (of rows of slabs and of their loads), KEY_DIM, VALUE_DIM
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, KEY_DIM or VALUE_DIM],
 //                                  written
 //            key_rows, value_rows  T [num_tokens, num_kv_heads, KEY_DIM or VALUE_DIM]

@@ -22,15 +22,10 @@ if (slot == 0 && kv_head == 0) {
 const GatheredToken token = gathered_token<BLOCK_SIZE>(plan, slot, threads_per_grid.y / BLOCK_SIZE,
                                                        kv_head, num_kv_heads);
 const int offset = slot % BLOCK_SIZE;
+const Index row = slab_row<Index, BLOCK_SIZE>(token.block_id, offset, kv_head, num_kv_heads);
 if (token.is_present && load < KEY_DIM / 8) {
-  dequantize_load<KeyFormat>(
-      KeyFormat::template block_rows<BLOCK_SIZE>(key_slabs, token.block_id, offset, kv_head,
-                                                 num_kv_heads),
-      load, keys + token.row * KEY_DIM);
+  dequantize_load<KeyFormat>(key_slabs, row, load, keys + token.row * KEY_DIM);
 }
 if (token.is_present && load < VALUE_DIM / 8) {
-  dequantize_load<ValueFormat>(
-      ValueFormat::template block_rows<BLOCK_SIZE>(value_slabs, token.block_id, offset, kv_head,
-                                                   num_kv_heads),
-      load, values + token.row * VALUE_DIM);
+  dequantize_load<ValueFormat>(value_slabs, row, load, values + token.row * VALUE_DIM);
 }

@@ -36,14 +36,13 @@ const int token = is_key ? slice : is_value ? slice - num_tokens : slice - 2 * n
 const int slot = is_key || is_value ? slot_mapping[token] : 0;
 const int block_id = slot / BLOCK_SIZE;
 const int offset = slot % BLOCK_SIZE;
+const Index stored = slab_row<Index, BLOCK_SIZE>(block_id, offset, kv_head, num_kv_heads);
 if (is_value) {
   float row[RowLoads<VALUE_DIM>::LOADS * 8];
   load_floats<T, VALUE_DIM>(
       value_rows + packed_row<VALUE_DIM>(token, kv_head, num_kv_heads), lane, row);
   if (slot >= 0) {
-    ValueFormat::encode(ValueFormat::template block_rows<BLOCK_SIZE>(value_slabs, block_id, offset,
-                                                                     kv_head, num_kv_heads),
-                        row, lane);
+    ValueFormat::encode(value_slabs, stored, row, lane);
   }
 } else {
   const size_t from = packed_row<KEY_DIM>(token, kv_head, num_kv_heads);
@@ -55,8 +54,6 @@ if (is_value) {
   if (!is_key) {
     store_floats<T, KEY_DIM>(rotated + from, lane, row);
   } else if (slot >= 0) {
-    KeyFormat::encode(KeyFormat::template block_rows<BLOCK_SIZE>(key_slabs, block_id, offset,
-                                                                 kv_head, num_kv_heads),
-                      row, lane);
+    KeyFormat::encode(key_slabs, stored, row, lane);
   }
 }

@@ -26,16 +26,12 @@ const GatheredToken token = gathered_token<BLOCK_SIZE>(plan, slot, threads_per_g
                                                        kv_head, num_kv_heads);
 if (token.is_present) {
   const int offset = slot % BLOCK_SIZE;
+  const size_t row = slab_row<size_t, BLOCK_SIZE>(token.block_id, offset, kv_head, num_kv_heads);
   if (piece < KEY_PIECES) {
-    copy_piece<PIECE>(
-        key_slab,
-        slab_row<BLOCK_SIZE, KEY_PIECES>(token.block_id, offset, kv_head, num_kv_heads) + piece,
-        keys, token.row * KEY_PIECES + piece);
+    copy_piece<PIECE>(key_slab, row * KEY_PIECES + piece, keys, token.row * KEY_PIECES + piece);
   }
   if (piece < VALUE_PIECES) {
-    copy_piece<PIECE>(
-        value_slab,
-        slab_row<BLOCK_SIZE, VALUE_PIECES>(token.block_id, offset, kv_head, num_kv_heads) + piece,
-        values, token.row * VALUE_PIECES + piece);
+    copy_piece<PIECE>(value_slab, row * VALUE_PIECES + piece, values,
+                      token.row * VALUE_PIECES + piece);
   }
 }

@@ -33,30 +33,21 @@ struct Latents {
     float rope_factor;
   };
 
-  template <int BLOCK_SIZE>
-  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
-    Rows rows;
-    rows.latents = Latent::template block_rows<BLOCK_SIZE>(slab.latents, block_id, offset, kv_head,
-                                                           num_kv_heads);
-    rows.rope_keys = Rope::template block_rows<BLOCK_SIZE>(slab.rope_keys, block_id, offset,
-                                                           kv_head, num_kv_heads);
+  static Rows newest(bool has_rows, Rows rows, Rows slab) {
+    rows.latents = Latent::newest(has_rows, rows.latents, slab.latents);
+    rows.rope_keys = Rope::newest(has_rows, rows.rope_keys, slab.rope_keys);
     return rows;
   }
-  static Rows newest(bool has_rows, Rows rows, int token, int kv_head, int num_kv_heads,
-                     Rows slot) {
-    rows.latents =
-        Latent::newest(has_rows, rows.latents, token, kv_head, num_kv_heads, slot.latents);
-    rows.rope_keys =
-        Rope::newest(has_rows, rows.rope_keys, token, kv_head, num_kv_heads, slot.rope_keys);
-    return rows;
-  }
-  static Load load(Rows rows, uint row, int place) {
+  template <typename Index>
+  static Load load(Rows rows, Index row, int place) {
     return Latent::load(rows.latents, row, place);
   }
-  static void store(Rows rows, int place, Load value) {
-    Latent::store(rows.latents, place, value);
+  template <typename Index>
+  static void store(Rows rows, Index row, int place, Load value) {
+    Latent::store(rows.latents, row, place, value);
   }
-  static Rest rest(Rows rows, uint row, int place, int lane) {
+  template <typename Index>
+  static Rest rest(Rows rows, Index row, int place, int lane) {
     Rest rest;
     const int rope_place = lane / MAX_SHARERS;
     rest.latent = Latent::rest(rows.latents, row, place, lane);
@@ -64,9 +55,10 @@ struct Latents {
     rest.rope = Rope::rest(rows.rope_keys, row, rope_place, lane);
     return rest;
   }
-  static void store_rest(Rows rows, int lane, Rest rest) {
+  template <typename Index>
+  static void store_rest(Rows rows, Index row, int lane, Rest rest) {
     if (lane % MAX_SHARERS == 0) {
-      Rope::store(rows.rope_keys, lane / MAX_SHARERS, rest.rope_load);
+      Rope::store(rows.rope_keys, row, lane / MAX_SHARERS, rest.rope_load);
     }
   }
 

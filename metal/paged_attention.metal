@@ -138,38 +138,36 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   const int block_id = plan[block_table + readable / BLOCK_SIZE];
   const int offset = readable % BLOCK_SIZE;
   const int token = first_token + readable - first_query;
-  const typename Keys::Rows key_slot =
-      Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, offset, kv_head, num_kv_heads);
-  const typename Values::Rows value_slot = Values::template block_rows<BLOCK_SIZE>(
-      stored_values, block_id, offset, kv_head, num_kv_heads);
-  const typename Keys::Rows key_from =
-      Keys::newest(has_rows, Formats::keys(new_keys, new_values), token, kv_head, num_kv_heads, key_slot);
-  const typename Values::Rows value_from =
-      Values::newest(has_rows, Formats::values(new_keys, new_values), token, kv_head, num_kv_heads, value_slot);
+  const Index slot = slab_row<Index, BLOCK_SIZE>(block_id, offset, kv_head, num_kv_heads);
+  const Index row = has_rows ? Index(token * num_kv_heads + kv_head) : slot;
+  const typename Keys::Rows keys_from =
+      Keys::newest(has_rows, Formats::keys(new_keys, new_values), stored_keys);
+  const typename Values::Rows values_from =
+      Values::newest(has_rows, Formats::values(new_keys, new_values), stored_values);
   typename Keys::Load key[KeyRow::LOADS];
   typename Values::Load value[ValueRow::LOADS];
   UNROLL
   for (int n = 0; n < KeyRow::LOADS; n++) {
-    key[n] = Keys::load(key_from, 0, KeyRow::readable(column, n));
+    key[n] = Keys::load(keys_from, row, KeyRow::readable(column, n));
   }
   UNROLL
   for (int n = 0; n < ValueRow::LOADS; n++) {
-    value[n] = Values::load(value_from, 0, ValueRow::readable(column, n));
+    value[n] = Values::load(values_from, row, ValueRow::readable(column, n));
   }
-  const typename Keys::Rest key_rest = Keys::rest(key_from, 0, key_place, column);
-  const typename Values::Rest value_rest = Values::rest(value_from, 0, value_place, column);
+  const typename Keys::Rest key_rest = Keys::rest(keys_from, row, key_place, column);
+  const typename Values::Rest value_rest = Values::rest(values_from, row, value_place, column);
   if (has_rows && row_part == 0 && split == 0 && position < end) {
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
       if (KeyRow::is_there(column, n)) {
-        Keys::store(key_slot, KeyRow::place(column, n), key[n]);
+        Keys::store(stored_keys, slot, KeyRow::place(column, n), key[n]);
       }
     }
-    Keys::store_rest(key_slot, column, key_rest);
+    Keys::store_rest(stored_keys, slot, column, key_rest);
     UNROLL
     for (int n = 0; n < ValueRow::LOADS && !HOLDS_LATENTS; n++) {
       if (ValueRow::is_there(column, n)) {
-        Values::store(value_slot, ValueRow::place(column, n), value[n]);
+        Values::store(stored_values, slot, ValueRow::place(column, n), value[n]);
       }
     }
   }
@@ -217,35 +215,34 @@ uint block_id = plan[block_table + uint(max(min(chunk_begin, old_end - 1), 0)) /
 for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   const int block_begin = chunk_begin - uint(chunk_begin) % BLOCK_SIZE;
   const int position = chunk_begin + turn * SUBGROUPS + subgroup;
-  const typename Keys::Rows keys_from =
-      Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, 0, kv_head, num_kv_heads);
-  const typename Values::Rows values_from =
-      Values::template block_rows<BLOCK_SIZE>(stored_values, block_id, 0, kv_head, num_kv_heads);
+  // What leads from a position in the block to its row.
+  const Index to_row =
+      slab_row<Index, BLOCK_SIZE>(block_id, 0, kv_head, num_kv_heads) - Index(block_begin);
   typename Keys::Load keys[STEPS][KeyRow::LOADS];
   typename Values::Load values[STEPS][ValueRow::LOADS];
   // Keys that may not be read are left to the nearest that may, and masked.
-  uint key_of_step[STEPS];
+  Index row_of_step[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     const int wanted = position ^ s * SUBGROUPS;
-    key_of_step[s] = uint(min(max(wanted, old_begin), old_end - 1) - block_begin);
+    row_of_step[s] = to_row + Index(min(max(wanted, old_begin), old_end - 1));
     UNROLL
     for (int n = 0; n < KeyRow::LOADS; n++) {
-      keys[s][n] = Keys::load(keys_from, key_of_step[s], KeyRow::readable(column, n));
+      keys[s][n] = Keys::load(stored_keys, row_of_step[s], KeyRow::readable(column, n));
     }
   }
   UNROLL
   for (int s = 0; s < STEPS; s++) {
     UNROLL
     for (int n = 0; n < ValueRow::LOADS; n++) {
-      values[s][n] = Values::load(values_from, key_of_step[s], ValueRow::readable(column, n));
+      values[s][n] = Values::load(stored_values, row_of_step[s], ValueRow::readable(column, n));
     }
   }
   // Of the key that this lane will have the score of.
-  const uint scored_key = key_of_step[0];
-  const typename Keys::Rest key_rest = Keys::rest(keys_from, scored_key, key_place, column);
+  const Index scored_row = row_of_step[0];
+  const typename Keys::Rest key_rest = Keys::rest(stored_keys, scored_row, key_place, column);
   const typename Values::Rest value_rest =
-      Values::rest(values_from, scored_key, value_place, column);
+      Values::rest(stored_values, scored_row, value_place, column);
   const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
   block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 

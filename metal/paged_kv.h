@@ -13,7 +13,7 @@
 //   thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
 //
 // A slab is [num_blocks, num_kv_heads, block_size, width], row-contiguous; a slot is block_id *
-// block_size + offset. Accumulators are float, offsets into slabs size_t.
+// block_size + offset. Accumulators are float.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
@@ -56,12 +56,11 @@ inline void pass_fence(const device int* fence_in, device int* fence_out, uint i
   }
 }
 
-// Where the row of one KV head of one slot begins.
-template <int BLOCK_SIZE, int WIDTH>
-size_t slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
-  // A product of 64 bits and one of 32: a block is smaller than 4 GiB.
-  return size_t(block_id) * uint(num_kv_heads * BLOCK_SIZE * WIDTH) +
-         uint((kv_head * BLOCK_SIZE + offset) * WIDTH);
+// The number of the row of one KV head of one slot. In 32 bits, where those of its loads fit, too, a
+// load is addressed by a pointer that all threads share and a register.
+template <typename Index, int BLOCK_SIZE>
+Index slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
+  return Index(block_id) * uint(num_kv_heads * BLOCK_SIZE) + uint(kv_head * BLOCK_SIZE + offset);
 }
 
 // Where the row of one head of one packed token begins, in [num_tokens, num_heads, width].

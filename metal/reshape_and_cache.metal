@@ -22,15 +22,16 @@ const int slot = slot_mapping[row];
 if (slot >= 0) {
   const int block_id = slot / BLOCK_SIZE;
   const int offset = slot % BLOCK_SIZE;
+  const size_t to = slab_row<size_t, BLOCK_SIZE>(block_id, offset, kv_head, num_kv_heads);
   if (piece < KEY_PIECES) {
     copy_piece<PIECE>(
         key_rows, packed_row<KEY_PIECES>(row, kv_head, num_kv_heads) + piece, slab_to_write(key_slab),
-        slab_row<BLOCK_SIZE, KEY_PIECES>(block_id, offset, kv_head, num_kv_heads) + piece);
+        to * KEY_PIECES + piece);
   }
   if (piece < VALUE_PIECES) {
     copy_piece<PIECE>(
         value_rows, packed_row<VALUE_PIECES>(row, kv_head, num_kv_heads) + piece,
         slab_to_write(value_slab),
-        slab_row<BLOCK_SIZE, VALUE_PIECES>(block_id, offset, kv_head, num_kv_heads) + piece);
+        to * VALUE_PIECES + piece);
   }
 }

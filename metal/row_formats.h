@@ -15,7 +15,7 @@
 // side by side, and those of an affine one are neighbours, so that they share a rest.
 //
 // What a format has:
-//   Rows                   where rows lie, from one on
+//   Rows                   where rows lie
 //   WIDTH, QUERY_WIDTH     elements of a row over the lanes, and of a query
 //   Load, LOAD_SIZE        what a lane loads at a time, and how many elements that is
 //   QUERY_LOADS            loads of queries, sixteen bytes each, that meet one of keys
@@ -24,11 +24,11 @@
 //   CHUNK_LOADS            loads of keys, and of values, that registers hold beside rows of queries
 //   LATENT_CHUNK_LOADS     of keys that are values, too, and stay floats in between
 //   Rest, QueryRest        of a row of keys or values, and of one of queries
-//   block_rows, rest       memory
-//   load, store            a load, by its place in a row
-//   newest                 where the row of a new token is: among rows, or in its slot
+//   load, store            a load, by the number of a row and its place in it
+//   rest                   that of a row
+//   newest                 where the rows of new tokens are: among rows, or in their slots
 //   store_rest             what belongs to a new row and is not in its loads
-//   encode                 (Affine) stores a row of floats
+//   encode                 (Affine) stores floats as a row
 //   floats                 elements 4 * part to 4 * part + 3 of a load: numbers without scaling
 //   load_query_rest        what belongs to a query and is not in its loads
 //   prepare_query          what queries become before they meet floats of keys
@@ -176,29 +176,24 @@ struct Dense {
   };
   using QueryRest = Rest;
 
-  template <int BLOCK_SIZE>
-  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
-    Rows rows;
-    rows.elements =
-        slab.elements + slab_row<BLOCK_SIZE, WIDTH>(block_id, offset, kv_head, num_kv_heads);
+  static Rows newest(bool has_rows, Rows rows, Rows slab) {
+    rows.elements = has_rows ? rows.elements : slab.elements;
     return rows;
   }
-  static Rows newest(bool has_rows, Rows rows, int token, int kv_head, int num_kv_heads,
-                     Rows slot) {
-    const device T* row = rows.elements + packed_row<WIDTH>(token, kv_head, num_kv_heads);
-    rows.elements = has_rows ? row : slot.elements;
-    return rows;
-  }
-  static Load load(Rows rows, uint row, int place) {
+  template <typename Index>
+  static Load load(Rows rows, Index row, int place) {
     return ((const device Load*)rows.elements)[row * (WIDTH / LOAD_SIZE) + place];
   }
-  static void store(Rows rows, int place, Load value) {
-    ((device Load*)slab_to_write(rows.elements))[place] = value;
+  template <typename Index>
+  static void store(Rows rows, Index row, int place, Load value) {
+    ((device Load*)slab_to_write(rows.elements))[row * (WIDTH / LOAD_SIZE) + place] = value;
   }
-  static Rest rest(Rows, uint, int, int) {
+  template <typename Index>
+  static Rest rest(Rows, Index, int, int) {
     return {0};
   }
-  static void store_rest(Rows, int, Rest) {}
+  template <typename Index>
+  static void store_rest(Rows, Index, int, Rest) {}
 
   static float4 floats(Load load, int part) {
     return Packed<T>::floats(load, part);

@@ -183,14 +183,14 @@ def measure_merging(num_calls: int, turns: int) -> Iterator[Row]:
 
 # Threads that a core holds by Mesa's compiler, which Apple's should reach.
 THREADS = {
-    Decode(group=2, dtype="float16"): 640,
-    Decode(group=4, dtype="float16"): 384,
-    Decode(group=8, dtype="float16"): 384,
-    Decode(group=4): 384,
+    Decode(group=2, dtype="float16"): 704,
+    Decode(group=4, dtype="float16"): 448,
+    Decode(group=8, dtype="float16"): 448,
+    Decode(group=4): 448,
     Decode(group=2, key_dim=256, value_dim=256): 576,
     Decode(group=2, key_dim=512, value_dim=512): 448,
-    Decode(group=4, bits=KVBits(8, 8)): 384,
-    Decode(group=4, bits=KVBits(4, 4)): 384,
+    Decode(group=4, bits=KVBits(8, 8)): 448,
+    Decode(group=4, bits=KVBits(4, 4)): 448,
     LATENTS: 384,
     replace(LATENTS, bits=KVBits(8, 8)): 384,
 }

@@ -32,9 +32,9 @@ BLOCK_SIZES = (8, 16, 32, 64)
 # Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
 # of more are the work of a matmul.
 MAX_QUERY_ROWS = 128
-# Of latents and of their rotated keys. A query row of bfloat16 issues 87 slots for a key, by Mesa's
-# compiler: 32 of them take as long on an M1 Max as the 6,784 bytes that it takes to gather, join
-# and multiply one (docs/internals/kernels.md, "Latents").
+# Of latents and of their rotated keys. A query row of bfloat16 issues 81 slots for a key, by Mesa's
+# compiler: on an M1 Max 32 of them take 0.92 of the time of the 6,784 bytes that it takes to
+# gather, join and multiply one, and 40 would take longer (docs/internals/kernels.md, "Latents").
 LATENT_WIDTHS = ((512, 64), (256, 64))
 MAX_LATENT_ROWS = 32
 
@@ -74,6 +74,8 @@ HEADERS = ("paged_kv.h", "row_formats.h", "encoded_rows.h", "affine_rows.h", "la
 
 MAX_THREADS = 256
 MAX_PIECE = 16  # bytes that a thread copies at a time
+# Of fewer bytes 32 bits number all loads, of which the smallest, eight numbers of 4 bits, has four.
+LARGE_SLAB_BYTES = 4 * 2**32
 
 Launch: TypeAlias = Callable[[], list[mx.array]]
 Output: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
@@ -398,14 +400,18 @@ def _bits(number: float | None) -> int:
 
 
 @cache
-def _format_of(format: KVFormat, key_dim: int, value_dim: int) -> Template:
+def _format_of(format: KVFormat, key_dim: int, value_dim: int, is_large: bool) -> Template:
     widths = ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)
-    return [("T", format.dtype), *widths, *format.kernels.template]
+    index = mx.uint64 if is_large else mx.uint32
+    return [("T", format.dtype), ("Index", index), *widths, *format.kernels.template]
 
 
 def _format(kv: KVHandle) -> Template:
-    """What the structs of a format in ``metal/row_formats.h`` are instantiated with."""
-    return _format_of(kv.format, kv.key_dim, kv.value_dim)
+    """What the structs of a format in ``metal/row_formats.h`` are instantiated with, and what their
+    rows are numbered with.
+    """
+    is_large = max(kv.k[0].nbytes, kv.v[0].nbytes) >= LARGE_SLAB_BYTES
+    return _format_of(kv.format, kv.key_dim, kv.value_dim, is_large)
 
 
 def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:

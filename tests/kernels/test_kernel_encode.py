@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[int, tuple[int, int], str, str, str]] = {
     "steps_that_do_not_meet_zero": (64, (8, 8), FORMATS, "step : whole", "step : step"),
     "the_nearer_end": (64, (8, 8), FORMATS, "max(low, -low) > max", "max(low, -low) < max"),
     "sixteen_steps": (64, (8, 4), FORMATS, "(low - high) / 15", "(low - high) / 16"),
-    "numbers_cut_off": (64, (8, 4), FORMATS, "rint((row", "floor((row"),
+    "numbers_cut_off": (64, (8, 4), FORMATS, "rint((values", "floor((values"),
     "nibbles_the_wrong_way_round": (64, (8, 4), FORMATS, "n[0] | n[1] << 4", "n[1] | n[0] << 4"),
     "bytes_the_wrong_way_round": (64, (8, 8), FORMATS, "n[0] | n[1] << 8", "n[1] | n[0] << 8"),
     "one_scale_for_a_row": (128, (8, 8), FORMATS, "at % REST_LOADS == 0", "at == 0"),

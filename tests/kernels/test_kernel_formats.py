@@ -353,11 +353,14 @@ MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
     ),
     "the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Keys::rest(keys_from, scored_key", "Keys::rest(keys_from, 0"),
+        *("Keys::rest(stored_keys, scored_row", "Keys::rest(stored_keys, to_row + block_begin"),
     ),
     "values_with_the_scaling_of_another_key": (
         *(DECODE, (8, 8), ATTENTION),
-        *("Values::rest(values_from, scored_key", "Values::rest(values_from, 0"),
+        *(
+            "Values::rest(stored_values, scored_row",
+            "Values::rest(stored_values, to_row + block_begin",
+        ),
     ),
     "groups_that_are_not_added_up": (
         *(DECODE, (8, 8), ATTENTION),
@@ -408,7 +411,7 @@ def test_a_mistake_in_a_format_is_seen(
 @pytest.mark.slow
 def test_a_scaling_in_the_slot_of_another_row_is_a_forbidden_write(plant, compiler):
     problem = quantised(RUNS.problem(), 8, 8)
-    biases = "slab_to_write(slot.biases)["
+    biases = "slab_to_write(rows.biases)["
     with checked_metal():
         plant(FORMATS, biases, f"{biases}1 + ")
         # The last row of the slab has none behind it.

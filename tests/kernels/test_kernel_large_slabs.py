@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from helpers.backends import METAL
 from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
-from helpers.numpy_attention import raw
+from helpers.numpy_attention import before_the_step, make_problem, raw
+from helpers.quantised_problems import quantised
 from metal_emulator import LargeArray
 from paged_testing.by_hand import dense_handle, slots_of, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
 from mlx_paged.ops.metadata import Rows
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
@@ -126,21 +127,17 @@ def test_blocks_behind_the_first_4_billion_pieces_are_like_any_others(
     slabs.both(operation)
 
 
+LOADS = "row_formats.h", "row * (WIDTH / LOAD_SIZE)", "uint(row) * (WIDTH / LOAD_SIZE)"
 MISTAKES = {
-    **{
-        f"{name}_{kind}": (OPERATIONS[name], "paged_kv.h", "size_t(block_id)", f"{kind}(block_id)")
-        for name in ("reshape_and_cache", "gather_blocks", "paged_attention", "update_and_attend")
-        for kind in ("int", "uint")
-    },
-    **{
-        f"copy_blocks_{end}": (
-            copy,
-            "copy_blocks.metal",
-            f"const size_t {end}",
-            f"const uint {end}",
-        )
-        for end in ("source", "destination")
-    },
+    "reshape_and_cache": (write, "reshape_and_cache.metal", "const size_t to", "const uint to"),
+    "gather_blocks": (gather, "gather_blocks.metal", "const size_t row", "const uint row"),
+    "copy_blocks_source": (copy, "copy_blocks.metal", "const size_t source", "const uint source"),
+    "copy_blocks_destination": (
+        *(copy, "copy_blocks.metal"),
+        *("const size_t destination", "const uint destination"),
+    ),
+    "paged_attention": (attend, *LOADS),
+    "update_and_attend": (write_and_attend, *LOADS),
 }
 
 
@@ -157,3 +154,33 @@ def test_an_offset_of_32_bits_is_seen(
     plant(name, text, other)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         slabs.both(operation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [attend, write_and_attend])
+def test_large_slabs_need_an_index_of_64_bits(
+    operation: Operation, slabs: Slabs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "LARGE_SLAB_BYTES", 2**62)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        slabs.both(operation)
+
+
+@pytest.mark.slow
+def test_an_index_of_64_bits_leaves_the_same_bits_of_quantised_rows(
+    compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(
+        (40, 9), 2, num_kv_heads=2, group=3, head_dim=64, dtype=DTYPE, poison="large"
+    )
+    problem = quantised(problem, 8, 4)
+    found = []
+    for least_large in (kernels.LARGE_SLAB_BYTES, 0):
+        monkeypatch.setattr(kernels, "LARGE_SLAB_BYTES", least_large)
+        with checked_metal():
+            kv, k, v = before_the_step(problem)
+            out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+            gathered = METAL.gather_step(kv, problem.metadata)
+            found.append([out, *kv.slabs, *(row for rows in gathered for row in rows)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)

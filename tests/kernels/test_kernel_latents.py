@@ -163,12 +163,16 @@ FAULTS = {
     "rotated_queries_of_another_lane": ("from[lane / MAX_SHARERS *", "from[lane % ROPE_LOADS *"),
     "power_of_rotated_queries": ("rest.rope) / factor;", "rest.rope);"),
     "rotated_keys_not_stored": (
-        "Rope::store(rows.rope_keys, lane / MAX_SHARERS, rest.rope_load)",
+        "Rope::store(rows.rope_keys, row, lane / MAX_SHARERS, rest.rope_load)",
         "",
     ),
-    "rotated_keys_of_another_token": (
-        "Rope::newest(has_rows, rows.rope_keys, token, kv_head",
-        "Rope::newest(has_rows, rows.rope_keys, 0, kv_head",
+    "new_rotated_keys_from_the_slab": (
+        "Rope::newest(has_rows, rows.rope_keys",
+        "Rope::newest(false, rows.rope_keys",
+    ),
+    "rotated_keys_of_another_row": (
+        "Rope::load(rows.rope_keys, row, rope_place)",
+        "Rope::load(rows.rope_keys, row ^ 1, rope_place)",
     ),
 }
 

@@ -178,7 +178,7 @@ WRONG_RESULTS = {
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "Values::store(value_slot, ValueRow::place(column, n), value[n]);",
+        "Values::store(stored_values, slot, ValueRow::place(column, n), value[n]);",
         "",
     ),
 }
@@ -201,8 +201,8 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(
 @pytest.mark.parametrize(
     ("text", "other"),
     [
-        ("Keys::store(key_slot, ", "Keys::store(key_slot, ROW_LOADS + "),
-        ("Values::store(value_slot, ", "Values::store(value_slot, 2 * ROW_LOADS + "),
+        ("Keys::store(stored_keys, slot, ", "Keys::store(stored_keys, slot + 1, "),
+        ("Values::store(stored_values, slot, ", "Values::store(stored_values, slot + 2, "),
     ],
     ids=["next_key", "next_but_one_value"],
 )

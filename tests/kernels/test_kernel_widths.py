@@ -211,7 +211,7 @@ GATHER_FAULTS = {
     ),
     "the_first_scale_of_a_row": (
         *((8, 4), "affine_rows.h"),
-        *("Format::rest(row, 0, place, 0)", "Format::rest(row, 0, 0, 0)"),
+        *("Format::rest(rows, row, place, 0)", "Format::rest(rows, row, 0, 0)"),
     ),
     "the_next_slot": (
         *(None, "gather_blocks.metal"),
@@ -219,7 +219,7 @@ GATHER_FAULTS = {
     ),
     "values_in_the_place_of_keys": (
         *(None, "gather_blocks.metal"),
-        *("        key_slab,", "        value_slab,"),
+        *("(key_slab, row", "(value_slab, row"),
     ),
 }
 

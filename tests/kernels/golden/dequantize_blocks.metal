@@ -1,5 +1,5 @@
-template <typename T, int KEY_DIM, int VALUE_DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int BLOCK_SIZE>
-[[kernel]] void custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t(
+template <typename T, typename Index, int KEY_DIM, int VALUE_DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int BLOCK_SIZE>
+[[kernel]] void custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_uint32_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t(
   const device uint32_t* key_slab [[buffer(0)]],
   const device bfloat16_t* key_scales [[buffer(1)]],
   const device bfloat16_t* key_biases [[buffer(2)]],
@@ -16,4 +16,4 @@ template <typename T, int KEY_DIM, int VALUE_DIM, int KEY_BITS, int VALUE_BITS, 
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t<bfloat16_t, 64, 64, 8, 4, 64, 64, 16>) custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t<bfloat16_t, 64, 64, 8, 4, 64, 64, 16>;
+template [[host_name("custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_uint32_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_uint32_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t<bfloat16_t, uint32_t, 64, 64, 8, 4, 64, 64, 16>) custom_kernel_mlx_paged_dequantize_blocks__bfloat16_t_uint32_t_64_64_8_4_64_64_16_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t<bfloat16_t, uint32_t, 64, 64, 8, 4, 64, 64, 16>;

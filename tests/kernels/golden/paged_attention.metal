@@ -1,5 +1,5 @@
-template <typename T, int KEY_DIM, int VALUE_DIM, typename Out, int BLOCK_SIZE, bool HOLDS_LATENTS, int GROUP, int RUN, int STREAMS, int ROW_SPLITS, int ROW_PARTS, bool PARTIAL, int SOFTCAP>
-[[kernel]] void custom_kernel_mlx_paged_paged_attention__bfloat16_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t(
+template <typename T, typename Index, int KEY_DIM, int VALUE_DIM, typename Out, int BLOCK_SIZE, bool HOLDS_LATENTS, int GROUP, int RUN, int STREAMS, int ROW_SPLITS, int ROW_PARTS, bool PARTIAL, int SOFTCAP>
+[[kernel]] void custom_kernel_mlx_paged_paged_attention__bfloat16_t_uint32_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t(
   const device bfloat16_t* key_slab [[buffer(0)]],
   const device bfloat16_t* value_slab [[buffer(1)]],
   const device bfloat16_t* key_rows [[buffer(2)]],
@@ -19,4 +19,4 @@ template <typename T, int KEY_DIM, int VALUE_DIM, typename Out, int BLOCK_SIZE, 
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_paged_attention__bfloat16_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_paged_attention__bfloat16_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 512, 64, float, 16, 1, 8, 1, 1, 4, 1, 1, 0>) custom_kernel_mlx_paged_paged_attention__bfloat16_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 512, 64, float, 16, 1, 8, 1, 1, 4, 1, 1, 0>;
+template [[host_name("custom_kernel_mlx_paged_paged_attention__bfloat16_t_uint32_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_paged_attention__bfloat16_t_uint32_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, uint32_t, 512, 64, float, 16, 1, 8, 1, 1, 4, 1, 1, 0>) custom_kernel_mlx_paged_paged_attention__bfloat16_t_uint32_t_512_64_float_16_1_8_1_1_4_1_1_0_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, uint32_t, 512, 64, float, 16, 1, 8, 1, 1, 4, 1, 1, 0>;
