@@ -49,7 +49,7 @@ _CODE = ANSISyntaxTheme(
 )
 # What an answer has and markdown would leave out is shown as it is written: tags, as in List<int>,
 # the backslashes of formulas, and where pictures and links in angle brackets lead to.
-_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_PARSER = MarkdownIt("commonmark").enable(["strikethrough", "table"])
 _PARSER.disable(["autolink", "escape", "html_block", "html_inline", "image"])
 _MIN_PAUSE = 0.03  # seconds between two drawings, which take a tenth of the time at most
 _STYLED_NOTHING = re.compile(r"\x1b\[[\d;]+m\x1b\[0m")

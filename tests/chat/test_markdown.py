@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from itertools import count
 
@@ -97,9 +98,14 @@ def answer(*pieces: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("columns", "screen"), [(40, AT_40), (80, AT_80), (120, AT_80)])
-@pytest.mark.parametrize("pieces", ["whole", "lines", "letters"])
+@pytest.mark.parametrize("pieces", ["whole", "lines", "letters", "letters after lines"])
 def test_an_answer_is_drawn_the_same_however_it_comes(columns: int, screen: str, pieces: str):
-    cut = {"whole": [ANSWER], "lines": ANSWER.splitlines(keepends=True), "letters": ANSWER}[pieces]
+    cut = {
+        "whole": [ANSWER],
+        "lines": ANSWER.splitlines(keepends=True),
+        "letters": ANSWER,
+        "letters after lines": re.findall(r"\n*.", ANSWER),
+    }[pieces]
     written = Written(answer(*cut), columns)
     assert screen_lines("".join(written), columns) == screen.split("\n")
 
@@ -110,6 +116,30 @@ def test_a_block_that_is_taller_than_the_screen_loses_no_line(rows: int):
     written = Written(answer(*f"Look:\n\n```\n{code}\n```\n\nThat is all."), 40, rows)
     expected = ["Look:", "", *code.split("\n"), "", "That is all."]
     assert screen_lines("".join(written), 40, rows) == expected
+
+
+def test_a_table_that_is_taller_than_the_screen_shows_each_row_once():
+    """Its last row makes the first column wider when the other rows have left the screen."""
+    rows = [f"| {number} | x |\n" for number in range(100, 130)]
+    pieces = answer("| n | m |\n|---|---|\n", *rows, "| a wide cell | x |\n", "\nDone.")
+    lines = screen_lines("".join(Written(pieces, 40, rows=5)), 40, rows=5)
+    numbers = [line.split()[0] for line in lines if line.split() and line.split()[0].isdecimal()]
+    assert numbers == [str(number) for number in range(100, 130)]
+    assert [line.split() for line in lines if "wide" in line] == [["a", "wide", "cell", "x"]]
+
+
+def test_a_terminal_that_is_made_narrower_has_its_finished_blocks_left_alone():
+    sizes, written = [os.terminal_size((80, 24))], list[str]()
+    clock = (float(reading // 2) for reading in count())
+    writer = MarkdownWriter(written.append, lambda: sizes[-1], clock.__next__)
+    writer.add("One line of more than forty columns, and no less than that.\n\nTwo.\n")
+    sizes.append(os.terminal_size((40, 24)))
+    writer.add("And one more line of more than forty columns.")
+    assert written == [
+        "One line of more than forty columns, and no less than that.\n",
+        "\nTwo.\n",
+        "And one more line of more than forty\ncolumns.\n",
+    ]
 
 
 def test_a_finished_block_is_not_written_again():
