@@ -305,7 +305,7 @@ class LLM:
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: its stderr is shown, although it is not a terminal."""
+    """Whether a Jupyter kernel runs this: it shows stderr, which is not a terminal."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config

@@ -60,13 +60,13 @@ def test_figures_in_the_docs_are_those_of_the_results_that_are_kept():
     for path in DOCS.rglob("*.md"):
         page = path.read_text(encoding="utf-8")
         assert doc_figures.with_figures(page, RESULTS) == page, path
-        num_marks += page.count("<!-- figures: ")
+        num_marks += page.count("<!-- figures ")
     assert num_marks == 4
 
 
 def test_a_page_gets_the_figures_that_its_marks_ask_for(tmp_path):
     page = tmp_path / "page.md"
-    mark = "<!-- figures: restart_sentence of a.json -->\n"
+    mark = "<!-- figures restart_sentence of a.json -->\n"
     page.write_text(f"Text.\n\n{mark}stale\n<!-- end of figures -->\n\nMore.\n")
     seconds = {"computed": 2.0, "page cache": 0.05, "device": 0.1234}
     rows = [{"length": length, "seconds": seconds} for length in (500, 1000, 4000)]

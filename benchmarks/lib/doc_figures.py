@@ -2,7 +2,7 @@
 
 A page marks them, and ``python -m benchmarks charts`` writes what is between the marks:
 
-    <!-- figures: restart_table of restart-demo-cpu.json -->
+    <!-- figures restart_table of restart-demo-cpu.json -->
     <!-- end of figures -->
 """
 
@@ -19,7 +19,7 @@ from benchmarks.cache.approach_report import table_of as approaches_of
 from benchmarks.cache.restart import COMPUTED, FROM_CACHE, FROM_DEVICE
 
 _MARKED = re.compile(
-    r"(<!-- figures: (\w+) of ([\w.-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
+    r"(<!-- figures (\w+) of ([\w.-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
 
 
