@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,6 +70,7 @@ class LineEditor:
         lflag = lflag & ~(termios.ECHO | termios.ICANON | termios.IEXTEN) | termios.NOFLSH
         quiet = [iflag & ~termios.ICRNL, oflag, cflag, lflag, *rest]
         termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        signal.signal(signal.SIGTERM, self._end)
 
     def read(self, text: str = "") -> str | None:
         try:
@@ -86,6 +88,12 @@ class LineEditor:
     def close(self) -> None:
         with contextlib.suppress(termios.error):  # it has hung up
             termios.tcsetattr(sys.stdin, termios.TCSANOW, self._mode)
+
+    def _end(self, number: int, frame: object) -> None:
+        """Leave the terminal as it was found, and end as the signal does by itself."""
+        self.close()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _continuation(width: int, line_number: int, is_soft_wrap: int) -> str:

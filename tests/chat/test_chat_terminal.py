@@ -5,6 +5,7 @@ edit, type ahead; and what it shows, whole screens of it.
 from __future__ import annotations
 
 import re
+import signal
 import stat
 import sys
 import termios
@@ -255,6 +256,22 @@ def launch(self, *arguments):
 ModelRunner.launch = launch
 sys.exit(main())
 """
+
+
+@pytest.mark.slow
+def test_the_terminal_is_left_as_it_was_by_sigterm(tmp_path: Path):
+    for message in ("", "hello"):  # at the prompt, and in a step that does not end
+        terminal = Terminal(state=tmp_path, command=[sys.executable, "-c", HANGS])
+        before = termios.tcgetattr(terminal.master)
+        terminal.wait_for_prompt()
+        if message:
+            terminal.type(f"{message}\r")
+            terminal.wait_for("begun")
+        assert termios.tcgetattr(terminal.master) != before
+        terminal.process.terminate()
+        assert terminal.process.wait() == -signal.SIGTERM
+        assert termios.tcgetattr(terminal.master) == before
+        terminal.close()
 
 
 @pytest.mark.slow
