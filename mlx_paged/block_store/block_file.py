@@ -13,7 +13,7 @@ others:
 
 The checksums are CRC-32 (``zlib.crc32``), and the second continues the first, so that no byte of
 the file can change alone. They find torn and damaged files, of which one in four billion would get
-through, and there are few to begin with. They are no protection against somebody who may write into
+through, and there are few to begin with. They don't protect against an attacker who can write into
 the folder; nothing inside a file could be. SHA-256 takes three times as long.
 """
 
@@ -63,7 +63,7 @@ class FileHeader:
 def encode_header(
     block: BlockHeader, digest: str, created: float, ttl: float | None, payload: Payload
 ) -> bytes:
-    """What stands in a file before ``payload``."""
+    """What comes before ``payload`` in a file."""
     parent = block.parent_hash or b""
     header = _HEADER.pack(
         bytes.fromhex(digest),

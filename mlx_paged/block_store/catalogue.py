@@ -1,4 +1,4 @@
-"""``Catalogue``: what lies in a folder of blocks, read from its directory entries.
+"""``Catalogue``: what a folder of blocks contains, read from its directory entries.
 
 The name of a file is the block's hash, its size and its time are in its status, and nothing else
 is written down anywhere. What counts is kept in memory: the sums, and the blocks that go next.
@@ -10,7 +10,7 @@ that no other follows, and a prefix goes from its end. To keep it so,
 - a new block gets the time of the one before it, if that was used a moment ago; otherwise all
   before it are used now, too.
 
-Blocks of one time are told apart by their headers. So it is no matter how coarse the times of a
+Blocks of one time are told apart by their headers. So it doesn't matter how coarse the times of a
 file system are: rounding keeps an order, or makes two times one.
 """
 
@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_PAUSES = 0.001
 _FILES_AT_A_TIME = 256
 _EVICTED_AT_A_TIME = 16
 _MOST_REFUSALS = 16  # of files that can't be removed, before an eviction ends
-# Of all blocks, a listing keeps this share as those that go next, and at least so many.
+# Of all blocks, a listing keeps this share as those that go next, and at least this number.
 _SHARE_OF_OLDEST = 1 / 16
 _LEAST_OLDEST = 4096
 # A new block gets the time of the one before it, if that was used in the last minute, or in the
@@ -113,7 +113,7 @@ class Catalogue:
         """Remove the file of a block; whether there was one. Raises OSError."""
         status = self.shards.status(name)
         is_removed = self.shards.remove(name)
-        if is_removed and status is None:  # Something else had the place of a block.
+        if is_removed and status is None:  # Something else had the name of a block.
             self.list_again()
         elif is_removed and status is not None:
             self._removed.add(name)
@@ -148,7 +148,7 @@ class Catalogue:
         return num_removed, num_freed
 
     def use(self, digest: str, block_hashes: Iterable[bytes], used: int) -> None:
-        """Blocks of one prefix were of use, the first one first. Raises OSError.
+        """Blocks of one prefix were used, the first one first. Raises OSError.
 
         Args:
             used: when, in nanoseconds since 1970.
@@ -265,7 +265,7 @@ class Catalogue:
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[Callable[[BlockName], bool]]:
-        """Says which blocks are pinned. Whoever adds a pin waits until this has ended."""
+        """Says which blocks are pinned. A process that adds a pin waits until this has ended."""
         with self.shards.blocks().locked(fcntl.LOCK_SH):
             yield self.pins.now()
 

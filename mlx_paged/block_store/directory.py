@@ -19,7 +19,7 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# A pipe of that name would block for ever without O_NONBLOCK.
+# A pipe of that name would block forever without O_NONBLOCK.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUPP})
@@ -66,7 +66,7 @@ class Directory:
         """A folder in this one.
 
         Raises:
-            NotADirectoryError: it is a link, or something else that is no folder.
+            NotADirectoryError: it is a link, or something else that isn't a folder.
             OSError: it isn't there, or may not be read.
         """
         path = f"{self.path}/{name}"
@@ -165,8 +165,8 @@ class Directory:
 
     @contextmanager
     def locked(self, kind: int) -> Iterator[None]:
-        """Hold the lock of the folder, which other processes and threads may want, too. Goes on
-        without it after some seconds, and on file systems that have no locks.
+        """Hold the lock of the folder, which other processes and threads may want, too.
+        Continues without it after some seconds, and on file systems that have no locks.
 
         Args:
             kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.

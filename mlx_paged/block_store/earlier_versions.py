@@ -1,7 +1,7 @@
 """Folders that earlier versions wrote: an SQLite index knew which blocks follow which.
 
-There, a block may have an earlier time than those that follow it. So while such an index lies in a
-folder, the headers of all blocks are read, and each block gets the time of the latest one that
+There, a block may have an earlier time than those that follow it. So while a folder has such an
+index, the headers of all blocks are read, and each block gets the time of the latest one that
 follows it. Then the index is removed.
 """
 
@@ -20,7 +20,7 @@ _FILES_AT_A_TIME = 32
 
 
 def take_over(top: Directory, shards: Shards) -> Iterator[None]:
-    """Do so where there is an index. Stops for a breath every few files."""
+    """Do so where there is an index. Pauses every few files."""
     indexes = [
         name
         for name, status in top.entries()

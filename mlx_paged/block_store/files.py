@@ -21,12 +21,13 @@ def make_folder(folder: Path) -> None:
     """Make ``folder`` for blocks, or see to it that what is there may be used as one.
 
     A folder of the user's own that is empty, or is a folder of blocks, loses the rights of others.
-    One that holds other things is refused: to take rights away from somebody's home folder, or to
-    leave K/V in it for all to read, would both be wrong. An administrator is refused another user's
-    folder, too: what is made in it would be closed to its owner, who could alter what is read.
+    One that holds other things is refused: to take rights away from another user's home folder, or
+    to leave K/V in it for all to read, would both be wrong. An administrator is refused another
+    user's folder, too: what is made in it would be closed to its owner, who could alter what is
+    read.
 
     Raises:
-        BlockStoreError: it isn't a folder, belongs to somebody else, holds other things, can't be
+        BlockStoreError: it isn't a folder, belongs to another user, holds other things, can't be
             made or written to, or lies where there are no rights.
     """
     with refusals(folder):
@@ -69,7 +70,7 @@ def check_is_ours(folder: Path) -> None:
     top = Directory.at(folder)
     names = top.names()
     if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(is_own_name, names))):
-        raise BlockStoreError(f"{folder} is no folder of K/V blocks")
+        raise BlockStoreError(f"{folder} is not a folder of K/V blocks")
 
 
 def _check_content(top: Directory) -> None:

@@ -66,7 +66,7 @@ class Fingerprint:
         """The fingerprint whose ``as_json`` this is.
 
         Raises:
-            BlockStoreError: the text is none.
+            BlockStoreError: the text is not a fingerprint.
         """
         try:
             fields = json.loads(text)

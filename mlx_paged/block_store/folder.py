@@ -210,7 +210,7 @@ class CacheFolder:
                 yield from self._verify_shard(digest, bytes([first_byte]))
 
     def size(self) -> FolderSize:
-        """What lies there, of all fingerprints."""
+        """What the folder contains, of all fingerprints."""
         with refusals(self._layout.folder):
             self._catalogue.list_again()
             self._catalogue.list_files()

@@ -46,7 +46,7 @@ _OWN_NAMES = re.compile(
 
 
 class BlockLayout:
-    """The paths below one folder. Makes nothing; what lies there is reached by ``Shards``."""
+    """The paths below one folder. Makes nothing; ``Shards`` reaches the files."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -68,7 +68,7 @@ class BlockLayout:
 
 
 def shard_name_of(block_hash: bytes) -> str:
-    """The name of the folder that a block lies in, by the first byte of its hash."""
+    """The name of a block's folder, by the first byte of its hash."""
     return block_hash[:1].hex()
 
 

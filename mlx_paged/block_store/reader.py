@@ -30,11 +30,11 @@ class ReadBlock:
 class BlockReader:
     """Reads blocks from a store in one daemon thread of its own, those of one key after another.
 
-    A key stands for whoever wants the blocks, such as a request.
+    A key says what wants the blocks, such as a request.
 
     Args:
-        max_ready_nbytes: of payloads that nobody took yet. One block is always read, however large
-            it is.
+        max_ready_nbytes: of payloads that were not taken yet. One block is always read, however
+            large it is.
     """
 
     def __init__(self, store: Tier, max_ready_nbytes: int) -> None:
@@ -156,7 +156,7 @@ class _Shelf:
             try:
                 payload = self._store.load(block_hash)
             except Exception as error:
-                # Nobody reads what a thread raises; a store that has failed says so.
+                # What a thread raises is not read; a store that has failed says so.
                 self._store.fail(f"a block could not be read: {reason(error)}")
                 payload = None
             self._put(read, block_hash, payload)

@@ -55,7 +55,7 @@ class Shards:
         return Directory.at(self._layout.folder).folder(BLOCKS_NAME)
 
     def digests(self) -> list[str]:
-        """The digests of all fingerprints that have a folder, or what stands in its place."""
+        """The digests of all fingerprints that have a folder, or something else of that name."""
         try:
             return [name for name in self.blocks().names() if is_digest(name)]
         except OSError:
@@ -125,8 +125,8 @@ class Shards:
             return parse_header(file, status.st_size, *name)
 
     def remove(self, name: BlockName) -> bool:
-        """Remove a block's file, or what else has its name; whether there was any. A folder in its
-        place stays, and is none. Raises OSError: it can't be removed.
+        """Remove a block's file, or what else has its name; whether there was any. A folder of
+        that name stays, and doesn't count. Raises OSError: it can't be removed.
         """
         try:
             return self.shard(name).remove(file_name_of(name[1]))
@@ -180,8 +180,8 @@ def nbytes_on_disk(num_bytes: int) -> int:
 
 
 def time_used(status: os.stat_result) -> int:
-    """When a file was last used, in nanoseconds since 1970. A time that is still to come says
-    nothing of its use, and would keep it for ever: it counts as the oldest.
+    """When a file was last used, in nanoseconds since 1970. A time in the future says
+    nothing about its use, and would keep it forever: it counts as the oldest.
     """
     latest = time.time_ns() + MOST_SECONDS_AHEAD * 1_000_000_000
     return 0 if status.st_mtime_ns > latest else status.st_mtime_ns

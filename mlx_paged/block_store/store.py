@@ -34,7 +34,7 @@ _SHARE_BETWEEN_LISTINGS = 1 / 16
 _LISTINGS_PER_TTL = 4
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# The process is short of something, or this one file can't be: the next may do.
+# The process lacks something, or this one file can't be used: the next may succeed.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 
 
@@ -44,7 +44,7 @@ class BlockStore(Tier):
     Any thread may call anything. ``has``, ``load`` and ``note_used`` never wait for a write or for
     a listing; ``store``, ``maintain`` and ``close`` may take long, and are the writer's.
 
-    No method raises for what the disk does. A file that is no good is removed, and is a miss. When
+    No method raises for what the disk does. A bad file is removed, and is a miss. When
     the disk itself fails, ``failure`` says why, and from then on nothing is found and nothing is
     written. A full disk is a failure if evicting blocks doesn't help.
 
@@ -55,12 +55,12 @@ class BlockStore(Tier):
             sixteenth, which it may write before it sees what the others have written.
         fingerprint: what the blocks depend on beside their tokens.
         ttl: seconds after its last use at which a block isn't found any more. It holds for the
-            blocks that are written here, whoever asks for them, and in this process for all of this
-            fingerprint; this process removes those, too, within a quarter of the time. Pinned
-            blocks stay.
+            blocks that are written here, whichever process asks for them, and in this process for
+            all of this fingerprint; this process removes those, too, within a quarter of the time.
+            Pinned blocks stay.
 
     Raises:
-        BlockStoreError: the folder can't be used (``cache_dir``), or a limit is no limit
+        BlockStoreError: the folder can't be used (``cache_dir``), or a limit is not one
             (``cache_dir_size``, ``cache_dir_ttl``).
     """
 
@@ -88,8 +88,8 @@ class BlockStore(Tier):
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
-        """Whether the block lies there, by its name alone; it may still turn out to be unreadable.
-        Reads nothing of it.
+        """Whether the folder has the block, by its name alone: nothing of it is read, and it may
+        turn out to be unreadable.
         """
         if self._is_off:
             return False
@@ -123,7 +123,7 @@ class BlockStore(Tier):
         """Write a block, and first evict as many as it needs room for.
 
         Returns:
-            Whether it lies in the folder now, written just now or before.
+            Whether it is in the folder now, written just now or before.
         """
         if self._is_off:
             return False
@@ -136,7 +136,7 @@ class BlockStore(Tier):
         return is_written
 
     def note_used(self, keys: Iterable[bytes]) -> None:
-        """Say that blocks of one prefix were of use, first block first, whether they were found in
+        """Say that blocks of one prefix were used, first block first, whether they were found in
         memory or on disk. They and those before them stay longest, and their time starts again. It
         is remembered here, and the files get it by ``maintain`` or the next ``store``.
         """
@@ -156,7 +156,7 @@ class BlockStore(Tier):
         # Finish the first listing before the lock that a put takes is taken.
         with self._failing("the files could not be listed"):
             self._catalogue.list_files(pause)
-        with self._writing, self._failing("the folder could not be tended"):
+        with self._writing, self._failing("the folder could not be maintained"):
             self._shards.refresh()
             self._note_uses()
             self._list_if_due(pause)
@@ -172,7 +172,7 @@ class BlockStore(Tier):
         if was_off or not self._writing.acquire(timeout=timeout):
             return
         try:
-            with self._failing("the folder could not be tended"):
+            with self._failing("the folder could not be maintained"):
                 self._note_uses()
         finally:
             self._writing.release()

@@ -12,7 +12,7 @@ from mlx_paged.core.tier import BlockHeader, Payload, Tier
 from mlx_paged.errors import reason
 
 SECONDS_AT_EXIT = 10.0
-_SECONDS_BETWEEN_TENDS = 5.0
+_SECONDS_BETWEEN_MAINTENANCE = 5.0
 _SECONDS_OF_A_PAUSE = 0.001
 
 
@@ -50,7 +50,7 @@ class BlockWriter:
         return self._queue.append(header, payload)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a payload of so many bytes would be queued now."""
+        """Whether a payload of this many bytes would be queued now."""
         return self._queue.has_room(nbytes)
 
     def is_queued(self, block_hash: bytes) -> bool:
@@ -83,7 +83,7 @@ class BlockWriter:
 
 
 class _Closing(Exception):
-    """Nothing waits to be written any more, and somebody waits for the thread to end."""
+    """Nothing waits to be written any more, and a caller waits for the thread to end."""
 
 
 class _Queue:
@@ -172,7 +172,7 @@ class _Queue:
                 self._changed.notify_all()
                 self._changed.wait_for(
                     lambda: self._waiting or self._must_maintain or self._is_closed,
-                    _SECONDS_BETWEEN_TENDS,
+                    _SECONDS_BETWEEN_MAINTENANCE,
                 )
             self._is_busy = True
             return bool(self._waiting) or not self._is_closed
@@ -189,7 +189,7 @@ class _Queue:
         try:
             self._store.store(header, payload)
         except Exception as error:
-            # Nobody reads what a thread raises; a store that has failed says so.
+            # What a thread raises is not read; a store that has failed says so.
             self._store.fail(f"a block could not be written: {reason(error)}")
         self.hashes.discard(header.block_hash)
 
@@ -201,13 +201,13 @@ class _Queue:
         except _Closing:
             pass
         except Exception as error:
-            self._store.fail(f"the folder could not be tended: {reason(error)}")
+            self._store.fail(f"the folder could not be maintained: {reason(error)}")
 
     def _pause(self) -> None:
         with self._changed:
             if self._is_closed and not self._waiting:
                 raise _Closing
-        # Computing goes on meanwhile: a thread that runs Python all the time would hold it up.
+        # Steps are computed meanwhile: a thread that runs Python all the time would delay them.
         time.sleep(_SECONDS_OF_A_PAUSE)
 
 

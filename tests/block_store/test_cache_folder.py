@@ -182,8 +182,8 @@ def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
     for name, why in {
         "missing": "No such file or directory",
         "file": "Not a directory",
-        "empty": "is no folder of K/V blocks",
-        "foreign": "is no folder of K/V blocks",
+        "empty": "is not a folder of K/V blocks",
+        "foreign": "is not a folder of K/V blocks",
     }.items():
         with pytest.raises(BlockStoreError, match=why) as error:
             CacheFolder(tmp_path / name)
