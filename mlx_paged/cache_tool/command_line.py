@@ -15,8 +15,8 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of the tool, for a program of this name."""
     tool = parser.Parser(
         prog=prog or "python -m mlx_paged cache",
-        description="Look into a folder of K/V blocks (--cache-dir of chat and serve), and maintain "
-        "it. Engines may use the folder meanwhile.",
+        description="Look into a folder of K/V blocks (--cache-dir of chat and serve), and "
+        "maintain it. Engines may use the folder meanwhile.",
     )
     tool.add_version()
     verbs = tool.add_subparsers(dest="verb", metavar="VERB", required=True)
