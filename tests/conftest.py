@@ -27,8 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest all tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # It is ignored behind a script's "&" and under nohup, and so in programs that are started here.
+    # The first is ignored behind a script's "&" and the second under nohup, and so in programs that
+    # are started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if not hasattr(config, "workerinput"):
         prepare_compiler()
 
