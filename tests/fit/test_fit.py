@@ -311,7 +311,7 @@ def test_bits_of_k_and_v_are_in_the_sum_and_in_the_list(
         nbytes.append(json.loads(capsys.readouterr().out)["kv_per_token"])
         assert main_of_list([str(large.parent), "--memory", "32G", *flags]) == 0
         lists.append(capsys.readouterr().out)
-    # 48 layers of 4 KV heads, K and V: 128 values of 2 bytes; else 2 groups with a scale and a bias.
+    # 48 layers of 4 KV heads: 128 values of 2 bytes, or packed with 8 bytes of scales and biases.
     each = [(256, 256), (128 + 8, 128 + 8), (128 + 8, 64 + 8), (64 + 8, 64 + 8)]
     assert nbytes == [48 * 4 * (key + value) for key, value in each]
     assert len(set(lists)) == 4
