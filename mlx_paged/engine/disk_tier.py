@@ -95,6 +95,9 @@ class DiskTier:
         share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
         self._writer = BlockWriter(self.store, share)
         self._reader = BlockReader(self.store, min(share, MAX_READY_NBYTES))
+        # Their threads hold them: an engine that could not be built has no other way to end them.
+        for end in (self._reader.close, self._writer.finish):
+            weakref.finalize(self, end).atexit = False
         self._cache = cache
         self._block_size = config.block_size
         # Blocks without K/V are brought back with the state after them, and have no files.

@@ -251,7 +251,7 @@ def test_verify_goes_on_after_what_it_can_not_remove(
     assert end.endswith("read and checked: 4 bad, 1 of them removed")
     assert sorted(lines) == sorted(
         [
-            f"{a_folder}: it is no regular file",
+            f"{a_folder}: it is not a regular file",
             f"{a_folder}: it is a folder",
             f"{kept}: it has another size than its header says",
             f"{kept}: it can't be removed: Operation not permitted",
