@@ -49,13 +49,7 @@ class BlockLayout:
     """The paths below one folder. Files are accessed by ``Shards``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            self.folder = Path(folder).expanduser().absolute()
-            is_path = "\0" not in str(folder) and bool(os.fspath(folder))
-        except (TypeError, RuntimeError):
-            is_path = False
-        if not is_path:
-            raise BlockStoreError(f"cache_dir must be a folder, got {shown(folder)}")
+        self.folder = folder_path(folder)
         self.blocks = self.folder / BLOCKS_NAME
 
     def of(self, digest: str) -> Path:
@@ -65,6 +59,22 @@ class BlockLayout:
     def block(self, digest: str, block_hash: bytes) -> str:
         """The file of a block."""
         return f"{self.blocks}/{digest}/{shard_name_of(block_hash)}/{file_name_of(block_hash)}"
+
+
+def folder_path(given: object) -> Path:
+    """The absolute path of a folder as users name it. A leading ``~`` is the user's home.
+
+    Raises:
+        BlockStoreError: it is not a path, or in the home of an unknown user.
+    """
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else b""
+    if not isinstance(path, str) or not path.strip() or "\0" in path:
+        raise BlockStoreError(f"cache_dir must be a folder, got {shown(given)}")
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise BlockStoreError(f"cache_dir {shown(path)} is in the home of an unknown user")
+    # The program may change its working directory later.
+    return Path(os.path.abspath(expanded))
 
 
 def shard_name_of(block_hash: bytes) -> str:
