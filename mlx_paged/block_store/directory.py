@@ -98,14 +98,11 @@ class Directory:
         made._give_to_owner(made._fd)
         return made
 
-    def set_mode(self, mode: int) -> int:
-        """Set the permissions of the folder itself; returns the resulting ones."""
-        os.chmod(self._fd, mode)
-        return self.mode()
-
-    def mode(self) -> int:
-        """The permissions of the folder itself."""
-        return stat.S_IMODE(os.fstat(self._fd).st_mode)
+    def make_private(self) -> bool:
+        """Remove the permissions of other users; False if the volume has no permissions."""
+        if os.fstat(self._fd).st_mode & 0o077:
+            os.chmod(self._fd, FOLDER_MODE)
+        return not os.fstat(self._fd).st_mode & 0o077
 
     def names(self) -> list[str]:
         """The names of all entries, sorted."""

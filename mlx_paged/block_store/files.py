@@ -37,9 +37,9 @@ def make_folder(folder: Path) -> None:
         if top.owner != os.geteuid():
             raise _foreign(folder, top.owner, "belongs to", "who could alter what is in it")
         _check_content(top)
-        _tighten(top)
+        _make_private(top)
         blocks = top.make_folder(BLOCKS_NAME)
-        _tighten(blocks)
+        _make_private(blocks)
         probe = name_aside("probe")
         os.close(blocks.create_file(probe))
         blocks.remove(probe)
@@ -89,9 +89,9 @@ def _has_tag(top: Directory) -> bool:
         return False
 
 
-def _tighten(folder: Directory) -> None:
-    if folder.mode() & 0o077 and folder.set_mode(FOLDER_MODE) & 0o077:
+def _make_private(folder: Directory) -> None:
+    if not folder.make_private():
         raise BlockStoreError(
-            f"{folder.path} can be read by others, and lies on a volume that knows no rights; name "
-            "a folder on another one"
+            f"{folder.path} can be read by other users, since its volume has no permissions; "
+            "choose a folder on another volume"
         )

@@ -34,9 +34,7 @@ BLOCK_SUFFIX = ".kv"
 PIN_SUFFIX = ".pin"
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
-_HASH = r"((?:[0-9a-f]{2})+)"
-_BLOCK = re.compile(_HASH + re.escape(BLOCK_SUFFIX))
-_PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
+_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _OLD_INDEX = re.compile(r"index-v\d+\.sqlite3.*")
 # What a folder of blocks may contain, in any version; the tag also while it is written.
@@ -82,14 +80,9 @@ def shard_name_of(block_hash: bytes) -> str:
     return block_hash[:1].hex()
 
 
-def file_name_of(block_hash: bytes) -> str:
-    """The name of a block's file."""
-    return block_hash.hex() + BLOCK_SUFFIX
-
-
-def pin_name_of(block_hash: bytes) -> str:
-    """The name of the file that pins a block."""
-    return block_hash.hex() + PIN_SUFFIX
+def file_name_of(block_hash: bytes, suffix: str = BLOCK_SUFFIX) -> str:
+    """The name of a block's file, or with ``PIN_SUFFIX`` of the file that pins it."""
+    return block_hash.hex() + suffix
 
 
 def is_digest(name: str) -> bool:
@@ -112,13 +105,7 @@ def is_own_name(name: str) -> bool:
     return _OWN_NAMES.fullmatch(name) is not None
 
 
-def block_hash_of(name: str) -> bytes | None:
-    """The hash in the name of a block's file; ``None`` for any other name."""
-    match = _BLOCK.fullmatch(name)
-    return bytes.fromhex(match[1]) if match else None
-
-
-def pinned_hash_of(name: str) -> bytes | None:
-    """The hash in the name of a pin; ``None`` for any other name."""
-    match = _PIN.fullmatch(name)
-    return bytes.fromhex(match[1]) if match else None
+def block_hash_of(name: str, suffix: str = BLOCK_SUFFIX) -> bytes | None:
+    """The hash in a name of ``file_name_of``; ``None`` for any other name."""
+    digits = name.removesuffix(suffix)
+    return bytes.fromhex(digits) if digits != name and _HASH.fullmatch(digits) else None

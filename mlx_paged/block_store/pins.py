@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlx_paged.block_store.errors import BadBlockFileError
-from mlx_paged.block_store.layout import PINS_NAME, BlockName, pin_name_of, pinned_hash_of
+from mlx_paged.block_store.layout import (
+    PIN_SUFFIX,
+    PINS_NAME,
+    BlockName,
+    block_hash_of,
+    file_name_of,
+)
 from mlx_paged.block_store.shards import Shards
 
 # Two changes of a folder within one tick of the file system's clock leave the same time.
@@ -55,19 +61,19 @@ class Pins:
             names = self._shards.folder(digest).folder(PINS_NAME).names()
         except OSError:
             return []
-        hashes = map(pinned_hash_of, names)
+        hashes = (block_hash_of(name, PIN_SUFFIX) for name in names)
         return [(digest, block_hash) for block_hash in hashes if block_hash is not None]
 
     def add(self, digest: str, chain: Sequence[bytes]) -> None:
         """Pin the last block of a chain. Raises OSError."""
         text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
         pins = self._shards.folder(digest).make_folder(PINS_NAME)
-        pins.write_aside(pin_name_of(chain[-1]), [text.encode()])
+        pins.write_aside(_name_of(chain[-1]), [text.encode()])
 
     def remove(self, digest: str, block_hash: bytes) -> bool:
         """Remove a pin; whether there was one. Raises OSError."""
         try:
-            return self._shards.folder(digest).folder(PINS_NAME).remove(pin_name_of(block_hash))
+            return self._shards.folder(digest).folder(PINS_NAME).remove(_name_of(block_hash))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -76,6 +82,10 @@ class Pins:
         # An unreadable pin still pins the block that it is named after.
         with contextlib.suppress(OSError, ValueError, BadBlockFileError):
             pins = self._shards.folder(digest).folder(PINS_NAME)
-            text = pins.read(pin_name_of(block_hash)).decode("ascii")
+            text = pins.read(_name_of(block_hash)).decode("ascii")
             chain += map(bytes.fromhex, text.split())
         return chain
+
+
+def _name_of(block_hash: bytes) -> str:
+    return file_name_of(block_hash, PIN_SUFFIX)
