@@ -239,7 +239,7 @@ class Steps:
             request, num_accepted = part.request, 0
             if request.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[request], self._scheduler.speculation.made(part)
+            drawn, drafts = known[request], self._scheduler.speculation.drafter.made(part)
             sampled, first_entry = step.sampled, step.sampled.requests.index(request)
             verification = self._scheduler.verification
             verification.begin(part)
@@ -265,7 +265,9 @@ class Steps:
                 if not is_accepted or request.is_finished:
                     break
             verification.end(request)
-            self._scheduler.speculation.note(request, len(part.draft_token_ids), num_accepted)
+            self._scheduler.speculation.drafter.note(
+                request, len(part.draft_token_ids), num_accepted
+            )
         return True
 
     @contextmanager
