@@ -1,4 +1,4 @@
-"""``ApiRoute``: a path, its endpoint, the protocol that it speaks and the body that it takes."""
+"""``ApiRoute``: a path with its endpoint, its protocol and the class of its body."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ class ApiRoute(Route):
     """A route whose endpoint takes a :class:`RequestContext`.
 
     Args:
-        body: what requests have, which are POST; ``None``: nothing that is read, and requests are
-            GET. An endpoint with a body is cancelled when the client leaves before there is a
-            response.
-        methods: others than these.
+        body: the class of the body of POST requests; ``None`` for GET requests. An endpoint with a
+            body is cancelled if the client disconnects before the response begins.
+        methods: overrides these methods.
 
     Attributes:
-        service: that answers, before the first request.
+        service: set before the first request.
     """
 
     service: Service

@@ -14,7 +14,7 @@ import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
 from mlx_paged.server import context
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError, WireProtocol
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event
@@ -136,7 +136,7 @@ def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
         return step()
 
     monkeypatch.setattr(service.engine.engine, "_step", held)
-    with service.engine, serving(build_app(service)) as url:
+    with service.engine, serving(App(service)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
         begin = client.read_until(b": the answer is on its way")
         assert begin.startswith(b"HTTP/1.1 200") and b"data:" not in begin

@@ -48,8 +48,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
     assert answered.status == 413
     assert answered.json["error"] == {
         "type": "request_too_large",
-        "message": "the body of a request has at most 1,000 bytes here; --max-body-bytes changes "
-        "that",
+        "message": "the body of a request may have at most 1,000 bytes; the server's "
+        "--max-body-bytes changes that",
     }
     assert app._nbytes_held.total() == 0
 
@@ -166,8 +166,8 @@ def nested(depth: int) -> bytes:
         (b"[" + b"1," * limits.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
         (b'"' * (2**21 + 1), "more than 524,288 values"),
         (b"[" + b"{}," * limits.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
-        (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number of more than 64 characters"),
-        (b"[" + b"1" * 65 + b"]", "a number of more than 64 characters"),
+        (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number with more than 64 characters"),
+        (b"[" + b"1" * 65 + b"]", "a number with more than 64 characters"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "not UTF-8 at byte 0"),
     ],
@@ -234,7 +234,7 @@ def test_no_body_is_looked_at_twice(unit: bytes):
 def test_a_name_that_an_object_has_twice_is_refused(body: bytes, name: str):
     with pytest.raises(ApiError) as caught:
         parse_json(body)
-    assert caught.value.message == f"the body has the name {name} twice in an object"
+    assert caught.value.message == f"the body contains the name {name} twice in an object"
     assert caught.value.status == 400
 
 
