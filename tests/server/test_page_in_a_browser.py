@@ -211,7 +211,7 @@ def test_requests_are_listed_while_they_run(page: Page, service: Service):
     page.waits_for(".tile:nth-child(2) .value", lambda text: text.startswith("1"))
     page.waits_for(".tile:nth-child(1) .value", lambda text: float(text.split("/")[0]) > 0)
     stream.close()
-    page.waits_for("#no-requests", lambda text: "Nothing runs" in text)
+    page.waits_for("#no-requests", lambda text: "No request is running" in text)
     assert page.errors() == []
 
 
@@ -237,7 +237,7 @@ def test_it_comes_back_when_the_server_does(browser: WebDriver, service: Service
         page.open(url)
         page.is_live()
     port = int(url.rpartition(":")[2])
-    page.waits_for("#status", lambda text: "away" in text)
+    page.waits_for("#status", lambda text: "can't be reached" in text)
     assert page.script("return document.body.hasAttribute('data-stale')")
     with serving(app, port=port):
         page.is_live()
@@ -250,7 +250,7 @@ def test_it_asks_for_a_key_where_the_server_wants_one(browser: WebDriver, servic
     page = Page(browser)
     with serving(locked) as url:
         page.open(url)
-        page.waits_for("#status", "This server wants an API key.".__eq__)
+        page.waits_for("#status", "This server requires an API key.".__eq__)
         for key, expected in (("wrong", "The API key is wrong."), ("secret", "Live")):
             field = browser.find_element("id", "key-field")
             field.clear()
@@ -314,6 +314,8 @@ def test_it_says_that_states_were_missing(browser: WebDriver):
         page = Page(browser)
         page.open(url)
         page.waits_for("#pool-size", lambda text: "3 recurrent states kept" in text)
-        page.waits_for(".tile:nth-child(4)", lambda text: "24 lost for want of a state" in text)
+        page.waits_for(
+            ".tile:nth-child(4)", lambda text: "24 recomputed for lack of a state" in text
+        )
         page.waits_for("#prompts", lambda text: "the recurrent state was not kept" in text)
         browser.get("about:blank")

@@ -17,7 +17,7 @@ from mlx_paged.model_dialect import Marks, ModelDialect, ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.events import Event
-from mlx_paged.server.answers.tools import CallReader, call_reader
+from mlx_paged.server.answers.tools import CallReader, JsonCallReader
 
 ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
 
@@ -216,13 +216,10 @@ class AnswerReader:
             self._state = state
 
     def _begin_calls(self) -> None:
-        assert self._format.tool_format is not None
-        self._calls = call_reader(
-            self._format.tool_format,
-            self._format.tools,
-            self.num_tool_calls,
-            self._format.max_calls,
-        )
+        tool_format, tools = self._format.tool_format, self._format.tools
+        assert tool_format is not None
+        reader = JsonCallReader if tool_format.name == "json_tools" else CallReader
+        self._calls = reader(tool_format, tools, self.num_tool_calls, self._format.max_calls)
         if self._state == OPENING:
             self._state = SAYING
 

@@ -45,26 +45,14 @@ def new_call_id(tool_format: ToolFormat) -> str:
     return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
 
 
-def call_reader(
-    tool_format: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    first_index: int = 0,
-    max_calls: int | None = None,
-) -> CallReader:
-    """A reader for the text after a start mark.
+class CallReader:
+    """Reads the text between two marks, which may contain several calls. Their events come with the
+    end mark.
 
     Args:
         tools: the tools that may be called, in the form of OpenAI's ``tools``.
         first_index: the index of the first call.
         max_calls: further calls of the answer are dropped; ``None``: no limit.
-    """
-    kind = JsonCallReader if tool_format.name == "json_tools" else CallReader
-    return kind(tool_format, tools, first_index, max_calls)
-
-
-class CallReader:
-    """Reads the text between two marks, which may contain several calls. Their events come with the
-    end mark. Made by :func:`call_reader`.
 
     Attributes:
         num_calls: the number of calls so far, including dropped ones.
@@ -156,19 +144,11 @@ class JsonCallReader(CallReader):
     string is part of the string.
     """
 
-    def __init__(
-        self,
-        tool_format: ToolFormat,
-        tools: Sequence[Mapping[str, Any]],
-        first_index: int,
-        max_calls: int | None,
-    ):
-        super().__init__(tool_format, tools, first_index, max_calls)
-        self._pending = ""
-        self._arguments: ArgumentsScanner | None = None
-        self._index: int | None = None  # of the call whose arguments are being read
-        self._needs_foot = False  # after the arguments, before the end of their call
-        self._is_raw = False  # the text up to the end mark is not JSON
+    _pending = ""
+    _arguments: ArgumentsScanner | None = None
+    _index: int | None = None  # of the call whose arguments are being read
+    _needs_foot = False  # after the arguments, before the end of their call
+    _is_raw = False  # the text up to the end mark is not JSON
 
     def add(self, text: str) -> list[Event]:
         self._pending += text

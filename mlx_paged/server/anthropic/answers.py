@@ -22,7 +22,7 @@ from mlx_paged.server.anthropic.messages import (
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import event
+from mlx_paged.server.http.sse import named_event
 
 C = TypeVar("C", bound=AnyRequest)
 
@@ -82,16 +82,16 @@ class MessageRenderer:
             for completion, part in self._state.parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
-                    yield _named({"type": "message_start", "message": self._start()})
-                    yield _named({"type": "ping"})
+                    yield named_event({"type": "message_start", "message": self._start()})
+                    yield named_event({"type": "ping"})
                 for each in events:
                     for data in self._block_events(each):
-                        yield _named(data)
+                        yield named_event(data)
                 if completion.finish_reason is not None:
                     has_calls = any(block.call is not None for block in completion.blocks)
                     end = {"type": "message_delta", "delta": self._end(completion, has_calls)}
-                    yield _named({**end, "usage": self._usage()})
-        yield _named({"type": "message_stop"})
+                    yield named_event({**end, "usage": self._usage()})
+        yield named_event({"type": "message_stop"})
 
     def _start(self) -> dict[str, Any]:
         """The message without its content."""
@@ -191,7 +191,3 @@ def _is_object(text: str) -> bool:
 def signature_of(thinking: str) -> str:
     """A signature for a thinking block, which clients send back. The server ignores it."""
     return hashlib.blake2b(thinking.encode(errors="replace"), digest_size=16).hexdigest()
-
-
-def _named(data: dict[str, Any]) -> bytes:
-    return event(data, data["type"])

@@ -34,12 +34,17 @@ class Closable(Protocol):
     async def aclose(self) -> None: ...
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """An event with a JSON object on one line, and a name in protocols that name their events."""
-    text = _ENCODER.encode(data)
-    head = "" if name is None else f"event: {name}\n"
+def event(data: Mapping[str, Any]) -> bytes:
+    """An event with a JSON object on one line."""
     # Lone surrogates, which tokens may produce, can't be encoded as UTF-8.
-    return f"{head}data: {text}\n\n".encode(errors="replace")
+    return f"data: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """An event that is named by the ``type`` of its object, as Anthropic's API and
+    ``/v1/responses`` name theirs.
+    """
+    return f"event: {data['type']}\ndata: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
 
 
 class EventStream(StreamingResponse):
@@ -101,12 +106,11 @@ def _error_event(error: Exception, protocol: WireProtocol) -> bytes:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
+    if protocol is WireProtocol.OPENAI:
+        return event(error_body(error))
     if protocol is WireProtocol.RESPONSES:
-        data = responses_error(error)
-        return event(data, data["type"])
-    return event(
-        error_body(error, protocol), "error" if protocol is WireProtocol.ANTHROPIC else None
-    )
+        return named_event(responses_error(error))
+    return named_event(error_body(error, protocol))
 
 
 def responses_error(error: ApiError) -> dict[str, Any]:

@@ -17,15 +17,17 @@ from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import event, responses_error
+from mlx_paged.server.http.sse import named_event, responses_error
 from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
 from mlx_paged.server.schemas import Body
 
 # For each kind of block: the type of its item, the prefix of its id, and the name of its events.
-_TYPES = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_TYPES = {
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "text": ("message", "msg", "output_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
 
 
 async def responses(context: RequestContext[ResponsesRequest]) -> Response:
@@ -87,7 +89,7 @@ class ResponseRenderer:
         numbers = itertools.count()
 
         def numbered(data: dict[str, Any]) -> bytes:
-            return event({**data, "sequence_number": next(numbers)}, data["type"])
+            return named_event({**data, "sequence_number": next(numbers)})
 
         for kind in ("created", "in_progress"):
             response = self._response("in_progress")
@@ -166,10 +168,10 @@ class ResponseRenderer:
     def _block_events(self, each: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
         """The events for an event of a block; ``status`` is that of an item that ends."""
         block = each.block
-        item_id = f"{_PREFIXES[block.kind]}_{self.request_id}_{block.index}"
+        _, prefix, name = _TYPES[block.kind]
+        item_id = f"{prefix}_{self.request_id}_{block.index}"
         place = {"item_id": item_id, "output_index": block.index}
         content = {} if block.kind == "call" else {"content_index": 0}
-        name = _NAMES[block.kind]
         if each.what == "start":
             self._logprobs = []
             item = self._item(item_id, block, "in_progress")
@@ -202,7 +204,7 @@ class ResponseRenderer:
         self, item_id: str, block: Block, status: str, text: str | None = None
     ) -> dict[str, Any]:
         """The item for a block; ``text`` is given once the block is complete."""
-        item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind]}
+        item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind][0]}
         call = block.call
         if call is not None:
             item |= {"call_id": call.call_id, "name": call.name, "arguments": text or ""}
