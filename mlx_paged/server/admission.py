@@ -7,9 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from mlx_paged.request import PENDING_TOKEN
 from mlx_paged.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.async_engine import AsyncEngine
 
 WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
 MAX_RETRY_AFTER = 60  # seconds
@@ -25,6 +29,18 @@ class Counts(NamedTuple):
     num_running: int
     num_waiting: int
     num_new: int
+
+
+def counts_of(engine: AsyncEngine) -> Counts:
+    """The current numbers of an engine, read without waiting for its step."""
+    scheduler = engine.engine.scheduler
+    running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
+    num_new = sum(
+        # The pending token of the step in flight does not count yet.
+        request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
+        for request in (*running, *waiting)
+    )
+    return Counts(len(running), len(waiting), num_new)
 
 
 class Admission:

@@ -198,24 +198,13 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import read_sampling_defaults
-    from mlx_paged.request import PENDING_TOKEN
-    from mlx_paged.server.admission import Admission, Counts
+    from mlx_paged.server.admission import Admission, counts_of
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
     own = {} if args.no_generation_config else read_sampling_defaults(folder)
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
-
-    def counts() -> Counts:
-        scheduler = engine.engine.scheduler
-        running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
-        num_new = sum(
-            # The pending token of the step in flight does not count yet.
-            request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
-            for request in (*running, *waiting)
-        )
-        return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
     template = str(tokenizer.chat_template)
@@ -234,7 +223,9 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         created=int(time.time()),
         # max_num_seqs may be lower than requested if the model's recurrent states are large.
         admit=Admission(
-            settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
+            settings.max_queue_len,
+            engine.engine.scheduler.config.max_num_seqs,
+            partial(counts_of, engine),
         ).admit,
         settings=settings,
     )

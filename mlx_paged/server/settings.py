@@ -60,9 +60,6 @@ def _read_origin(text: object) -> str | None:
     return text.lower() if is_right or text == "*" else None
 
 
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
 def setting(
     default: object, help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = ""
 ) -> Any:
@@ -153,7 +150,9 @@ class ServerSettings:
     log_prompts: bool = setting(False, "log the texts of prompts")
     log_cache: bool = setting(False, "log for each prompt where its cache hit ended, and why")
     log_level: str = setting(
-        "info", "the lowest level to log on stderr", replace(one_of(*_LOG_LEVELS), parse=str.lower)
+        "info",
+        "the lowest level to log on stderr",
+        replace(one_of("debug", "info", "warning", "error"), parse=str.lower),
     )
 
 
