@@ -31,7 +31,7 @@ def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
     """The endpoint for the document of some routes."""
 
     async def openapi(context: RequestContext[Body]) -> Response:
-        """The routes and the fields of their bodies, as OpenAPI 3.1 describes them."""
+        """The routes and the fields of their bodies, as an OpenAPI 3.1 document."""
         document = await context.run_in_tokenizer_pool(lambda _: openapi_document(routes))
         return JSONResponse(document)
 

@@ -261,13 +261,13 @@ def read_answer(
     reader = AnswerReader(answer_format)
     texts = {"reasoning": "", "text": ""}
     calls: list[tuple[str, str]] = []
-    for kind, said, call, _ in reader.add(text) + reader.finish(completion):
+    for kind, piece, call, _ in reader.add(text) + reader.finish(completion):
         if call is not None:
-            calls.append((call.name, said))
+            calls.append((call.name, piece))
         elif kind == "call":
-            calls[-1] = (calls[-1][0], calls[-1][1] + said)
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece)
         else:
-            texts[kind] += said
+            texts[kind] += piece
     return Reading(**texts, calls=tuple(calls))
 
 

@@ -28,7 +28,7 @@ C = TypeVar("C", bound=AnyRequest)
 
 
 async def messages(context: RequestContext[MessagesRequest]) -> Response:
-    """An answer to a conversation, whole or as events."""
+    """The answer to a conversation, as one object or as events."""
     body, generation = await _prepare(context)
     return await context.respond(MessageRenderer(context, body, generation), generation)
 

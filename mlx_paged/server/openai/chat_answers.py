@@ -18,7 +18,7 @@ from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
 
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
-    """An answer to a conversation, whole or in parts."""
+    """The answer to a conversation, as one object or as events."""
     body, generation = await context.prepare_chat(read_chat)
     return await context.respond(ChatRenderer(context, body, generation), generation)
 

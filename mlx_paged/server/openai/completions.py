@@ -57,7 +57,7 @@ class CompletionRequest(OpenAIFields):
 
 
 async def completions(context: RequestContext[CompletionRequest]) -> Response:
-    """How the prompts go on, whole or in parts."""
+    """The completions of prompts, as one object or as events."""
     body, generations = await context.run_in_tokenizer_pool(partial(_prepared, context))
     renderer = CompletionsRenderer(context, body, generations)
     return await context.respond(renderer, *generations)

@@ -113,26 +113,26 @@ def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
 def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = "".join(texts_of(message.content, f"{place}.content", is_last))
-    told: dict[str, Any] = {"role": role, "content": content}
+    converted: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, Answer):
-        told["content"] += message.refusal
+        converted["content"] += message.refusal
         reasoning = message.reasoning_content
         reasoning = message.reasoning if reasoning is None else reasoning
         if reasoning is not None:
-            told["reasoning_content"] = reasoning
+            converted["reasoning_content"] = reasoning
         if message.tool_calls:
-            told["tool_calls"] = list(map(_read_call, message.tool_calls))
+            converted["tool_calls"] = list(map(_read_call, message.tool_calls))
     elif isinstance(message, ToolResult) and message.tool_call_id is not None:
-        told["tool_call_id"] = message.tool_call_id
+        converted["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        told["name"] = message.name
-    return told
+        converted["name"] = message.name
+    return converted
 
 
 def _read_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
-    told = {"type": "function", "function": function}
-    return told if call.id is None else {**told, "id": call.id}
+    converted = {"type": "function", "function": function}
+    return converted if call.id is None else {**converted, "id": call.id}
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:

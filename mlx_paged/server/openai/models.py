@@ -43,7 +43,7 @@ def _model(name: str, service: Service) -> dict[str, Any]:
 
 
 async def health(context: RequestContext[Body]) -> Response:
-    """Whether requests are answered: 503 once the engine has stopped, and while a step hangs."""
+    """The health of the server: 503 after the engine has stopped, and while a step hangs."""
     service = context.service
     reason = service.engine.stopped()
     if reason is not None:

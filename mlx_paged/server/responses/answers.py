@@ -31,7 +31,7 @@ _TYPES = {
 
 
 async def responses(context: RequestContext[ResponsesRequest]) -> Response:
-    """An answer to a conversation, whole or as events."""
+    """The answer to a conversation, as one object or as events."""
     read = partial(read_responses_body, owner=context.principal.cache_salt)
     body, generation = await context.prepare_chat(read)
     return await context.respond(ResponseRenderer(context, body, generation), generation)

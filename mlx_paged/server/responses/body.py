@@ -315,8 +315,8 @@ def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> No
         message["content"] += texts_of(item.output, f"{place}.output", is_last)
     else:
         assert isinstance(item, ReasoningItem)
-        said = history.last
-        if said["role"] == "assistant" and (any(said["content"]) or "tool_calls" in said):
+        last = history.last
+        if last["role"] == "assistant" and (any(last["content"]) or "tool_calls" in last):
             history.end_message()  # Reasoning comes first.
         texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
         text = "\n".join(filter(None, texts))

@@ -15,7 +15,7 @@ DEFAULT_LIMIT = 20
 
 
 async def cache(context: RequestContext[Body]) -> Response:
-    """What the prefix cache holds: ``?limit=20&request_id=...&text=true``."""
+    """The state of the prefix cache: ``?limit=20&request_id=...&text=true``."""
     service, owns = context.service, context.principal.owns
     query = dict(context.request.query_params)
     limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))

@@ -46,9 +46,9 @@ def page_endpoint() -> Endpoint[Body]:
 
 
 async def pool(context: RequestContext[Body]) -> Response:
-    """What the page draws: the blocks of the pool, the requests, and figures so far.
+    """The data of the page: the blocks of the pool, the requests, and statistics.
 
-    ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
+    ``?cells=N`` asks for at most N cells, each of which represents one or more blocks.
     """
     num_cells = _num_cells(context.request.query_params.get("cells", str(DEFAULT_CELLS)))
     body = pool_report(context.service, num_cells)
