@@ -120,7 +120,7 @@ def main() -> int:
         sockets = bind(settings.host, settings.port)
         url = url_of(settings.host, sockets)
         with service.engine:
-            return serve(service, settings, sockets, lambda: print(url, flush=True))
+            return serve(service, sockets, lambda: print(url, flush=True))
 
 
 if __name__ == "__main__":
