@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -90,7 +90,8 @@ def _plain_values(module: Module) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """What JSON can say; ``NotImplemented`` for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        # Not asdict(), which copies what it holds: a module with RoPE scaling can't be copied so.
+        return _plain({field.name: getattr(value, field.name) for field in fields(value)})
     if value is None or isinstance(value, str | bool | float) or is_plain_integer(value):
         return value
     if isinstance(value, dict):
