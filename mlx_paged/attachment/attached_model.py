@@ -24,7 +24,7 @@ from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.loaded import config_of, is_called_as_mlx_lm
-from mlx_paged.models.mlx_lm.module_calls import put_back
+from mlx_paged.models.mlx_lm.module_calls import ModuleClasses
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.snapshots import export_prompt_cache
@@ -74,7 +74,7 @@ class Attachment:
         model: Module,
         packed: LanguageModel,
         cache: KVCache,
-        stock_classes: Sequence[tuple[Module, type[Module]]],
+        stock_classes: ModuleClasses,
     ):
         self.model = model
         self._packed_model: LanguageModel | None = packed
@@ -103,7 +103,7 @@ class Attachment:
         were made meanwhile can't be used any more. A second call does nothing.
         """
         if type(self.model) is self._attached_class:
-            put_back(self._stock_classes)
+            self._stock_classes.restore()
         with self._sequences.lock:
             self._sequences.close()
             self._packed_model = None
@@ -307,7 +307,7 @@ def attach(
             "model",
         )
     # To run packed, some of its modules get other classes.
-    stock_classes = [(module, type(module)) for module in model.modules()]
+    stock_classes = ModuleClasses(model.modules())
     try:
         packed = _packed(model)
         cache = make_kv_cache(
@@ -319,7 +319,7 @@ def attach(
             backend=backend,
         )
     except BaseException:
-        put_back(stock_classes)
+        stock_classes.restore()
         raise
     return Attachment(model, packed, cache, stock_classes)
 

@@ -42,8 +42,7 @@ from mlx_paged.models.weight_files import noting_classes
 # model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
 
-Adapt: TypeAlias = Callable[[Module, dict[str, Any]], LanguageModel]
-# Is told a model none of whose weights is read yet.
+# Is called with a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]
 
 # Of a module of mlx-lm's: no path, and no package of another.
@@ -242,7 +241,7 @@ def load_from(
         split(model, config, group)
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
-    ours = on_our_caches(model, config, adapt)
+    ours = on_our_caches(model, config)
     ours.group = group
     ours.name = model_name(path)
     return ours, tokenizer, config
@@ -319,11 +318,10 @@ def _check_weights(model: Module, path: Path) -> None:
             )
 
 
-def on_our_caches(model: Module, config: dict[str, Any], adapt: Adapt) -> LanguageModel:
-    """A model as it runs here.
-
-    Args:
-        adapt: makes it of one of mlx-lm's.
+def on_our_caches(
+    model: Module, config: dict[str, Any], *, evaluates_weights: bool = True
+) -> LanguageModel:
+    """A model of this package as it is, one of mlx-lm adapted (:func:`adapt`).
 
     Raises:
         LoadError: it can't run here, with the reason.
@@ -332,7 +330,7 @@ def on_our_caches(model: Module, config: dict[str, Any], adapt: Adapt) -> Langua
         return model
     model_type = shown(config.get("model_type"))
     try:
-        return adapt(model, config)
+        return adapt(model, config, evaluates_weights=evaluates_weights)
     except UnsuitableModelError as error:
         raise LoadError(
             f"[load] model type {model_type} can't run on a paged cache: {one_line(error)}"

@@ -14,7 +14,6 @@ from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.loader import build_model, model_name, on_our_caches
 from mlx_paged.memory import format_nbytes, why_too_large
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import adapt_unread
 
 if TYPE_CHECKING:
     from huggingface_hub import SafetensorsFileMetadata
@@ -91,7 +90,7 @@ def _outline_of(path: Path) -> LanguageModel:
         model, config = build_unread(path)
     else:
         model, config = build_model(path)
-    return on_our_caches(model, config, adapt_unread)
+    return on_our_caches(model, config, evaluates_weights=False)
 
 
 def _write_headers(repo: str, revision: str | None, folder: Path) -> int:
