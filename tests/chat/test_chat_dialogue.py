@@ -95,12 +95,12 @@ def test_a_wired_limit_is_asked_for_by_a_flag(run_chat, monkeypatch: pytest.Monk
     status, _, err = run_chat("hello", "--wired-limit", "2G")
     assert status == 2 and err.endswith(
         "error: [engine] --wired-limit: 2,147,483,648 bytes are more than the 1,000,000,000 that "
-        "Metal recommends on this machine; give less, or raise the system's limit with sudo sysctl "
+        "Metal recommends on this machine; use less, or raise the system's limit with sudo sysctl "
         "iogpu.wired_limit_mb=N\n"
     )
     monkeypatch.setattr(memory, "recommended_memory", lambda: 0)
     status, _, err = run_chat("hello", "--wired-limit", "recommended")
-    assert status == 0 and "[engine] wired_limit does nothing here: only Metal wires" in err
+    assert status == 0 and "[engine] wired_limit has no effect without Metal" in err
 
 
 def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
