@@ -58,8 +58,8 @@ class _Cache:
 
 
 class FollowingCache(_Cache):
-    """An entry for a further layer: a prompt cache has one per layer, as in mlx-lm. The first entry,
-    the primary, does everything for all layers.
+    """An entry for a further layer: a prompt cache has one per layer, as in mlx-lm. The primary,
+    which is the first entry, does everything for all layers.
     """
 
     def __init__(self, primary: PromptCache | None = None):

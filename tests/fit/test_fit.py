@@ -433,7 +433,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_read(
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         f"[load] the weights take {format_nbytes(size)}, and this machine has {whole} of memory; "
-        "take a smaller model or one of fewer bits (mlx-paged fit says what fits), or go on with "
+        "use a smaller model or one of fewer bits (mlx-paged fit says what fits), or load it with "
         "--force"
     ) in done.stderr
 
