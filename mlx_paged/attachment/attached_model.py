@@ -301,7 +301,7 @@ def attach(
             an argument is invalid.
     """
     if isinstance(model, Module) and is_attached(model):
-        raise ArgumentError("[attach] model is attached already; close that first", "model")
+        raise ArgumentError("[attach] model is attached already; close its attachment", "model")
     if not is_called_as_mlx_lm(model):
         raise ArgumentError(
             f"[attach] model must be one that mlx_lm.load returns, got {shown(type(model))}; those "

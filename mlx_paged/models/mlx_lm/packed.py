@@ -87,7 +87,7 @@ class PackedModel(LanguageModel):
         rope = self._recording.ropes[layer]
         if rope is None:
             raise NotImplementedError(
-                f"{self.description}, has layers that do not rotate their keys"
+                f"{self.description}, has layers whose keys are not rotated as a whole"
             )
         return rotate_on(rope, keys, distance)
 
