@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN
 from mlx_paged.ops import device
 
 # How many rows of each width a token has in memory at the peak, fitted to the peaks of models of
@@ -19,8 +20,6 @@ HIDDEN_ROWS, MLP_ROWS, ATTENTION_ROWS, EXPERT_ROWS = 5, 2, 6, 2
 LOGIT_ROWS = 8
 # Head dimensions for which MLX's attention of a prompt is a fused kernel, which stores no scores.
 FUSED_HEAD_DIMS = (64, 80, 128)
-# Names for the number of experts per token.
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
 
 
 def activation_nbytes(
@@ -104,5 +103,6 @@ def num_experts_per_token(model: LanguageModel) -> int:
         for source in (module, getattr(module, "args", None))
         if hasattr(source, "__dict__")
     ]
-    counts = [source.get(name) for source in sources for name in EXPERTS_PER_TOKEN]
+    # Modules of mixtures also call it top_k, which in a configuration is a sampling parameter.
+    counts = [source.get(name) for source in sources for name in (*EXPERTS_PER_TOKEN, "top_k")]
     return max((count for count in counts if isinstance(count, int)), default=0)

@@ -26,9 +26,9 @@ def is_called_as_mlx_lm(model: object) -> bool:
 
 def config_of(model: Module) -> dict[str, Any]:
     """The configuration that a model of mlx-lm was made with."""
-    config = {"model_type": getattr(model, "model_type", kind_of(model))}
-    config.update(vars(getattr(model, "args", None) or object))
-    return config
+    args = getattr(model, "args", None)
+    fields = {} if args is None else vars(args)
+    return {"model_type": getattr(model, "model_type", kind_of(model)), **fields}
 
 
 def adapted(model: Module) -> LanguageModel:

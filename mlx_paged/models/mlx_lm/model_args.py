@@ -17,6 +17,15 @@ _CONTEXT_LENGTHS = (
     "seq_length",
     "model_max_length",
 )
+# Names for the number of experts per token.
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
 # For configurations that give none, such as those of recurrent models.
 UNKNOWN_CONTEXT_LENGTH = 2**20
 # Parts of a configuration that describe modules which are not run here.

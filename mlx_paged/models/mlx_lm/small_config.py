@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.models.mlx_lm.model_args import OTHER_PARTS
+from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN, OTHER_PARTS
 
 Config = dict[str, Any]
 
@@ -53,14 +53,7 @@ _EXPERTS = (
     "moe_num_experts",
     "zero_expert_num",
 )
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-)
+
 _VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
 
 
@@ -257,7 +250,7 @@ def _keep_sums(small: Config, config: Config) -> None:
         small["linear_num_key_heads"] = min(keys, 2)
         small["linear_num_value_heads"] = min(keys, 2) * min(values // keys, 2)
     # Each group has more experts than a token chooses in it.
-    chosen = max(_numbers(config, _EXPERTS_PER_TOKEN).values(), default=0)
+    chosen = max(_numbers(config, EXPERTS_PER_TOKEN).values(), default=0)
     groups = max(_numbers(config, ("n_group", "num_expert_group")).values(), default=1)
     num_experts = max(groups * (1 - -chosen // groups), _NUM_EXPERTS)
     for name, number in _numbers(config, _EXPERTS).items():
