@@ -80,7 +80,7 @@ def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_messa
     monkeypatch.setattr(memory, "memory_size", lambda: 200_000)
     monkeypatch.setattr(memory, "MIN_KV_CACHE_BYTES", 2**21)
     status, _, err = talk("hello")
-    assert status == 2 and "or go on with --force" in err
+    assert status == 2 and "or load it with --force" in err
     status, _, err = talk("hello", argv=("--force",))
     warning, start, _ = err.splitlines()
     assert status == 0 and warning.startswith("[engine] the model does not fit into this machine")
