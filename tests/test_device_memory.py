@@ -174,7 +174,7 @@ def test_a_device_without_metal_says_that_it_wires_nothing(
 ):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx, "set_wired_limit", None)
-    with pytest.warns(UserWarning, match="wired_limit does nothing here: only Metal wires"):
+    with pytest.warns(UserWarning, match="wired_limit has no effect without Metal"):
         Engine(*demo, **BUDGET, wired_limit="recommended")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,8 +6,8 @@ what is declared: ``python -m paged_testing.option_tables`` writes them between 
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
-The other tables are ``sampling parameters``, ``chat flags``, ``server flags``, ``endpoints`` and
-``metrics``.
+The other tables are ``sampling parameters``, ``chat flags``, ``server flags``, ``fit flags``,
+``list flags``, ``endpoints`` and ``metrics``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from mlx_paged import AsyncEngine, Engine, demo_model_path, load
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
+from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
+from mlx_paged.fit.command_line import setup_list_parser as list_parser
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.app import routes_of
@@ -47,6 +49,7 @@ _COLUMNS = {
     ),
     "chat flags": (("flag", ""), ("flag", "")),
     "server flags": (("flag", ""), ("flag", "")),
+    **dict.fromkeys(("fit flags", "list flags"), (("flag", ""), ("flag", ""))),
     "endpoints": (("path", ""), ("path", "")),
     "metrics": (("metric", "type", ""), ("metric", "type", "")),
 }
@@ -106,6 +109,8 @@ def _tables() -> dict[str, dict[str, Row]]:
         "sampling parameters": params,
         "chat flags": _flags(chat_parser("chat")),
         "server flags": _flags(server_parser("serve")),
+        "fit flags": _flags(fit_parser("fit")),
+        "list flags": _flags(list_parser("list")),
     }
 
 
