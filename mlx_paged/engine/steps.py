@@ -16,11 +16,12 @@ from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.replicas import Replicas, asked_of, state_of_scheduler
+from mlx_paged.engine.replicas import Replicas, state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.shared_values import as_json
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
@@ -108,7 +109,7 @@ class Steps:
         """Take on the requests that were added since the last call."""
         for state in self._reports.new_states():
             request = state.requests[0]
-            self._replicas.tell("add", partial(asked_of, request))
+            self._replicas.tell("add", partial(as_json, request))
             self._scheduler.add(request)
 
     def abort(self, state: RequestState) -> None:
