@@ -84,7 +84,7 @@ class Admission:
         return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
 
     def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens of one request within ``num_blocks`` blocks; its last token needs no K/V."""
+        """The most tokens of one request in ``num_blocks`` blocks; its last token has no K/V."""
         most, limit = self._block_need.max_num_tokens(num_blocks) + 1, self._config.max_model_len
         return most if limit is None else min(most, limit)
 
@@ -115,7 +115,7 @@ class Admission:
         )
 
     def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
-        """The blocks of a waiting request that can be read from a tier; none if it is swapped out."""
+        """The blocks of a waiting request to read from a tier; none if it is swapped out."""
         if self._swap_space.num_tokens_of(request.seq_id):
             return ()
         return self._prefix_cache.absent_blocks(request, tier)
