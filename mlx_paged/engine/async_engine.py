@@ -136,14 +136,10 @@ class AsyncEngine:
             options = {**options, "token_rules": rules}
         try:
             self._add(prompt, params, reader_id, options, receive)
-            while True:
-                news = await inbox.get()
-                while not _is_last(news) and not inbox.empty():
-                    news = _followed(news, inbox.get_nowait(), params)
-                output = _checked(news)
+            output: RequestOutput | None = None
+            while output is None or not output.finished:
+                output = _newest(await inbox.get(), inbox, params)
                 yield output
-                if output.finished:
-                    return
         finally:
             self._forget(reader_id, receive)
 
@@ -175,15 +171,11 @@ class AsyncEngine:
         receive = inbox.put  # kept, because each access makes another object
         try:
             self._add(prompt, params, request_id, options, receive)
-            yield RequestOutput(request_id, None, [], [])
-            while True:
-                news = inbox.get()
-                while not _is_last(news) and not inbox.empty():
-                    news = _followed(news, inbox.get(), params)
-                output = _checked(news)
+            output = RequestOutput(request_id, None, [], [])
+            yield output
+            while not output.finished:
+                output = _newest(inbox.get(), inbox, params)
                 yield output
-                if output.finished:
-                    return
         finally:
             self._forget(request_id, receive)
 
@@ -238,7 +230,8 @@ class AsyncEngine:
         """Abort all requests, write the blocks that are queued for ``cache_dir``, for a few seconds
         at most, and end the thread; readers get their last outputs. Can be called more than once.
         """
-        self._loop.end()
+        self._loop.stop()
+        self.engine.thread.join()  # unless this is that thread
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -317,11 +310,6 @@ class _EngineLoop:
         self.is_stopping = True
         self._thread.end()
 
-    def end(self) -> None:
-        """Stop, and wait for the end of the thread, unless this is the thread."""
-        self.stop()
-        self._thread.join()
-
     def _run(self) -> float | None:
         """Run a step; returns the seconds until the next call, or ``None`` without work."""
         if self._engine.has_unfinished_requests():
@@ -365,21 +353,18 @@ def _copied(output: RequestOutput) -> RequestOutput:
     return copied
 
 
-def _followed(news: News, later: News, params: SamplingParams | None) -> News:
-    """Two news as one, for a reader that has not read the first one yet."""
-    if params is None or params.output_kind is not RequestOutputKind.DELTA:
-        return later
-    if isinstance(news, RequestOutput) and isinstance(later, RequestOutput):
-        return merge_parts(news, later)
-    return later
-
-
-def _is_last(news: News) -> bool:
-    return isinstance(news, EngineStoppedError) or bool(news.finished)
-
-
-def _checked(news: News) -> RequestOutput:
-    """The output; raises the error of a request that failed."""
+def _newest(
+    news: News, inbox: asyncio.Queue[News] | queue.SimpleQueue[News], params: SamplingParams | None
+) -> RequestOutput:
+    """The newest output of a reader, joined with the parts that it has not read yet; raises the
+    error of a request that failed.
+    """
+    is_delta = params is not None and params.output_kind is RequestOutputKind.DELTA
+    while isinstance(news, RequestOutput) and not news.finished and not inbox.empty():
+        later = inbox.get_nowait()
+        if is_delta and isinstance(later, RequestOutput):
+            later = merge_parts(news, later)
+        news = later
     if isinstance(news, EngineStoppedError):
         raise news
     news.raise_if_failed()
