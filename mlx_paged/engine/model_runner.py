@@ -123,10 +123,27 @@ class ModelRunner:
 
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """``[num_tokens] int32``, the packed new tokens of a batch."""
-        if self.draft_model is None or not batch.drafted:
-            return _tokens_of(batch, awaited)
-        # A step with drafts is planned after the previous tokens are known.
-        return self.draft_model.put_drafts(batch, mx.array(batch.token_ids, dtype=mx.int32))
+        scheduled, token_ids = batch.scheduled, batch.token_ids
+        if PENDING_TOKEN not in token_ids:
+            return mx.array(token_ids, dtype=mx.int32)
+        if self.draft_model is not None and batch.drafted:
+            # All pending tokens are drafts, because the tokens before them are known by now.
+            return self.draft_model.put_drafts(batch, mx.array(token_ids, dtype=mx.int32))
+        entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
+        ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
+        pairs = zip(ends, scheduled, strict=True)
+        places = [
+            (end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token
+        ]
+        positions, entries = zip(*places, strict=True)
+        pending = awaited.token_ids
+        if entries != tuple(range(len(entry_of))):
+            pending = pending[mx.array(entries, dtype=mx.int32)]
+        if len(positions) == len(token_ids):
+            return pending
+        tokens = mx.array(token_ids, dtype=mx.int32)
+        tokens[mx.array(positions, dtype=mx.int32)] = pending
+        return tokens
 
     def _transfer(self, transfer: Transfer) -> None:
         cache = self.cache
@@ -149,23 +166,3 @@ class ModelRunner:
             ]
             load_blocks(cache, self._swap_space.tier, blocks)
             self._swap_space.release(transfer.name)
-
-
-def _tokens_of(batch: Batch, awaited: SampledTokens) -> mx.array:
-    """``[num_tokens] int32``, the packed new tokens of a batch."""
-    scheduled, token_ids = batch.scheduled, batch.token_ids
-    if PENDING_TOKEN not in token_ids:
-        return mx.array(token_ids, dtype=mx.int32)
-    entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
-    ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
-    pairs = zip(ends, scheduled, strict=True)
-    places = [(end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token]
-    positions, entries = zip(*places, strict=True)
-    pending = awaited.token_ids
-    if entries != tuple(range(len(entry_of))):
-        pending = pending[mx.array(entries, dtype=mx.int32)]
-    if len(positions) == len(token_ids):
-        return pending
-    tokens = mx.array(token_ids, dtype=mx.int32)
-    tokens[mx.array(positions, dtype=mx.int32)] = pending
-    return tokens
