@@ -107,27 +107,25 @@ class Link:
             time.sleep(PING_SECONDS)
 
     def _read(self) -> None:
+        """Read until the peer says goodbye, fails, or sends a message with an unexpected number."""
         try:
-            self._read_messages()
+            for expected in itertools.count():
+                number, kind, value = json.loads(self._connection.recv_bytes())
+                if number != expected:
+                    return self._ended(f"sent message {shown(number)} instead of {expected}")
+                if kind == "bye":
+                    return None if value is None else self._ended(one_line(value))
+                if kind != "ping":
+                    self._received.put((str(kind), value))
         except BlockingIOError:
             self._ended(f"has sent nothing for {SILENCE_SECONDS:.0f} seconds")
         except (EOFError, OSError):
             self._ended("died")
         except Exception:  # The bytes can be anything.
             self._ended("sent an invalid message")
-        self.is_over = True
-        self._received.put(None)
-
-    def _read_messages(self) -> None:
-        """Read until the peer says goodbye or sends a message with an unexpected number."""
-        for expected in itertools.count():
-            number, kind, value = json.loads(self._connection.recv_bytes())
-            if number != expected:
-                return self._ended(f"sent message {shown(number)} instead of {expected}")
-            if kind == "bye":
-                return None if value is None else self._ended(one_line(value))
-            if kind != "ping":
-                self._received.put((str(kind), value))
+        finally:
+            self.is_over = True
+            self._received.put(None)
 
     def _ended(self, how: str) -> None:
         if not self.is_over:

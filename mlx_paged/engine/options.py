@@ -79,8 +79,14 @@ def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions
     wired_limit = given.pop("wired_limit", None)
     names = ("seed", "run_ahead", *_BUDGET_OPTIONS)
     own = checked_options("engine", {name: given.pop(name, None) for name in names})
+    clocked = [name for name in _BUDGET_OPTIONS[:2] if own[name]]
+    if clocked and own["token_budgets"] is not None:
+        raise ArgumentError(
+            f"[engine] token_budgets can't be combined with {clocked[0]}, which chooses budgets; "
+            "leave one out",
+            "token_budgets",
+        )
     make_budgets = partial(_make_budgets, *(own[name] for name in _BUDGET_OPTIONS))
-    _check_budgets(own)
     return (
         OwnOptions(own["seed"], own["run_ahead"], wired_limit, make_budgets),
         cast(EngineOptions, given),
@@ -123,16 +129,6 @@ def with_step_seconds(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get("mixed_step_seconds") is None and tokens is None:
             chosen["mixed_step_seconds"] = DEFAULT_MIXED_STEP_SECONDS
     return chosen
-
-
-def _check_budgets(given: Mapping[str, Any]) -> None:
-    clocked = [name for name in _BUDGET_OPTIONS[:2] if given[name]]
-    if clocked and given["token_budgets"] is not None:
-        raise ArgumentError(
-            f"[engine] token_budgets can't be combined with {clocked[0]}, which chooses budgets; "
-            "leave one out",
-            "token_budgets",
-        )
 
 
 def _make_budgets(

@@ -237,7 +237,7 @@ class Steps:
         for part in drafted:
             request, num_accepted = part.request, 0
             if request.is_finished:
-                continue  # finished since the launch
+                continue  # Since it was launched.
             drawn, drafts = known[request], self._scheduler.speculation.made(part)
             sampled, first_entry = step.sampled, step.sampled.requests.index(request)
             verification = self._scheduler.verification
