@@ -92,39 +92,37 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.tier = tier or HostMemory()
         self._num_state_blocks = num_state_blocks
-        self._held: dict[SwapName, SequenceTables] = {}
-        self._owners: dict[SwapName, bytes] = {}  # in the tier
-        self._is_shared: set[SwapName] = set()  # those of salts
+        self._held: dict[SwapName, SequenceTables] = {}  # by sequence
+        self._pinned: dict[SwapName, SequenceTables] = {}  # by salt
+        self._owners: dict[SwapName, bytes] = {}  # of the blocks of both, in the tier
 
     def pin(self, cache_salt: str, held: SequenceTables) -> None:
         """Keep the first tokens of all requests of a salt; the caller stores their blocks next."""
-        self._is_shared.add(cache_salt)
-        self._keep(cache_salt, held)
+        self._pinned[cache_salt], self._owners[cache_salt] = held, os.urandom(16)
 
     def num_pinned_tokens(self, cache_salt: str | None) -> int:
         """The number of tokens that are pinned for requests of a salt."""
-        return self._held[cache_salt].num_tokens if cache_salt in self._is_shared else 0
+        held = None if cache_salt is None else self._pinned.get(cache_salt)
+        return 0 if held is None else held.num_tokens
 
     def find(self, seq_id: SeqId, cache_salt: str | None) -> Swapped | None:
         """The K/V of a sequence: its own, or those that are pinned for its salt."""
-        for name in (seq_id, cache_salt):
-            if name in self._held:
-                return Swapped(name, self._held[name])
+        if seq_id in self._held:
+            return Swapped(seq_id, self._held[seq_id])
+        if cache_salt is not None and cache_salt in self._pinned:
+            return Swapped(cache_salt, self._pinned[cache_salt])
         return None
 
     @property
     def num_used_blocks(self) -> int:
         """The number of blocks of preempted requests."""
-        return sum(held.num_blocks + self._num_state_blocks for held in self._swapped())
+        # Over a copy, because any thread may read the stats.
+        return sum(each.num_blocks + self._num_state_blocks for each in list(self._held.values()))
 
     @property
     def num_used_tokens(self) -> int:
         """The number of tokens of preempted requests."""
-        return sum(held.num_tokens for held in self._swapped())
-
-    def _swapped(self) -> list[SequenceTables]:
-        # Iterates over a copy, because any thread may read the stats.
-        return [held for name, held in list(self._held.items()) if name not in self._is_shared]
+        return sum(each.num_tokens for each in list(self._held.values()))
 
     def num_tokens_of(self, seq_id: SeqId) -> int:
         """The number of tokens of a sequence that are swapped out."""
@@ -135,11 +133,8 @@ class SwapSpace:
         num_blocks = held.num_blocks + self._num_state_blocks
         if num_blocks > self.num_blocks - self.num_used_blocks:
             return False
-        self._keep(seq_id, held)
+        self._held[seq_id], self._owners[seq_id] = held, os.urandom(16)
         return True
-
-    def _keep(self, name: SwapName, held: SequenceTables) -> None:
-        self._held[name], self._owners[name] = held, os.urandom(16)
 
     def headers(self, name: SwapName) -> list[list[BlockHeader]]:
         """The headers of the blocks of each group of layers, in order."""
@@ -149,17 +144,17 @@ class SwapSpace:
                 BlockHeader(private_key(owner, group, index), group=group)
                 for index in range(table.num_blocks + table.num_sinks)
             ]
-            for group, table in enumerate(self._held[name].tables)
+            for group, table in enumerate((self._held.get(name) or self._pinned[name]).tables)
         ]
 
     def release(self, name: SwapName) -> None:
         """Discard the K/V of a sequence, if there are any. Pinned K/V stay."""
-        if name in self._held and name not in self._is_shared:
+        if name in self._held:
             for headers in self.headers(name):
                 self.tier.discard([header.block_hash for header in headers])
             del self._held[name], self._owners[name]
 
     def clear(self) -> None:
         """Discard the K/V of all sequences."""
-        for name in set(self._held) - self._is_shared:
+        for name in list(self._held):
             self.release(name)
