@@ -120,13 +120,13 @@ class Admission:
             return ()
         return self._prefix_cache.absent_blocks(request, tier)
 
-    def has_room_for(self, requests: Sequence[Request]) -> bool:
+    def fits(self, requests: Sequence[Request]) -> bool:
         """Whether all tokens of waiting requests fit, without any cached blocks."""
         need = self._block_need
         num_needed = sum(need.max_num_held_blocks(each.num_tokens) for each in requests)
         return num_needed <= self._num_free_blocks
 
-    def has_room_ahead(self, running: Sequence[Request]) -> bool:
+    def fits_ahead(self, running: Sequence[Request]) -> bool:
         """Whether there are blocks for all running requests in the step after the one in flight."""
         manager, num_free = self._manager, self._num_free_blocks
         budget = self._config.max_num_batched_tokens
@@ -140,7 +140,7 @@ class Admission:
         return num_needed <= num_free
 
     @staticmethod
-    def makes_way(running: Request, waiting: Request) -> bool:
+    def is_preemptible(running: Request, waiting: Request) -> bool:
         """Whether a running request may be preempted so that a waiting one is admitted."""
         return (
             waiting.order < running.order
@@ -148,7 +148,7 @@ class Admission:
             and running.num_preemptions < MAX_PREEMPTIONS
         )
 
-    def requests_in_the_way(
+    def requests_to_preempt(
         self, urgent: Request, found: Found, running: Sequence[Request]
     ) -> list[Request] | None:
         """The requests that have to be preempted to admit a waiting one, the last in order first;
@@ -163,7 +163,7 @@ class Admission:
             num_left = 0 if is_alone else self.num_watermark_blocks
             if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
                 return preempted
-            if request is not None and self.makes_way(request, urgent):
+            if request is not None and self.is_preemptible(request, urgent):
                 preempted.append(request)
                 num_missing_seqs -= request.num_seqs
                 seq_ids = [each.seq_id for each in preempted]

@@ -47,7 +47,7 @@ class RequestQueues:
         insort(self.running, request, key=_by_order)
         request.status = RequestStatus.RUNNING
 
-    def wait_again(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Move a running request back to its place among the waiting ones, to be recomputed."""
         _remove(self.running, request)
         insort(self.waiting, request, key=_by_order)

@@ -110,7 +110,7 @@ class Scheduler:
         self._admission = Admission(
             manager, supply, config, self.swap_space, self._prefix_cache, context_length
         )
-        demand = BlockDemand(self._admission.has_room_for, self._admission.absent_blocks)
+        demand = BlockDemand(self._admission.fits, self._admission.absent_blocks)
         self._read_ahead = ReadAhead(tier, demand)
         self._block_size = self.manager.pool.block_size
         self._num_blocks = 0  # of the budget, in the newest step
@@ -197,10 +197,10 @@ class Scheduler:
             ``None``, without a change, if there may be too few blocks: the tokens have to be read
             first.
         """
-        if not self._admission.has_room_ahead(self.running):
+        if not self._admission.fits_ahead(self.running):
             return None
         urgent = self._first_urgent()
-        if urgent is not None and self._admission.requests_in_the_way(
+        if urgent is not None and self._admission.requests_to_preempt(
             urgent, self._admission.find(urgent), self.running
         ):
             return None
@@ -309,8 +309,8 @@ class Scheduler:
         if not waiting or not running or waiting[0].order > running[-1].order:
             return None
         request = self._read_ahead.first_ready(waiting)
-        makes_way = self._admission.makes_way
-        if request is None or not any(makes_way(each, request) for each in running):
+        is_preemptible = self._admission.is_preemptible
+        if request is None or not any(is_preemptible(each, request) for each in running):
             return None
         return request
 
@@ -319,7 +319,7 @@ class Scheduler:
         necessary. If that is not enough, nothing changes.
         """
         found = self._admission.find(urgent)
-        preempted = self._admission.requests_in_the_way(urgent, found, self.running)
+        preempted = self._admission.requests_to_preempt(urgent, found, self.running)
         if (
             preempted is None
             or (preempted and plan.is_ahead)
@@ -428,7 +428,7 @@ class Scheduler:
             self._read_ahead.keep(request)
         self.manager.free(request.seq_id)
         plan.preempted.append(request)
-        self._queues.wait_again(request)
+        self._queues.requeue(request)
 
     # After the step
 
@@ -470,7 +470,7 @@ class Scheduler:
             # It waits already if it was also in the step after this one.
             if request.status is RequestStatus.RUNNING:
                 self.manager.free(request.seq_id)
-                self._queues.wait_again(request)
+                self._queues.requeue(request)
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut | SwapIn):
                 self.swap_space.release(transfer.name)
@@ -482,7 +482,7 @@ class Scheduler:
         self.prefix_history.clear()
         self._prefix_cache.forget_last()
         for request in list(self.running):
-            self._queues.wait_again(request)
+            self._queues.requeue(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""

@@ -280,7 +280,7 @@ class Steps:
         except BaseException as error:
             # The caller's own model or function raised it, so it is raised there.
             self._replicas.failed(error)
-            self._take_back()
+            self._roll_back()
             raise
 
     def _isolate_failure(self, error: Exception) -> None:
@@ -294,13 +294,13 @@ class Steps:
             for request in step.batch.requests
             if not request.is_finished
         }
-        self._take_back()
+        self._roll_back()
         if len(steps) == len(requests) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:
             self._retry_alone.extend(requests.items())
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         """Roll back the steps in flight, the newest first."""
         while self.in_flight:
             step = self.in_flight.pop()
