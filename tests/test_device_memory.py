@@ -277,7 +277,7 @@ def test_a_model_that_does_not_fit_says_so_with_the_numbers_and_the_way_out(
     assert (
         "holds its 1,000 tokens of context. What you can do" in said_of(demo, max_model_len=1000)[0]
     )
-    assert "holds a context without end. What you can" in said_of(demo, window=64)[0]
+    assert "holds an unlimited context. What you can" in said_of(demo, window=64)[0]
 
 
 def test_on_metal_it_is_held_against_what_metal_recommends(
