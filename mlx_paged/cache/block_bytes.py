@@ -14,9 +14,6 @@ import numpy as np
 
 from mlx_paged.ops import Backend, KVHandle
 
-# MLX's dtypes by their size, as numpy has them: it has no bfloat16.
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
 
 def read_blocks(slabs: Sequence[KVHandle], block_ids: Sequence[int]) -> list[bytes]:
     """Copies of blocks. Their rows have to be there: nothing is waited for but what MLX itself
@@ -51,7 +48,8 @@ def write_blocks(
         parts = []
         for slab in kv.slabs:
             shape, nbytes = slab.shape[1:], slab.nbytes // slab.shape[0]
-            dtype, count = _UNSIGNED[slab.itemsize], nbytes // slab.itemsize
+            # Unsigned integers: numpy has no bfloat16.
+            dtype, count = f"u{slab.itemsize}", nbytes // slab.itemsize
             rows = [np.frombuffer(each, dtype, count, offset) for each in contents]
             parts.append(mx.array(np.stack(rows)).view(slab.dtype).reshape(-1, *shape))
             offset += nbytes

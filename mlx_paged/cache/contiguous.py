@@ -130,18 +130,6 @@ class ContiguousLayerKV(LayerKV):
             row += num_new
         self._seq_kv = seq_kv
 
-    def update_and_attend(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        self.update(k, v)
-        return self.attend(q, scale=scale, sinks=sinks)
-
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         step, seq_kv = self.step, self._seq_kv
         if q.shape[0] < step.num_tokens:

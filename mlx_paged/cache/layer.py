@@ -107,7 +107,6 @@ class LayerKV(ABC):
         been written.
         """
 
-    @abstractmethod
     def update_and_attend(
         self,
         q: mx.array,  # [num_tokens, num_heads, key_dim]
@@ -128,6 +127,8 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
+        self.update(k, v)
+        return self.attend(q, scale=scale, sinks=sinks)
 
     def update_and_fetch(
         self,

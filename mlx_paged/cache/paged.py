@@ -60,8 +60,7 @@ class PagedLayerKV(LayerKV):
         sinks: mx.array | None = None,
     ) -> mx.array:
         if q.shape[0] < self.step.num_tokens:
-            self.update(k, v)
-            return self.attend(q, scale=scale, sinks=sinks)
+            return super().update_and_attend(q, k, v, scale=scale, sinks=sinks)
         params = AttentionParams(scale, self.spec.window, sinks, self.spec.softcap)
         return compute_meanwhile(
             self._backend.update_and_attend(q, k, v, self.kv, self.step, params)
@@ -285,7 +284,7 @@ class PagedKVCache(KVCache):
         for index in self.config.groups[group].layers:
             kv = self.layers[index].kv
             form = kv.format
-            k, v = self._gather_parts(index, shift.sources, num_tokens)
+            k, v = self.backend.gather_parts(kv, shift.sources, num_tokens)
             keys = form.unrotated(form.key.decode(k)).swapaxes(0, 1)
             k = form.key.encode(form.rotated(rotate_keys(index, keys, shift.distance)))
             # A view that stays alive would make the write copy the slab.
@@ -344,8 +343,3 @@ class PagedKVCache(KVCache):
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
-
-    def _gather_parts(
-        self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[Parts, Parts]:
-        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)

@@ -19,8 +19,6 @@ import numpy as np
 from mlx_paged.ops import StateArrays, StateRow, StateStack, dtype_name
 
 _LENGTH = struct.Struct("<I")
-# MLX's dtypes by their size, as numpy has them: it has no bfloat16.
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def state_layout(arrays: StateArrays) -> list[list[tuple[str, tuple[int, ...]] | None]]:
@@ -81,5 +79,6 @@ def _read(content: bytes, begin: int, name: str, shape: list[int]) -> mx.array:
     if any(size < 0 for size in shape):
         raise ValueError(f"a shape of {shape}")
     dtype = getattr(mx, name)
-    numbers = np.frombuffer(content, _UNSIGNED[dtype.size], prod(shape), begin)
+    # Unsigned integers: numpy has no bfloat16.
+    numbers = np.frombuffer(content, f"u{dtype.size}", prod(shape), begin)
     return mx.array(numbers).view(dtype).reshape(1, *shape)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged.ops.formats import KVFormat
-from mlx_paged.ops.kernels import why_no_attention, why_no_latents, why_unsupported
+from mlx_paged.ops.kernels import why_no_attention, why_unsupported
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class AttentionShape:
     @property
     def why_no_attention(self) -> str | None:
         """The part of the shape that the attention kernel does not support, or ``None``."""
-        if self.holds_latents:
-            return why_no_latents(self.key_dim, self.value_dim, self.group, self.format)
-        return why_no_attention(self.key_dim, self.value_dim, self.group)
+        rotates_keys = self.format.rotates_keys
+        return why_no_attention(
+            self.key_dim, self.value_dim, self.group, self.holds_latents, rotates_keys
+        )
 
     def __str__(self) -> str:
         width = f"head_dim {self.key_dim}"

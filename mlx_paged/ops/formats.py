@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.config import KV_BITS, KVBits
 from mlx_paged.errors import ArgumentError
@@ -23,7 +22,6 @@ DENSE_DTYPES = ("float32", "float16", "bfloat16")
 GROUP_SIZES = (64, 32)  # the first one that divides a width is taken
 
 Parts: TypeAlias = tuple[mx.array, ...]
-HostParts: TypeAlias = tuple[np.ndarray, ...]
 
 
 class BlockPairs(NamedTuple):
@@ -157,16 +155,6 @@ class RowFormat(ABC):
             ValueError: mlx-lm has no cache for them, with the reason.
         """
         raise ValueError("mlx-lm has no such format")
-
-    def to_host(self, parts: Parts) -> HostParts:
-        """A copy of stored rows in host memory, bit for bit."""
-        # numpy has no bfloat16.
-        return tuple(np.array(p.view(mx.uint16) if p.itemsize == 2 else p) for p in parts)
-
-    def from_host(self, copy: HostParts) -> Parts:
-        """What :meth:`to_host` copied, as the storage holds it."""
-        parts = map(mx.array, copy)
-        return tuple(p.view(self.mx_dtype) if p.itemsize == 2 else p for p in parts)
 
 
 @dataclass(frozen=True)
@@ -456,14 +444,6 @@ class KVFormat:
     def decode(self, k: Parts, v: Parts) -> tuple[mx.array, mx.array]:
         """What stored rows stand for, in :attr:`dtype`; K is rotated where :attr:`rotates_keys`."""
         return self.key.decode(k), self.value.decode(v)
-
-    def to_host(self, k: Parts, v: Parts) -> tuple[HostParts, HostParts]:
-        """Copies of stored rows in host memory, bit for bit."""
-        return self.key.to_host(k), self.value.to_host(v)
-
-    def from_host(self, k: HostParts, v: HostParts) -> tuple[Parts, Parts]:
-        """What :meth:`to_host` copied, as slabs hold it."""
-        return self.key.from_host(k), self.value.from_host(v)
 
     def rotated(self, rows: mx.array) -> mx.array:
         """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix, in float32 and

@@ -114,35 +114,39 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFor
 
 
 @cache
-def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
-    """What the attention kernel is not made for, or ``None``: K and V are gathered for MLX's own
-    attention then.
+def why_no_attention(
+    key_dim: int, value_dim: int, group: int, holds_latents: bool, rotates_keys: bool
+) -> str | None:
+    """Why the attention kernel does not support a layer, or ``None``. Without it, K and V are
+    gathered for MLX's own attention.
 
     Args:
         group: query heads per KV head.
+        holds_latents: whether K holds latents and V their rotated keys.
+        rotates_keys: of the layer's :class:`KVFormat`.
     """
+    if holds_latents:
+        return _why_no_latents(key_dim, value_dim, group, rotates_keys)
     lack = _why_no_width(key_dim, value_dim)
-    if lack is not None:
-        return lack
-    if group > MAX_QUERY_ROWS:
-        return (
-            f"{group} query heads per KV head are more than the attention kernel is made for "
-            f"({MAX_QUERY_ROWS})"
+    if lack is None and group > MAX_QUERY_ROWS:
+        lack = (
+            f"the attention kernel supports up to {MAX_QUERY_ROWS} query heads per KV head, "
+            f"got {group}"
         )
-    return None
+    return lack
 
 
-@cache
-def why_no_latents(latent_dim: int, rope_dim: int, num_heads: int, format: KVFormat) -> str | None:
-    """What the kernel for latents is not made for, or ``None``: they are gathered then."""
+def _why_no_latents(
+    latent_dim: int, rope_dim: int, num_heads: int, rotates_keys: bool
+) -> str | None:
     if (latent_dim, rope_dim) not in LATENT_WIDTHS:
-        return f"latents of {latent_dim} beside {rope_dim} have no Metal kernel"
-    if format.rotates_keys:
-        return "latents of 4 bits are rotated, and to rotate what is attended back is a launch more"
+        return f"latents of width {latent_dim} with rotated keys of {rope_dim} have no Metal kernel"
+    if rotates_keys:
+        return "4-bit latents are rotated, and rotating the output back would take another launch"
     if num_heads > MAX_LATENT_ROWS:
         return (
-            f"{num_heads} heads that share latents are more than pay in the attention kernel "
-            f"({MAX_LATENT_ROWS})"
+            f"{num_heads} heads on shared latents are slower in the attention kernel, which takes "
+            f"up to {MAX_LATENT_ROWS}"
         )
     return None
 

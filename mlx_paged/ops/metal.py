@@ -31,12 +31,13 @@ DECODE_RUNS = (1, 2, 4, 8)
 
 
 @cache
-def decode_runs_of(group: int, max_rows: int = kernels.MAX_QUERY_ROWS) -> tuple[int, ...]:
-    """Those of :data:`DECODE_RUNS` whose query rows are not too many for the kernel.
+def decode_runs_of(group: int, holds_latents: bool = False) -> tuple[int, ...]:
+    """The :data:`DECODE_RUNS` whose query rows fit the attention kernel.
 
     Args:
         group: query heads per KV head.
     """
+    max_rows = kernels.MAX_LATENT_ROWS if holds_latents else kernels.MAX_QUERY_ROWS
     return tuple(run for run in DECODE_RUNS if run * group <= max_rows)
 
 
@@ -206,13 +207,10 @@ class MetalBackend(Backend):
         return [AttentionPlan.of(step, key) for key in keys]
 
     def _decode_runs(self, kv: KVHandle, group: int, params: AttentionParams) -> tuple[int, ...]:
-        if params.holds_latents:
-            if kernels.why_no_latents(kv.key_dim, kv.value_dim, group, kv.format) is not None:
-                return ()
-            return self._checked_runs.get(group, decode_runs_of(group, kernels.MAX_LATENT_ROWS))
-        if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
+        holds_latents, rotates_keys = params.holds_latents, kv.format.rotates_keys
+        if kernels.why_no_attention(kv.key_dim, kv.value_dim, group, holds_latents, rotates_keys):
             return ()
-        return self._checked_runs.get(group, decode_runs_of(group))
+        return self._checked_runs.get(group, decode_runs_of(group, holds_latents))
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:

@@ -22,7 +22,6 @@ from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
-from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
@@ -58,7 +57,7 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
         writes = writes and found.writes
         if shape.why_no_attention is not None:
             continue
-        runs = decode_runs.get(shape.group, _runs_of(shape))
+        runs = decode_runs.get(shape.group, decode_runs_of(shape.group, shape.holds_latents))
         decode_runs[shape.group] = tuple(run for run in runs if run in found.decode_runs)
     return MetalBackend(writes, decode_runs)
 
@@ -94,7 +93,9 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
         warn(" or ".join(filter(None, names)), failure, instead)
 
-    runs = _runs_of(shape) if shape.why_no_attention is None else ()
+    runs: tuple[int, ...] = ()
+    if shape.why_no_attention is None:
+        runs = decode_runs_of(shape.group, shape.holds_latents)
     failures = {run: _failure_of_attention(shape, run, writes, go_on) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
@@ -107,11 +108,6 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
 
 try_kernels = TriedOnce(_try_kernels)
 """Which kernels work for a shape: each is tried, and a warning says which fail."""
-
-
-def _runs_of(shape: AttentionShape) -> tuple[int, ...]:
-    most = MAX_LATENT_ROWS if shape.holds_latents else MAX_QUERY_ROWS
-    return decode_runs_of(shape.group, most)
 
 
 def _failure_of_attention(shape: AttentionShape, run: int, writes: bool, go_on: GoOn) -> str | None:

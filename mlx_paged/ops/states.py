@@ -41,7 +41,9 @@ class StateStack:
         one stack, else in a new one.
         """
         stack = rows[0].stack
-        if _is_whole(stack, rows):
+        if len(rows) == stack.num_states and all(
+            row.stack is stack and row.index == index for index, row in enumerate(rows)
+        ):
             return stack
         read = reader_of(rows)
         arrays = [
@@ -185,9 +187,3 @@ def part_ways(stacks: Sequence[StateStack]) -> list[StateStack]:
     if copies:
         mx.async_eval(copies)
     return [stack for stack in stacks if stack.is_whole]
-
-
-def _is_whole(stack: StateStack, rows: Sequence[StateRow]) -> bool:
-    return len(rows) == stack.num_states and all(
-        row.stack is stack and row.index == index for index, row in enumerate(rows)
-    )
