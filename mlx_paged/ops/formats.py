@@ -272,7 +272,8 @@ class AffineFormat(RowFormat):
     def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
         if width % self.group_size:
             raise ValueError(
-                f"[kv cache] rows of {width} numbers can't be divided into groups of {self.group_size}"
+                f"[kv cache] rows of {width} numbers can't be divided into groups of "
+                f"{self.group_size}"
             )
         groups = (width // self.group_size, self.mx_dtype)
         return ((width * self.bits // 32, mx.uint32), groups, groups)
