@@ -1,22 +1,22 @@
 // Affine rows: unsigned numbers, with a scale and a bias for each group of them.
 //
-// Numbers become floats by a mask alone: a half whose lower bits are n is the denormal n * 2^-24,
-// which a float holds exactly. (A device that flushes denormal halves fails the check at start-up.)
-// Scale and bias are folded into sums over the lanes that share them: q . k = scale * (q . numbers)
-// + bias * sum(q), and over keys the weighted values are sum((weight * scale) * numbers) +
+// A mask alone converts numbers to floats: a half whose lower bits are n is the denormal n * 2^-24,
+// which a float represents exactly. (A device that flushes denormal halves fails the start-up
+// check.) Scale and bias are folded into sums over the lanes that share them: q . k = scale * (q .
+// numbers) + bias * sum(q), and over keys the weighted values are sum((weight * scale) * numbers) +
 // sum(weight * bias).
 
-// The least half: a half whose lower bits are n is n times as large.
+// The smallest positive half: a half whose lower bits are n is n times as large.
 constant constexpr float LEAST_HALF = 1.0f / 16777216;
 
-// What numbers of a group count: the first one stands for the bias.
+// The quantisation steps of a group: number 0 is the bias.
 struct Steps {
   float scale;
   float bias;
 };
 
-// Eight numbers of BITS bits as floats, times LEAST_HALF; those in odd places are ODD times as large
-// again. Back, they are packed, and steps says what they count between the ends of a range.
+// Eight numbers of BITS bits as floats, times LEAST_HALF; those in odd places are another factor of
+// ODD too large. pack is the inverse, and steps returns the quantisation steps of a range.
 template <int BITS>
 struct Numbers;
 
@@ -34,7 +34,7 @@ struct Numbers<8> {
     return uint2(n[0] | n[1] << 8 | n[2] << 16 | n[3] << 24,
                  n[4] | n[5] << 8 | n[6] << 16 | n[7] << 24);
   }
-  // From the end of the range that is farther from zero, in steps of which zero is one.
+  // From the end of the range that is farther from zero, with zero as one of the steps.
   static Steps steps(float low, float high) {
     const bool from_low = max(low, -low) > max(high, -high);
     const float end = from_low ? low : high;
@@ -62,7 +62,7 @@ struct Numbers<4> {
     return n[0] | n[1] << 4 | n[2] << 8 | n[3] << 12 | n[4] << 16 | n[5] << 20 | n[6] << 24 |
            n[7] << 28;
   }
-  // From the upper end. Of so few steps, one to reach zero would be much.
+  // From the upper end. With 15 steps, shifting the range to include zero would cost too much.
   static Steps steps(float low, float high) {
     return {(low - high) / 15, high};
   }
@@ -156,8 +156,8 @@ struct Affine {
     return fma(numbers, float4(rest.scale), float4(rest.bias));
   }
   static void load_query_rest(const device T*, int, thread QueryRest&) {}
-  // Queries in odd places make up for keys in odd places that are too large. As halves they need
-  // room for that.
+  // Queries in odd places are scaled down, since keys in odd places are too large. Half-precision
+  // queries are scaled up first, so that they lose no bits.
   template <int LANES, int SHARERS, int LOADS>
   static float prepare_query(thread uint4 (&query)[LOADS], thread QueryRest& rest) {
     constexpr bool IS_HALF = sizeof(T) == 2;

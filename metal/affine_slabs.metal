@@ -1,4 +1,4 @@
-// In front of a body that reads slabs of affine K and V.
+// The first part of a body that reads slabs of affine K and V.
 //
 // template   T (element of scales and biases), Index (of rows of slabs and of their loads), KEY_DIM,
 //            VALUE_DIM, KEY_BITS, VALUE_BITS,

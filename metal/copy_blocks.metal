@@ -1,5 +1,4 @@
-// Copies whole blocks within the slabs, in place and bit for bit: copy-on-write. One part of them,
-// where a format stores rows in several.
+// Copies whole blocks within the slabs of one part, in place and bit for bit: copy-on-write.
 //
 // template   PIECE (bytes that a thread copies), KEY_PIECES, VALUE_PIECES (of a row)
 // inputs     key_slab, value_slab  [num_blocks, num_kv_heads, block_size, KEY_PIECES or VALUE_PIECES

@@ -1,4 +1,4 @@
-// In front of a body that reads dense K and V, takes new rows and writes them.
+// The first part of a body that reads dense K and V, and takes new rows and writes them.
 //
 // template   T (element), Index (of rows of slabs and of their loads), KEY_DIM, VALUE_DIM
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, KEY_DIM or VALUE_DIM],

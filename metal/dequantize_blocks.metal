@@ -1,5 +1,5 @@
-// What gather_blocks does, of affine K and V and dequantised, for prefill. An element is rounded
-// once to float and once to T, from scale * number + bias.
+// Like gather_blocks for affine K and V, with dequantisation, for prefill. An element, scale *
+// number + bias, is rounded once to float and once to T.
 //
 // template   BLOCK_SIZE
 // inputs     plan                  int [...], laid out by ops/gather_plan.py

@@ -1,8 +1,8 @@
-// Writes K and V rows of a ragged batch into their slots as an affine format stores them, and
-// rotates queries where keys are rotated: all that comes between a layer's products and attention.
+// Encodes K and V rows of a ragged batch in an affine format and writes them into their slots, and
+// rotates queries where keys are rotated.
 //
-// All of it is in float and in the order of ops/formats.py, so that slabs hold the bits that plain
-// MLX gives them. No product is followed by a sum, which a compiler might fuse.
+// It computes in float and in the order of ops/formats.py, so that slabs have the bits of plain
+// MLX. No product is followed by a sum, which a compiler might fuse.
 //
 // template   BLOCK_SIZE, ROTATES (whether keys and queries are rotated)
 // inputs     key_rows, value_rows  T [num_tokens, num_kv_heads, KEY_DIM or VALUE_DIM]

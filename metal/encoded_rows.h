@@ -1,7 +1,7 @@
 // Rows that are encoded: how they lie over lanes as floats, and their rotation.
 
-// A row of WIDTH numbers over the LANES lanes that encode it, LOADS loads of eight in each, LANES
-// apart. Lanes past its end have a copy of its last load.
+// How a row of WIDTH numbers is spread over the LANES lanes that encode it: LOADS loads of eight
+// numbers in each, LANES apart. Lanes past its end have a copy of its last load.
 template <int WIDTH>
 struct RowLoads {
   static constant constexpr int LANES =
@@ -49,8 +49,8 @@ constant constexpr ushort NEGATIVE_OF_12[12] = {0x002, 0xaab, 0x3c8, 0x96e, 0xf2
                                                 0xc8c, 0x6e6, 0x23c, 0xb96, 0x8f0, 0xe5a};
 
 // Multiplies a row by the normalised Hadamard matrix, in the order of mx.hadamard_transform on a
-// CPU: sums and differences of neighbours, then of what lies 2, 4 and so on apart; where the width is
-// 12 times a power of two, of its twelve parts, sums of all, each by its sign.
+// CPU: sums and differences of elements 1, 2, 4 and so on apart; if the width is 12 times a power
+// of two, this is done in each of twelve parts, followed by signed sums over the parts.
 template <int WIDTH>
 void rotate_row(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
                 float scale) {

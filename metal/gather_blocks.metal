@@ -1,6 +1,5 @@
-// Copies the tokens of several block tables out of the slabs bit for bit, each sequence's by itself
-// and heads first, as MLX's own attention reads them. One part of them, where a format stores rows
-// in several.
+// Copies the tokens of several block tables out of the slabs of one part, bit for bit: one sequence
+// after another, heads first, as MLX's own attention reads them.
 //
 // template   PIECE (bytes that a thread copies), KEY_PIECES, VALUE_PIECES (of a row), BLOCK_SIZE
 // inputs     key_slab, value_slab  [num_blocks, num_kv_heads, BLOCK_SIZE, KEY_PIECES or VALUE_PIECES

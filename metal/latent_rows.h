@@ -1,10 +1,10 @@
-// Latents, and the rotated keys that all heads share, which lie in a slab of their own (multi-head
-// latent attention, DeepSeek-V2, 2024). Queries have a part for both, and values are the latents
-// again: their loads are those of the keys.
+// Latents, and the rotated keys that all heads share, in a separate slab (multi-head latent
+// attention, DeepSeek-V2, 2024). Queries have a part for each, and the values are the latents:
+// their loads are those of the keys.
 //
-// The latents lie over all lanes. Of rotated keys a lane holds one load, of the key whose score it
-// will have: the rest of that key. It enters where the products of all lanes are added up, so that no
-// lane multiplies what is not there.
+// The latents are spread over all lanes. Of the rotated keys a lane holds one load, that of the key
+// whose score it will have: the rest of that key. Its product is added where the products of all
+// lanes are summed, so that no lane multiplies missing elements.
 template <typename Latent, typename Rope>
 struct Latents {
   struct Rows {
@@ -92,7 +92,7 @@ struct Latents {
   }
 };
 
-// What attention reads: keys and values as they are stored, or latents in the place of both.
+// What attention reads: keys and values as stored, or latents in place of both.
 template <typename Key, typename Value, bool HOLDS_LATENTS>
 struct Attended {
   using Keys = Key;

@@ -1,5 +1,4 @@
-// Merges the partitions of each query row into its attention: the second half of paged_attention
-// for long contexts.
+// Merges the partitions of each query row: the second half of paged_attention for long contexts.
 //
 // template   T (element of out), HEAD_DIM
 // inputs     partials              float [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest

@@ -1,19 +1,19 @@
 // Attention of decodes and short query runs over block tables: one threadgroup per (partition of a
-// sequence, KV head), or several where the KV head has more query rows than one holds.
+// sequence, KV head), or several if the KV head has more query rows than fit one.
 //
 // A query row is one query head of the group for one token of the run. A simdgroup keeps up to four
-// rows in registers and walks chunks of keys; the simdgroups of a threadgroup take other chunks
-// (streams) or other rows of the same chunk (row splits), which come from the cache. The newest K/V
-// rows come from the inputs and are written into their slots, so that no dispatch reads a slot that
-// it writes. Online softmax in float and base 2 (Milakov and Gimelshein, 2018), cut into partitions
-// as in Flash-Decoding (Dao et al., 2023).
+// rows in registers and iterates over chunks of keys; the simdgroups of a threadgroup take other
+// chunks (streams) or other rows of the same chunk (row splits), which come from the cache. The
+// newest K/V rows come from the inputs and are written into their slots, so that no dispatch reads
+// a slot that it writes. Online softmax in float and base 2 (Milakov and Gimelshein, 2018), divided
+// into partitions as in Flash-Decoding (Dao et al., 2023).
 //
-// What K and V look like is said in front of this body: T, their formats KeyFormat and ValueFormat
+// The first part of the body defines the format of K and V: T, KeyFormat and ValueFormat
 // (row_formats.h), key_slabs and value_slabs (written if rows come from inputs), TAKES_ROWS (whether
-// they may), and new_keys and new_values (rows of num_tokens, or anything).
+// they may), and new_keys and new_values (rows of num_tokens, or unused).
 //
 // template   Out (T, or float for partials), BLOCK_SIZE,
-//            HOLDS_LATENTS (in the place of K, and their rotated keys in that of V),
+//            HOLDS_LATENTS (in place of K, and their rotated keys in place of V),
 //            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
 //            STREAMS (simdgroups that walk different chunks),
 //            ROW_SPLITS (simdgroups that walk the same chunks for different rows),
@@ -35,7 +35,7 @@
 using Formats = Attended<KeyFormat, ValueFormat, HOLDS_LATENTS>;
 using Keys = typename Formats::Keys;
 using Values = typename Formats::Values;
-// A row of K and one of V lie over LANES lanes, as many as the wider one needs.
+// Rows of K and V are spread over LANES lanes, as the wider one requires.
 constexpr int PARTS = Keys::LOAD_SIZE / 4;  // float4s of a load
 constexpr int KEY_WIDTH = Keys::WIDTH, VALUE_WIDTH = Values::WIDTH;
 constexpr int ROW_LOADS = (KEY_WIDTH > VALUE_WIDTH ? KEY_WIDTH : VALUE_WIDTH) / Keys::LOAD_SIZE;
@@ -44,12 +44,12 @@ using KeyRow = RowOverLanes<Keys, KEY_WIDTH, LANES>;
 using ValueRow = RowOverLanes<Values, VALUE_WIDTH, LANES>;
 constexpr int KEY_UNITS = KeyRow::LOADS * PARTS;  // float4s of a row in each lane
 constexpr int VALUE_UNITS = ValueRow::LOADS * PARTS;
-// A load of queries is sixteen bytes, one of keys or values may stand for more.
+// A load of queries is sixteen bytes; one of keys or values may hold more elements.
 constexpr int QUERY_LOADS = Keys::QUERY_LOADS;
 constexpr int QUERY_PARTS = PARTS / QUERY_LOADS;
-// Neighbours that share the rests of keys and of values.
+// Neighbouring lanes that share the rests of keys and of values.
 constexpr int SHARERS = LeastOf<KeyRow::SHARERS, ValueRow::SHARERS>::value;
-// A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
+// A chunk is one step or more, each with one key per subgroup of LANES lanes, within one block.
 constexpr int SUBGROUPS = SIMDGROUP_LANES / LANES;
 constexpr int HELD_STEPS = Keys::CHUNK_LOADS / ((ROW_LOADS + LANES - 1) / LANES);
 constexpr int MAX_STEPS = HELD_STEPS > 3 ? 4 : HELD_STEPS > 1 ? 2 : 1;
@@ -58,7 +58,7 @@ constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
     (RUN * GROUP + ROW_SPLITS * ROW_PARTS - 1) / (ROW_SPLITS * ROW_PARTS);
 constexpr int THREADGROUP_ROWS = ROW_SPLITS * SIMDGROUP_ROWS;
-// Whether all rows of a simdgroup are of one query token, and so see the same older keys.
+// Whether all rows of a simdgroup belong to one query token, and so see the same older keys.
 constexpr bool ONE_TOKEN = GROUP % SIMDGROUP_ROWS == 0;
 
 const int lane = thread_index_in_simdgroup;
@@ -67,7 +67,7 @@ const int split = simdgroup_index_in_threadgroup % ROW_SPLITS;
 const int column = lane % LANES;
 const int subgroup = lane / LANES;
 // Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes,
-// and reductions and their way back shuffle fixed registers by fixed distances.
+// and reductions and broadcasts shuffle fixed registers by fixed distances.
 const int turn = column % SHARERS / (SHARERS / STEPS);
 const int key_place = KeyRow::readable(column, 0);
 const int value_place = ValueRow::readable(column, 0);
@@ -98,12 +98,12 @@ const int first_row = (row_part * ROW_SPLITS + split) * SIMDGROUP_ROWS;
 const typename Keys::Rows stored_keys = Formats::keys(key_slabs, value_slabs);
 const typename Values::Rows stored_values = Formats::values(key_slabs, value_slabs);
 
-// Load the queries. Rows that are not there repeat the last one, and are not stored.
+// Load the queries. Missing rows repeat the last one, and are not stored.
 uint4 query[SIMDGROUP_ROWS][KeyRow::LOADS * QUERY_LOADS];
 float4 acc[SIMDGROUP_ROWS][VALUE_UNITS];
 float scale[SIMDGROUP_ROWS], highest[SIMDGROUP_ROWS], sum[SIMDGROUP_ROWS];
 typename Keys::QueryRest query_rest[SIMDGROUP_ROWS];
-float bias_sum[SIMDGROUP_ROWS];  // where there is a bias
+float bias_sum[SIMDGROUP_ROWS];  // for formats with a bias
 UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const int row = min(first_row + i, num_rows - 1);
@@ -128,7 +128,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   bias_sum[i] = 0;
 }
 
-// The newest keys, those of the queries: one for each subgroup at a time.
+// Walk the newest keys, those of the query tokens: one per subgroup at a time.
 constexpr int NEW_KEYS = STREAMS * SUBGROUPS;
 constexpr int NEW_TURNS = (RUN + NEW_KEYS - 1) / NEW_KEYS;
 const int first_new = max(begin, first_query) + stream * SUBGROUPS;
@@ -190,7 +190,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     const float top = max(highest[i], seen);
     const float factor = fast::exp2(highest[i] - top);
     const float weight = fast::exp2(seen - top);
-    // The lanes of a turn hold one sum; here all of them have the same key.
+    // Lanes with different turns have separate sums; here all of them have the same key.
     const float counted = turn == 0 ? weight : 0;
     sum[i] = fma(sum[i], factor, counted);
     bias_sum[i] = Values::add_bias(bias_sum[i], factor, counted, value_rest);
@@ -204,8 +204,8 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   }
 }
 
-// Walk the chunks of older keys; rows of one token begin with its window. There may be none: in a
-// window of new keys, and for simdgroups whose rows lie behind those of a short run.
+// Walk the chunks of older keys; rows of one token begin with its window. There may be none: if the
+// window has only new keys, and for simdgroups whose rows are past the end of a short run.
 const int old_end = min(end, first_query);
 const int old_begin =
     RUN > 1 && ONE_TOKEN ? max(begin, first_query + first_row / GROUP - window + 1) : begin;
@@ -215,12 +215,12 @@ uint block_id = plan[block_table + uint(max(min(chunk_begin, old_end - 1), 0)) /
 for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   const int block_begin = chunk_begin - uint(chunk_begin) % BLOCK_SIZE;
   const int position = chunk_begin + turn * SUBGROUPS + subgroup;
-  // What leads from a position in the block to its row.
+  // The offset from a position in the block to its row.
   const Index to_row =
       slab_row<Index, BLOCK_SIZE>(block_id, 0, kv_head, num_kv_heads) - Index(block_begin);
   typename Keys::Load keys[STEPS][KeyRow::LOADS];
   typename Values::Load values[STEPS][ValueRow::LOADS];
-  // Keys that may not be read are left to the nearest that may, and masked.
+  // Keys that may not be read are replaced by the nearest one that may, and masked.
   Index row_of_step[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
@@ -238,7 +238,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       values[s][n] = Values::load(stored_values, row_of_step[s], ValueRow::readable(column, n));
     }
   }
-  // Of the key that this lane will have the score of.
+  // The rests of the key whose score this lane will have.
   const Index scored_row = row_of_step[0];
   const typename Keys::Rest key_rest = Keys::rest(stored_keys, scored_row, key_place, column);
   const typename Values::Rest value_rest =
@@ -246,7 +246,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
   block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 
-  // Score the keys, each of them in floats once for all rows.
+  // Score the keys, each converted to floats once for all rows.
   float weight[SIMDGROUP_ROWS][STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
@@ -273,7 +273,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       visible = visible && position > query_position - window;
     }
 
-    // Update the maximum and the sum; what was accumulated so far shrinks by the factor.
+    // Update the maximum and the sum; scale what was accumulated so far by the factor.
     const float seen = visible ? score : LOWEST;
     const float top = max(highest[i], max_over_lanes<SHARERS / STEPS, SHARERS>(seen));
     const float factor = fast::exp2(highest[i] - top);
@@ -306,7 +306,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   }
 }
 
-// Combine the subgroups of each simdgroup, and leave its rows to the threadgroup.
+// Combine the subgroups of each simdgroup, and store its rows for the threadgroup.
 constexpr int ROW_UNITS = VALUE_WIDTH / 4;
 threadgroup float4 stream_acc[STREAMS * THREADGROUP_ROWS * ROW_UNITS];
 threadgroup float stream_highest[STREAMS * THREADGROUP_ROWS];
@@ -315,7 +315,7 @@ UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const float top = max_over_lanes<LANES, SIMDGROUP_LANES>(highest[i]);
   const float share = fast::exp2(highest[i] - top);
-  // The lanes of a turn, and those of other scalings, hold the same.
+  // Lanes with the same turn hold the same sums.
   const float total = sum_over_lanes<LANES, SIMDGROUP_LANES>(
       sum_over_lanes<SHARERS / STEPS, SHARERS>(sum[i] * share));
   const float bias = sum_over_lanes<LANES, SIMDGROUP_LANES>(

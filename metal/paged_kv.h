@@ -1,5 +1,5 @@
-// What the kernels share: addressing of slabs, the fence that orders them, and the arithmetic of an
-// online softmax.
+// Code that the kernels share: addressing of slabs, the fence that orders them, and the arithmetic
+// of an online softmax.
 //
 // Vocabulary. The bodies use these names of Metal and no others, so that one header can map them to
 // another language:
@@ -20,43 +20,40 @@
 constant constexpr int SIMDGROUP_LANES = 32;
 // Simdgroups that share the partitions of one row when they are merged.
 constant constexpr int MERGE_STREAMS = 8;
-// Below every score, and finite: fast::exp2 need not know infinities.
+// Below every score, and finite: fast::exp2 need not support infinities.
 constant constexpr float LOWEST = -3.402823466e+38f;
-// The highest score where none was seen: so far above LOWEST that masked keys weigh nothing.
+// The highest score before any key is seen: so far above LOWEST that masked keys have weight 0.
 constant constexpr float NOTHING_SEEN = LOWEST / 2;
 constant constexpr float LOG2_E = 1.44269504089f;
 
-// The plan of a step, as ops/attention_plan.py packs it: a head, records of the work at PLAN_WORK,
-// so that no load has to say where, records of the rows to merge at PLAN_ROWS of the plan, block
-// tables.
+// The plan of a step, as ops/attention_plan.py packs it: a head; work records at PLAN_WORK, a
+// constant that saves a load; records of the rows to merge at plan[PLAN_ROWS]; block tables.
 constant constexpr int PLAN_ROWS = 0, PLAN_WINDOW = 1, PLAN_HAS_ROWS = 2, PLAN_WORK = 8;
-// One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END -
-// 1, or fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at
-// WORK_BLOCKS of the plan. A record with a WORK_CONTEXT_LEN of 0 is empty: it sees no key, and its
-// partials belong to no row.
+// One per partition that any query of its sequence sees: positions WORK_BEGIN to WORK_END - 1, or
+// fewer. The rows of the queries begin at WORK_FIRST_ROW, the block table at plan[WORK_BLOCKS]. A
+// record with a WORK_CONTEXT_LEN of 0 is empty: it sees no key, and its partials belong to no row.
 constant constexpr int WORK_BEGIN = 0, WORK_END = 1, WORK_CONTEXT_LEN = 2, WORK_QUERY_LEN = 3,
                        WORK_FIRST_ROW = 4, WORK_FIRST_OUT_ROW = 5, WORK_BLOCKS = 6,
                        WORK_FIELDS = 7;
-// One per query token: where its partials lie.
+// One per query token: the place of its partials.
 constant constexpr int ROW_FIRST_PARTIAL = 0, ROW_STRIDE = 1, ROW_NUM_PARTITIONS = 2,
                        ROW_FIELDS = 3;
 
-// Slabs come in as const inputs, because an output would be a new array. A kernel that writes
-// through this binds the fence of every earlier reader and writer, and emits the next one.
+// Slabs are const inputs, because an output would be a new array. A kernel that writes through this
+// pointer binds the fence of every earlier reader and writer, and returns the next one.
 template <typename T>
 device T* slab_to_write(const device T* slab) {
   return (device T*)slab;
 }
 
-// Passes the fence on: each dispatch of a slab's chain reads the one before and writes the next,
-// counting up.
+// Each dispatch of a slab's chain reads the previous fence and writes the next, counting up.
 inline void pass_fence(const device int* fence_in, device int* fence_out, uint index) {
   if (index < 8) {
     fence_out[index] = fence_in[index] + 1;
   }
 }
 
-// The number of the row of one KV head of one slot. In 32 bits, where those of its loads fit, too, a
+// The index of the row of one KV head and slot. If the indices of its loads fit 32 bits, too, a
 // load is addressed by a pointer that all threads share and a register.
 template <typename Index, int BLOCK_SIZE>
 Index slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
@@ -69,12 +66,12 @@ size_t packed_row(int token, int head, int num_heads) {
   return (size_t(token) * num_heads + head) * WIDTH;
 }
 
-// The token of one slot of the blocks that are gathered, by a plan that ops/gather_plan.py packs: 2
-// numbers per block (its id, its sequence), then 3 per sequence (its first block, first token, and
-// length). It goes to dense K and V of one sequence after another, heads first.
+// The token of one slot of the gathered blocks, by a plan that ops/gather_plan.py packs: 2 numbers
+// per block (its id, its sequence), then 3 per sequence (its first block, first token, and length).
+// The dense K and V have one sequence after another, heads first.
 struct GatheredToken {
   int block_id;
-  bool is_present;  // Slots past the end of a sequence hold none.
+  bool is_present;  // false for slots past the end of a sequence
   size_t row;     // of one head, in the dense arrays
 };
 template <int BLOCK_SIZE>
@@ -89,7 +86,7 @@ GatheredToken gathered_token(const device int* plan, int slot, int num_blocks, i
           size_t(seq[1]) * num_kv_heads + size_t(kv_head) * num_tokens + position};
 }
 
-// What a thread copies at a time, whatever it stands for: this many bytes, in an integer type.
+// The integer type of a piece of this many bytes, which a thread copies at a time.
 template <int BYTES>
 struct PieceOf;
 template <>
@@ -116,8 +113,8 @@ void copy_piece(const device T* source, size_t from, device T* destination, size
   ((device Piece*)destination)[to] = ((const device Piece*)source)[from];
 }
 
-// Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on,
-// over what lies LANES apart up to SIMDGROUP_LANES.
+// Sums over the lanes whose indices differ in the bits FROM to TO / 2: FROM is 1 for neighbours, TO
+// is SIMDGROUP_LANES for lanes LANES apart.
 template <int FROM, int TO>
 float sum_over_lanes(float value) {
   UNROLL
@@ -138,8 +135,8 @@ float max_over_lanes(float value) {
 }
 
 // Sums COUNT values over groups of LANES lanes, where value i of a lane belongs to sum i ^ turn,
-// turn = lane % LANES / (LANES / COUNT). Each step sends half of the values away, and thanks to the
-// turn it is the same half in every lane. Returns sum number turn.
+// turn = lane % LANES / (LANES / COUNT). Each step sends half of the values to another lane, and
+// the turn makes it the same half in every lane. Returns sum number turn.
 template <int LANES, int COUNT>
 float sum_turned(thread float (&values)[COUNT]) {
   UNROLL
@@ -152,13 +149,13 @@ float sum_turned(thread float (&values)[COUNT]) {
   return sum_over_lanes<1, LANES / COUNT>(values[0]);
 }
 
-// Four products more, in the order of the elements.
+// Adds four products to a sum, in the order of the elements.
 inline float multiply_add(float4 a, float4 b, float sum) {
   return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
 }
 
-// A score in base 2 as it is seen: cap * tanh(score / cap), where there is a cap (Gemma 2), the float
-// whose bits are CAP_BITS. The exponent ends where tanh is 1 in a float.
+// Caps a score in base 2: cap * tanh(score / cap) (Gemma 2), where CAP_BITS are the bits of the
+// cap, 0 for none. The exponent is limited to where tanh is 1 in a float.
 template <int CAP_BITS>
 float capped(float score) {
   if (CAP_BITS == 0) {
@@ -169,8 +166,8 @@ float capped(float score) {
   return cap - 2 * cap / (power + 1);
 }
 
-// What the accumulated values are multiplied with in the end, the highest score in base 2. The sink
-// is one more logit, without a value.
+// The final factor of the accumulated values. The highest score is in base 2; the sink is one more
+// logit, without a value.
 inline float softmax_norm(float highest, float sum, float sink) {
   const float finite_sink = max(sink, LOWEST / 2) * LOG2_E;
   const float top = max(highest, finite_sink);

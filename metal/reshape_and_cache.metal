@@ -1,5 +1,4 @@
-// Writes K and V rows of a ragged batch into their slots, in place and bit for bit: one part of them,
-// where a format stores rows in several.
+// Writes one part of the K and V rows of a ragged batch into their slots, in place and bit for bit.
 //
 // template   PIECE (bytes that a thread copies), KEY_PIECES, VALUE_PIECES (of a row), BLOCK_SIZE
 // inputs     key_rows, value_rows  [num_tokens, num_kv_heads, KEY_PIECES or VALUE_PIECES pieces]

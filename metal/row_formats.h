@@ -1,46 +1,46 @@
-// How rows of queries, keys and values lie in memory, and what lanes make of them: this file and
-// the two that are named below are the only ones that know. A format is a struct;
-// paged_attention.metal is written once for all of them.
+// How rows of queries, keys and values are stored and decoded. Only this file and the two below
+// depend on it. A format is a struct; paged_attention.metal is written once for all of them.
 //
 // Dense    elements of T, sixteen bytes to a load
 // Affine   (affine_rows.h) unsigned numbers of BITS bits, packed into words from the lowest bit on,
-//          with a scale and a bias of T for each SCALE_GROUP of them, as mx.quantize leaves them:
-//          an element is scale * number + bias. Eight numbers are a load.
+//          with a scale and a bias of T for each SCALE_GROUP of them, as by mx.quantize: an element
+//          is scale * number + bias. Eight numbers are a load.
 // Latents  (latent_rows.h) two rows of either, one of which is keys and values
 //
 // Nothing is dequantised in the inner loop: scale and bias are folded into sums over the lanes that
-// share them. What a row has beside its loads, and what neighbours share, is its rest.
+// share them. The data of a row outside its loads, which neighbouring lanes share, is its rest.
 //
-// Where a lane has several loads of a row, those of a dense one lie LANES apart, so that lanes load
-// side by side, and those of an affine one are neighbours, so that they share a rest.
+// If a lane has several loads of a row, those of a dense row are LANES apart, so that loads of
+// neighbouring lanes are adjacent, and those of an affine row are adjacent, so that they share a
+// rest.
 //
-// What a format has:
-//   Rows                   where rows lie
+// Members of a format:
+//   Rows                   pointers to rows
 //   WIDTH, QUERY_WIDTH     elements of a row over the lanes, and of a query
-//   Load, LOAD_SIZE        what a lane loads at a time, and how many elements that is
-//   QUERY_LOADS            loads of queries, sixteen bytes each, that meet one of keys
-//   REST_LOADS, MAX_SHARERS  loads of a row that share a rest, and how many lanes may at most
-//   NEIGHBOURS             whether the loads of a lane are neighbours
-//   CHUNK_LOADS            loads of keys, and of values, that registers hold beside rows of queries
-//   LATENT_CHUNK_LOADS     of keys that are values, too, and stay floats in between
+//   Load, LOAD_SIZE        what a lane loads at a time, and its number of elements
+//   QUERY_LOADS            loads of queries, sixteen bytes each, per load of keys
+//   REST_LOADS, MAX_SHARERS  loads of a row that share a rest, and the most lanes that do
+//   NEIGHBOURS             whether the loads of a lane are adjacent
+//   CHUNK_LOADS            loads of keys, and of values, that fit registers next to query rows
+//   LATENT_CHUNK_LOADS     the same for keys that are also values and stay floats in between
 //   Rest, QueryRest        of a row of keys or values, and of one of queries
-//   load, store            a load, by the number of a row and its place in it
-//   rest                   that of a row
-//   newest                 where the rows of new tokens are: among rows, or in their slots
-//   store_rest             what belongs to a new row and is not in its loads
+//   load, store            a load, by the index of a row and its place in it
+//   rest                   loads the rest of a row
+//   newest                 where the rows of new tokens are: in the inputs, or in their slots
+//   store_rest             stores the data of a new row outside its loads
 //   encode                 (Affine) stores floats as a row
 //   floats                 elements 4 * part to 4 * part + 3 of a load: numbers without scaling
-//   load_query_rest        what belongs to a query and is not in its loads
-//   prepare_query          what queries become before they meet floats of keys
-//   scaled                 a product of queries and floats of keys with what the rest adds
-//   weighed, add_bias      what a key's weight becomes before it meets floats of values
-//   finished               a sum of weighed floats of values, made elements
+//   load_query_rest        loads the data of a query outside its loads
+//   prepare_query          prepares queries to be multiplied by floats of keys
+//   scaled                 applies the rest to a product of queries and floats of keys
+//   weighed, add_bias      apply the rest of values to a key's weight
+//   finished               converts a sum of weighted floats of values to elements
 
 // Sixteen bytes of a row of T, and its elements as floats.
 //   floats           elements 4 * part to 4 * part + 3 of a load of keys or values
 //   query_floats     the same of a load of queries, after prepare_query
-//   query_times      a load of prepared queries, each four of them times a factor
-//   prepare_query    for a query row that lies over LANES lanes; returns a factor for its scores
+//   query_times      a load of prepared queries, each four elements times a factor
+//   prepare_query    for a query row over LANES lanes; returns a factor for its scores
 template <typename T>
 struct Packed;
 
@@ -86,7 +86,7 @@ struct Packed<half> {
 
 template <>
 struct Packed<bfloat> {
-  // Widened once for all rows, an element takes two registers.
+  // An element, widened once for all query rows, takes two registers.
   static constant constexpr int CHUNK_LOADS = 4;
   // A bfloat is the upper half of a float: a shift for even elements, a mask for odd ones.
   static float4 floats(uint4 load, int part) {
@@ -106,9 +106,10 @@ struct Packed<bfloat> {
   }
 };
 
-// Queries are used once per key and row, and the multiplier takes a half as it is. So they become
-// halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all down
-// to 2^-28 of it are exact: a half has more bits than a bfloat. Returns the inverse of the power.
+// Converts queries, which are used once per key and row, to halves, which the multiplier takes
+// without conversion. They are scaled by a power of two that puts the largest of a row between 2^14
+// and 2^15. Then all elements down to 2^-28 of it are exact, since a half has more bits than a
+// bfloat. Returns the inverse of the power.
 template <typename T, int LANES, int LOADS>
 float queries_to_halves(thread uint4 (&query)[LOADS]) {
   float4 largest = float4(1e-30f);
@@ -134,9 +135,9 @@ struct LeastOf {
   static constant constexpr int value = A < B ? A : B;
 };
 
-// How a row of WIDTH elements lies over LANES lanes, LOADS loads in each: load n of column c, of
-// ROW_LOADS, is number place(c, n). Past the end of a row nothing is there, and lanes read its last
-// load again. SHARERS neighbours share a rest.
+// How a row of WIDTH elements is spread over LANES lanes, LOADS loads in each: load n of column c
+// is load place(c, n) of the row's ROW_LOADS. Lanes past the end of a row read its last load.
+// SHARERS neighbouring lanes share a rest.
 template <typename Format, int WIDTH, int LANES>
 struct RowOverLanes {
   static constant constexpr int ROW_LOADS = WIDTH / Format::LOAD_SIZE;
@@ -166,7 +167,7 @@ struct Dense {
   using Load = uint4;
   static constant constexpr int WIDTH = ROW_WIDTH, QUERY_WIDTH = ROW_WIDTH;
   static constant constexpr int LOAD_SIZE = 16 / sizeof(T), QUERY_LOADS = 1;
-  // All share a rest, which is nothing.
+  // The rest is empty, so all lanes share it.
   static constant constexpr int REST_LOADS = ROW_WIDTH, MAX_SHARERS = SIMDGROUP_LANES;
   static constant constexpr bool NEIGHBOURS = false;
   static constant constexpr int CHUNK_LOADS = Packed<T>::CHUNK_LOADS;

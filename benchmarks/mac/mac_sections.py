@@ -31,7 +31,6 @@ from mlx_paged.fit.machine import Machine
 from mlx_paged.models.language_model import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
-from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 from mlx_paged.sampling_params import SamplingParams
@@ -171,7 +170,6 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
         yield NEEDS_METAL
         return
     for shape in KERNEL_SHAPES[: sizes.num_kernel_shapes]:
-        most = MAX_LATENT_ROWS if shape.holds_latents else MAX_QUERY_ROWS
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -179,7 +177,8 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
         yield {
             "shape": str(shape),
             "seconds": round(time.perf_counter() - start, 3),
-            "right": found == WorkingKernels(True, True, decode_runs_of(shape.group, most)),
+            "right": found
+            == WorkingKernels(True, True, decode_runs_of(shape.group, shape.holds_latents)),
             "said": [str(warning.message) for warning in said],
         }
 

@@ -1,4 +1,4 @@
-"""KV caches: what a model, its runner and a library user see of them, and the two kinds."""
+"""KV caches: the interface for models, runners and library users, and the two implementations."""
 
 from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.config import KVCacheConfig

@@ -1,4 +1,4 @@
-"""What every KV cache does, however it stores its rows: blocks, growth, and an open step."""
+"""``KVCache``: what all KV caches share, however they store rows: blocks, growth, an open step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ ALL_LAYERS = slice(None)
 class KVCache(ABC):
     """K/V of several sequences in all layers of a model, in blocks of a pool.
 
-    Which blocks are whose is for a :class:`KVCacheManager` over the pool: that of an engine, or of
-    :class:`Sequences` where a cache is used without one. A step adds rows to the slots that their
-    block tables have for them::
+    A :class:`KVCacheManager` over the pool assigns blocks to sequences: that of an engine, or of
+    :class:`Sequences` where a cache is used without one. A step adds rows to allocated slots::
 
         with cache.open_step(tables, [1, 17]) as step:  # a decode and a prompt of 17: 18 rows
             logits = model(tokens, cache.layers, step.logit_rows)
@@ -32,12 +31,12 @@ class KVCache(ABC):
 
     Args:
         config: shape and budget.
-        initial_blocks: blocks to begin with; more are added when they are needed.
+        initial_blocks: blocks to allocate at first; more are added when they are needed.
 
     Attributes:
-        pool: the blocks. It has one more than sequences can hold, the null block.
-        all_can: whether all processes that hold a part of these K/V can do what this cache can;
-            called before the pool changes. A cache that is used by itself asks no one.
+        pool: the blocks, including the null block.
+        all_can: called before the pool changes with whether this cache can make the change; returns
+            whether all ranks that hold a part of the K/V can. The default is for a single process.
     """
 
     kind: ClassVar[str]
@@ -45,7 +44,7 @@ class KVCache(ABC):
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
         self.all_can: Callable[[bool], bool] = bool
-        # The open one, for each group of layers, and which layers it runs.
+        # The open step for each group of layers, and the layers that it runs.
         self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
         self._initial_blocks = min(initial_blocks, config.num_blocks)
@@ -60,8 +59,8 @@ class KVCache(ABC):
         )
 
     def reset(self) -> None:
-        """Forget all K/V, an open step, and storage that an interrupt left uneven. Block tables
-        over the pool have to be forgotten, too (:meth:`KVCacheManager.reset`).
+        """Drop all K/V, an open step, and storage that an interrupt left inconsistent. Block tables
+        over the pool have to be dropped as well (:meth:`KVCacheManager.reset`).
         """
         self.close_step()
         self.pool.reset(self._initial_blocks + 1)
@@ -71,21 +70,21 @@ class KVCache(ABC):
         self._max_num_blocks = self.config.num_blocks
         self._allocate_layers()
 
-    # What a kind of storage implements
+    # Implemented by each kind of storage
 
     @property
     @abstractmethod
     def layers(self) -> Sequence[LayerKV]:
-        """One per layer of the model, which sees nothing else of a cache."""
+        """One per layer of the model: all that a model sees of a cache."""
 
     @property
     def backend(self) -> Backend | None:
-        """What computes attention; ``None`` is MLX's own SDPA."""
+        """The attention backend; ``None`` is MLX's own SDPA."""
         return None
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step may be built while one runs, and nothing is copied for that."""
+        """Whether the next step may be built while one runs, without copies of K/V."""
         return False
 
     @abstractmethod
@@ -96,25 +95,23 @@ class KVCache(ABC):
     def _prepare(
         self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
     ) -> None:
-        """Make storage ready for the rows of a step that opens, described for each group of layers.
+        """Prepare storage for the rows of a step, which is described for each group of layers.
 
         Args:
-            tables: of each sequence of the step, as :meth:`open_step` has them.
+            tables: of each sequence of the step, as for :meth:`open_step`.
         """
 
     @abstractmethod
     def _finish(self) -> None:
-        """The body of a step has returned."""
+        """Called after the body of a step has returned."""
 
     @abstractmethod
     def _grow(self, num_new_blocks: int) -> bool:
-        """Make storage ready for more blocks; False, and nothing has changed, if there is no
-        memory.
-        """
+        """Allocate storage for more blocks, or return False and change nothing without memory."""
 
     @abstractmethod
     def _fit(self) -> None:
-        """Give back storage that no sequence needs, after the pool has shrunk."""
+        """Free storage that no sequence needs, after the pool has shrunk."""
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -123,7 +120,7 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for every write of the last step to have happened."""
+        """The arrays whose evaluation completes all writes of the last step."""
 
     @property
     @abstractmethod
@@ -143,21 +140,20 @@ class KVCache(ABC):
         context_lens: Sequence[int] | None = None,
         states: list[StepState] | None = None,
     ) -> Iterator[AttentionMetadata]:
-        """Open a step whose slots are allocated; it is closed in any case. No table may change
-        before that.
+        """Open a step whose slots are allocated. No block table may change until it is closed.
 
         Args:
-            tables: of each sequence, in the order of the packed rows, the block tables of all
-                groups of layers (``manager.groups[seq]``).
-            num_new_tokens: of each sequence, the last ones that it has slots for.
-            num_logit_rows: of how many of its last tokens each sequence wants logits; 1 of each by
-                default. If no sequence wants any, the step still has one row of logits: MLX
-                refuses some products of no rows.
+            tables: per sequence, in the order of the packed rows, the block tables of all groups of
+                layers (``manager.groups[seq]``).
+            num_new_tokens: per sequence, the number of its last allocated slots to fill.
+            num_logit_rows: per sequence, how many of its last tokens need logits; 1 by default. If
+                none do, the step still has one row of logits, since some MLX operations don't
+                accept empty arrays.
             shares_new_blocks: see :class:`AttentionMetadata`.
-            layers: those that the step runs; of two models on one cache, each runs its own.
-            context_lens: of each sequence, where its new tokens end; by default all that it has
-                slots for.
-            states: of each sequence, for a model with recurrent layers, which sets what follows.
+            layers: the layers that the step runs, if two models share the cache.
+            context_lens: per sequence, where its new tokens end; by default after all allocated
+                slots.
+            states: per sequence, for a model with recurrent layers, which updates them.
         """
         wants_logits = True
         if num_logit_rows is not None:
@@ -201,8 +197,8 @@ class KVCache(ABC):
         states: list[StepState] | None,
     ) -> AttentionMetadata:
         """A step of one group of layers, whose new tokens end at ``ends``."""
-        # Valid by construction: the manager guarantees it. No table changes before the step is
-        # over, so its live arrays will do.
+        # Valid by construction: the manager guarantees it. No table changes during the step, so its
+        # live arrays can be used.
         block_tables = [table.packed_block_ids for table in tables]
         context_lens = [table.num_held_tokens for table in tables]
         offsets = None
@@ -230,7 +226,7 @@ class KVCache(ABC):
         )
 
     def close_step(self) -> None:
-        """Forget the open step, if there is one, whether or not its rows were written."""
+        """Close the open step, if there is one, whether or not its rows were written."""
         self._steps = ()
         for layer in self.layers:
             layer.close()
@@ -239,19 +235,19 @@ class KVCache(ABC):
 
     @property
     def num_growable_blocks(self) -> int:
-        """Blocks that the budget allows beyond those in the pool."""
+        """Blocks that may be added to the pool within the budget."""
         return self._max_num_blocks - self.pool.num_usable_blocks
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow until ``num_blocks`` can be taken without evicting any, as far as the budget and the
-        device allow.
+        """Grow until ``num_blocks`` can be allocated without an eviction, as far as the budget and
+        the device allow.
         """
         num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
         if num_missing <= 0:
             return
         num_usable = self.pool.num_usable_blocks
-        # Doubling makes the copies of growth a constant per token. Where that can't be had, what is
-        # needed may be.
+        # Doubling keeps the cost of the copies constant per token. If it fails, what is needed may
+        # still fit.
         doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
         for num_new_blocks in dict.fromkeys((doubled, num_missing)):
             has_grown = self._grow(num_new_blocks)
@@ -260,7 +256,7 @@ class KVCache(ABC):
                 return
             if has_grown:
                 self._fit()
-        # What there is, is the budget from now on, until memory is given back.
+        # The present size is the budget until memory is freed by a shrink.
         self._max_num_blocks = num_usable
         warnings.warn(
             f"[{self.kind} cache] no memory for more than {num_usable} blocks, which are the "
@@ -269,8 +265,8 @@ class KVCache(ABC):
         )
 
     def shrink(self) -> int:
-        """Give back memory that no sequence needs; returns how many bytes. What is cached there is
-        forgotten, and what stays is copied.
+        """Free memory that no sequence needs; returns how many bytes. Blocks cached there are
+        evicted, and the remaining slabs are copied.
 
         Raises:
             RuntimeError: a step is open.

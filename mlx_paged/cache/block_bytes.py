@@ -1,7 +1,7 @@
-"""Blocks as bytes: the contents of a block of one group of layers, and back.
+"""Serialisation of blocks: the contents of a block of one group of layers as bytes, and back.
 
-The bytes of a block are those of its layers' slabs, one after the other: of each the parts of K,
-then those of V, ``[num_kv_heads, block_size, width]`` each, as they are stored.
+The bytes of a block are those of its layers' slabs in turn: for each layer the parts of K, then
+those of V, ``[num_kv_heads, block_size, width]`` each, as stored.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ import numpy as np
 
 from mlx_paged.ops import Backend, KVHandle
 
-# MLX's dtypes by their size, as numpy has them: it has no bfloat16.
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
 
 def read_blocks(slabs: Sequence[KVHandle], block_ids: Sequence[int]) -> list[bytes]:
-    """Copies of blocks. Their rows have to be there: nothing is waited for but what MLX itself
-    still has to compute of the slabs.
-    """
-    # Live windows on the slabs, without a copy. They go before this returns: a write that found
-    # them would copy its slab.
+    """Copies of blocks, whose rows have been written: kernels in flight are not waited for."""
+    # Views of the slabs, without a copy. None may outlive this call: a write would then copy its
+    # slab.
     windows = [
         np.frombuffer(cast(Any, slab), dtype=np.uint8).reshape(slab.shape[0], -1)
         for kv in slabs
@@ -38,7 +33,7 @@ def write_blocks(
     """Fill blocks with what :func:`read_blocks` returned.
 
     Raises:
-        ValueError: contents of another size.
+        ValueError: contents of the wrong size.
     """
     expected = sum(slab.nbytes // slab.shape[0] for kv in slabs for slab in kv.slabs)
     for content in contents:
@@ -51,7 +46,8 @@ def write_blocks(
         parts = []
         for slab in kv.slabs:
             shape, nbytes = slab.shape[1:], slab.nbytes // slab.shape[0]
-            dtype, count = _UNSIGNED[slab.itemsize], nbytes // slab.itemsize
+            # Unsigned integers: numpy has no bfloat16.
+            dtype, count = f"u{slab.itemsize}", nbytes // slab.itemsize
             rows = [np.frombuffer(each, dtype, count, offset) for each in contents]
             parts.append(mx.array(np.stack(rows)).view(slab.dtype).reshape(-1, *shape))
             offset += nbytes

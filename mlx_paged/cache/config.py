@@ -1,4 +1,4 @@
-"""The shape of a cache: its layers, its blocks, and how many of them a budget holds."""
+"""``KVCacheConfig``: the layers and blocks of a cache, and how many blocks fit a budget."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class KVCacheConfig:
 
     Args:
         block_size: tokens per block.
-        num_blocks: that sequences can hold together, without a paged cache's null block.
-        groups: which layers share a block table; all of them by default, and all tokens are kept.
-        state_nbytes: what the recurrent layers of the model keep of a sequence, however long it is.
-            It does not count in the budget.
-        state_layout: of each recurrent cache the dtypes and shapes of its arrays, in words.
-        keeps_kv: whether the model has any K/V: blocks count tokens alone where it has none.
+        num_blocks: the budget in blocks, without a paged cache's null block.
+        groups: which layers share a block table; by default one group that keeps all tokens.
+        state_nbytes: the size of a sequence's recurrent state, which does not depend on its length
+            and is not part of the budget.
+        state_layout: per recurrent cache, a description of the dtypes and shapes of its arrays.
+        keeps_kv: whether the model has any K/V; without them, blocks only count tokens.
 
     Raises:
-        ValueError: no layer, or a number that can't be, named.
+        ValueError: there are no layers, or a number is out of range.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -61,7 +61,7 @@ class KVCacheConfig:
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int = 256,
     ) -> KVCacheConfig:
-        """A cache whose layers are all the same, K rows as wide as V rows."""
+        """A cache with equal layers, and K and V rows of the same width."""
         check_positive("kv cache", "num_layers", num_layers)
         check_positive("kv cache", "head_dim", head_dim)
         spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=KVFormat.dense(dtype))
@@ -75,8 +75,8 @@ class KVCacheConfig:
         block_size: int = DEFAULT_BLOCK_SIZE,
         groups: tuple[LayerGroup, ...] = (),
     ) -> KVCacheConfig:
-        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one
-        block fits.
+        """The largest cache within ``budget``; raises ``ArgumentError`` with the sum if not even
+        one block fits.
         """
         one = cls(tuple(layers), block_size, 1, groups)
         if budget.num_blocks is not None:
@@ -95,7 +95,7 @@ class KVCacheConfig:
 
     @cached_property
     def slabs(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that use each slab, one of each group that has that many layers."""
+        """The layers that share each slab: the i-th layer of each group uses the i-th slab."""
         indices = [group.layers for group in self.groups]
         return tuple(
             tuple(layers[slab] for layers in indices if slab < len(layers))
@@ -113,28 +113,28 @@ class KVCacheConfig:
         return self.retentions == (KEEP_ALL,)
 
     def group_of(self, layer: int) -> int:
-        """The index of the group that a layer is in."""
+        """The index of a layer's group."""
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
     @property
     def nbytes_per_token(self) -> int:
-        """K and V of one token in all layers, as long as all of them keep it."""
+        """Bytes of one token in all layers, as long as all of them keep it."""
         return sum(layer.nbytes_per_token for layer in self.layers)
 
     @property
     def nbytes_per_block(self) -> int:
-        """Bytes of a block in all slabs; a block is one group's."""
+        """Bytes of a block in all slabs."""
         nbytes = sum(self.layers[users[0]].nbytes_per_token for users in self.slabs)
         return nbytes * self.block_size
 
     def block_nbytes(self, group: int) -> int:
-        """Bytes of a block of a group of layers."""
+        """Bytes of a block in the slabs that a group of layers uses."""
         layers = self.groups[group].layers
         return sum(self.layers[layer].nbytes_per_token for layer in layers) * self.block_size
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the budget holds, as long as all layers keep them."""
+        """Tokens that fit the budget, as long as all layers keep them."""
         return self.num_blocks // len(self.groups) * self.block_size
 
     @property

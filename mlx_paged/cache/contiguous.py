@@ -1,4 +1,4 @@
-"""The contiguous KV cache: each sequence's K/V in arrays of its own, mlx-lm's ``KVCache``."""
+"""The contiguous KV cache: separate arrays for each sequence, in mlx-lm's ``KVCache``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROWTH_STEP = 256  # tokens, as in mlx-lm's KVCache
 
 
 class SequenceLayerKV(StockKVCache):
-    """One layer of one sequence: mlx-lm's ``KVCache``, which never has to grow its arrays."""
+    """One layer of one sequence: mlx-lm's ``KVCache`` on arrays that are always large enough."""
 
     keys: mx.array  # [1, num_kv_heads, capacity * block_size, key_dim]
     values: mx.array  # the same, with value_dim
@@ -42,7 +42,7 @@ class SequenceLayerKV(StockKVCache):
         Returns:
             All rows up to the last new one, ``[1, num_kv_heads, num_tokens, width]``.
         """
-        # What lies after it was trimmed, or belongs to a step that failed.
+        # Later rows were trimmed or belong to a failed step.
         self.offset = start
         update_and_fetch = cast(Any, self.update_and_fetch)  # mlx-lm's types leave the arrays out
         fetched: tuple[mx.array, mx.array] = update_and_fetch(keys, values)
@@ -67,7 +67,7 @@ class SequenceKV:
         return [part for rows in self.layers for part in (rows.keys, rows.values)]
 
     def extend(self, specs: Sequence[LayerSpec], capacity: int) -> None:
-        """Add unused rows after those that are there."""
+        """Append unused rows."""
         num_new_tokens = (capacity - self.capacity) * self.block_size
         for rows, spec in zip(self.layers, specs, strict=True):
             (keys,), (values,) = spec.zeros(num_new_tokens)
@@ -76,18 +76,18 @@ class SequenceKV:
         self.capacity = capacity
 
     def cut(self, capacity: int) -> None:
-        """Give back the memory after the first ``capacity`` blocks."""
+        """Free the memory after the first ``capacity`` blocks."""
         end = capacity * self.block_size
         for rows in self.layers:
-            # Layer by layer, so that at most one layer exists twice. The product is exact
-            # and never shares memory.
+            # One layer after the other, so that at most one exists twice. The product is exact and
+            # never shares memory.
             rows.keys, rows.values = rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1
             mx.eval(rows.keys, rows.values)
         self.capacity = capacity
 
     def copy(self, capacity: int) -> SequenceKV:
-        """The first ``capacity`` blocks in arrays of their own, lazily. ``copy.copy`` of mlx-lm's
-        cache would write into the same ones.
+        """A lazy copy of the first ``capacity`` blocks. ``copy.copy`` of mlx-lm's cache would share
+        the arrays.
         """
         end, made = capacity * self.block_size, SequenceKV((), self.block_size)
         for rows in self.layers:
@@ -103,19 +103,19 @@ class ContiguousLayerKV(LayerKV):
 
     Args:
         index: of the layer.
-        sequences: those of the cache.
+        sequences: of the cache.
     """
 
     def __init__(self, spec: LayerSpec, index: int, sequences: Mapping[BlockTable, SequenceKV]):
         super().__init__(spec)
         self._index, self._sequences = index, sequences
         self.rows: Sequence[SequenceLayerKV] = ()  # of the open step's sequences
-        # K and V of each, once the step's rows are written: [1, num_kv_heads, context_len, width]
+        # K and V of each after the writes of the step: [1, num_kv_heads, context_len, width]
         self._seq_kv: list[tuple[mx.array, mx.array]] = []
 
     def close(self) -> None:
         super().close()
-        # A view that stays alive would make the next write copy the whole array that it shows.
+        # A view that stays alive would make the next write copy the whole array.
         self.rows, self._seq_kv = (), []
 
     def update(self, k: mx.array, v: mx.array) -> None:
@@ -129,18 +129,6 @@ class ContiguousLayerKV(LayerKV):
             seq_kv.append(rows.put(end - num_new, *new))
             row += num_new
         self._seq_kv = seq_kv
-
-    def update_and_attend(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        self.update(k, v)
-        return self.attend(q, scale=scale, sinks=sinks)
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         step, seq_kv = self.step, self._seq_kv
@@ -166,13 +154,13 @@ class ContiguousLayerKV(LayerKV):
 
 
 class ContiguousKVCache(KVCache):
-    """Contiguous K/V per sequence: the fastest for one short stream, and the yardstick for the
-    paged cache.
+    """Contiguous K/V per sequence: the fastest for one short stream, and the baseline for the paged
+    cache.
 
-    Blocks are accounting here: what the budget holds. No sequence shares its rows: a fork copies
-    them. Capacity is rounded up as far as the budget allows, and once a step is open, all rows
-    together are no longer than the budget. Instead of a prefix cache, the last sequence that ended
-    is kept until its memory is needed, for a new one with the same beginning (:meth:`keep_last`).
+    Blocks only account for the budget here. Sequences don't share rows: a fork copies them.
+    Capacity is rounded up as far as the budget allows, and while a step is open, the capacity of
+    all sequences is within the budget. Instead of a prefix cache, the last finished sequence is
+    kept until its memory is needed, for a new one with the same prefix (:meth:`keep_last`).
 
     Raises:
         ArgumentError: a layer's rows are not stored as they are computed.
@@ -207,7 +195,7 @@ class ContiguousKVCache(KVCache):
     def _prepare(
         self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
     ) -> None:
-        mx.eval(self.arrays)  # what the last step left; most often nothing
+        mx.eval(self.arrays)  # of the last step; usually evaluated already
         self._unevaluated = []
         self.drop_ended()
         (step,) = steps
@@ -218,7 +206,7 @@ class ContiguousKVCache(KVCache):
                 if end > num_new:
                     raise RuntimeError(
                         f"[basic cache] the first {end - num_new} tokens of a sequence have blocks "
-                        "and no rows: blocks can't be shared here"
+                        "but no rows: a basic cache can't share blocks"
                     )
                 held = SequenceKV(self.config.layers, self.config.block_size)
                 self._sequences[table] = held
@@ -250,30 +238,30 @@ class ContiguousKVCache(KVCache):
         return self.config.num_blocks - sum(held.capacity for held in self._held())
 
     def _held(self) -> list[SequenceKV]:
-        # Copies, because stats may be read from any thread.
+        # Copies, because any thread may read stats.
         last = self._last
         return [*self._sequences.values(), *([] if last is None else [last[1]])]
 
     def drop_ended(self) -> None:
-        """Give back the rows of sequences that were freed, which the next step does otherwise."""
+        """Free the rows of freed sequences now; otherwise the next step does."""
         for table in [table for table in self._sequences if table.is_freed]:
             self._drop(self._sequences.pop(table))
 
     def _drop(self, held: SequenceKV) -> None:
-        """Nothing evaluates these rows any more, whose sequence has left."""
+        """Remove the rows of a sequence from those to be evaluated."""
         self._unevaluated = [one for one in self._unevaluated if one is not held]
 
     def _compact(self) -> None:
-        """Cut the capacity that no block needs out of all sequences."""
+        """Cut the capacity of all sequences to their blocks."""
         for table, held in self._sequences.items():
             if len(table) < held.capacity:
                 held.cut(len(table))
 
     def _finish(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Nothing: rows belong to a sequence, whatever the ids of its blocks are."""
+        """Nothing to do: rows don't depend on the ids of blocks."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -282,11 +270,11 @@ class ContiguousKVCache(KVCache):
     # Forks
 
     def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a second sequence with the same tokens, in blocks of its own and with a copy of the
-        rows, which :attr:`arrays` evaluate; False, and nothing has changed, where it does not fit.
+        """Add a second sequence with the same tokens, with separate blocks and a copy of the rows,
+        which :attr:`arrays` evaluate; return False and change nothing if it does not fit.
 
         Args:
-            manager: has the first sequence, and not yet the second.
+            manager: of the first sequence; the second one is added to it.
         """
         table = manager.tables[seq]
         num_slots = max(1, table.num_tokens)  # a sequence begins with a slot
@@ -297,21 +285,20 @@ class ContiguousKVCache(KVCache):
         manager.trim(new_seq, table.num_tokens)
         self.drop_ended()
         if self._num_spare_blocks < num_blocks:
-            self.forget_last()  # the next step cuts what is too much beyond that
+            self.forget_last()  # the next step cuts excess capacity
         made = self._sequences[table].copy(num_blocks)
         self._sequences[manager.tables[new_seq]] = made
         self._unevaluated = [*self._unevaluated, made]
         return True
 
-    # The last sequence that ended
+    # The last finished sequence
 
     def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep the rows of a sequence that ends, in the place of those that were kept before.
+        """Keep the rows of a sequence that ends, instead of those kept before.
 
         Args:
             table: of the sequence, which is not freed yet.
-            block_hashes: of its first blocks, all of which are computed; without any, what was
-                kept stays.
+            block_hashes: of its leading computed blocks; if empty, the rows kept before stay.
         """
         self.drop_ended()
         held = self._sequences.pop(table, None)
@@ -320,19 +307,19 @@ class ContiguousKVCache(KVCache):
             self._last = list(block_hashes), held
 
     def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks, from the first one on, are those of the sequence kept."""
+        """How many of these leading blocks the kept sequence has."""
         if self._last is None:
             return 0
         pairs = zip(self._last[0], block_hashes, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def take_last(self, table: BlockTable) -> None:
-        """Let a new sequence, which has its slots, continue with the rows that are kept."""
+        """Give the kept rows to a new sequence whose slots are allocated."""
         assert self._last is not None, "num_kept_blocks found them"
         self._sequences[table], self._last = self._last[1], None
 
     def forget_last(self) -> None:
-        """Keep nothing, if anything is kept."""
+        """Drop the kept rows, if there are any."""
         if self._last is not None:
             self._drop(self._last[1])
             self._last = None
@@ -344,7 +331,7 @@ class ContiguousKVCache(KVCache):
         return sum(held.capacity for held in self._held()) * self.config.nbytes_per_block
 
     def _grow(self, num_new_blocks: int) -> bool:
-        return True  # rows take memory when a step needs it
+        return True  # memory is allocated when a step needs it
 
     def _fit(self) -> None:
         self.forget_last()

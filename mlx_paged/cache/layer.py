@@ -1,4 +1,4 @@
-"""One layer of a cache: the shape of its K/V, and all that a model sees of it."""
+"""One layer of a cache: the shape of its K/V, and the interface that models use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerSpec:
     """The K/V of one layer (vLLM: ``KVCacheSpec``).
 
     Raises:
-        ValueError: a number below 1, or a cap that is not above 0, named.
+        ValueError: a number is below 1, or the cap of scores is not positive.
     """
 
     num_kv_heads: int
@@ -28,7 +28,7 @@ class LayerSpec:
     value_dim: int  # width of a V row
     window: int | None = None  # each query sees its last ``window`` tokens, itself included
     format: KVFormat = KVFormat.dense()  # noqa: RUF009 (frozen)
-    # Query heads: the kernels for them are tried when a cache is made. Unknown is one per KV head.
+    # Query heads, for the start-up check of kernels. None means one per KV head.
     num_heads: int | None = None
     # Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
     softcap: float | None = None
@@ -46,7 +46,7 @@ class LayerSpec:
             )
 
     def attention_shape(self, block_size: int) -> AttentionShape:
-        """What the kernels of this layer are made for, in slabs of such blocks."""
+        """The shape that selects the kernels of this layer."""
         return AttentionShape(
             self.num_kv_heads,
             (self.num_heads or self.num_kv_heads) // self.num_kv_heads,
@@ -71,7 +71,7 @@ class LayerSpec:
 
 
 class LayerKV(ABC):
-    """One layer's K/V of all sequences of a cache, as a model sees them within a step."""
+    """One layer's K/V of all sequences, as a model uses them within a step."""
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
@@ -93,7 +93,7 @@ class LayerKV(ABC):
 
     @property
     def offset(self) -> mx.array:
-        """``[num_tokens] int32``, where each new token is in its sequence (mlx-lm's name)."""
+        """``[num_tokens] int32``, the position of each new token (mlx-lm's name)."""
         return self.step.positions
 
     @abstractmethod
@@ -102,12 +102,10 @@ class LayerKV(ABC):
 
     @abstractmethod
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
-        """The parts of K and V that are stored of a sequence with this block table,
-        ``[num_kv_heads, num_held_tokens, width]`` each; they may be views. Some token of it has
-        been written.
+        """The stored parts of K and V of a sequence with this block table, ``[num_kv_heads,
+        num_held_tokens, width]`` each; they may be views. The sequence must not be empty.
         """
 
-    @abstractmethod
     def update_and_attend(
         self,
         q: mx.array,  # [num_tokens, num_heads, key_dim]
@@ -128,6 +126,8 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
+        self.update(k, v)
+        return self.attend(q, scale=scale, sinks=sinks)
 
     def update_and_fetch(
         self,
@@ -136,30 +136,30 @@ class LayerKV(ABC):
         v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
         num_before: int | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Write K/V rows of one sequence, and read them back together with those before them, as
-        they are stored (mlx-lm's name).
+        """Write K/V rows of one sequence, and read them back as stored, after the earlier rows
+        (mlx-lm's name).
 
         For a model that computes attention itself, one sequence at a time. Unless
-        :attr:`writes_in_place`, evaluate what is made of it and :attr:`arrays` before the next rows
-        are written.
+        :attr:`writes_in_place`, evaluate the outputs and :attr:`arrays` before the next rows are
+        written.
 
         Args:
-            run: ``step.run_of`` the sequence.
-            num_before: how many rows before the new ones to read, at most; all by default.
+            run: the step of the sequence alone (:meth:`AttentionMetadata.runs_of`).
+            num_before: the most earlier rows to read; all by default.
 
         Returns:
             ``[num_kv_heads, num_rows, key_dim]`` and ``value_dim``, in the format's dtype.
         """
-        raise NotImplementedError(f"[{type(self).__name__}] can't be read a sequence at a time")
+        raise NotImplementedError(f"[{type(self).__name__}] can't be read one sequence at a time")
 
     @property
     def arrays(self) -> Sequence[mx.array]:
-        """What has to be evaluated for the writes so far to have happened."""
+        """The arrays whose evaluation completes all writes so far."""
         return ()
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether writes happen in the order of the calls, whenever they are evaluated."""
+        """Whether writes are ordered by the calls, whenever they are evaluated."""
         return False
 
     @abstractmethod
@@ -170,8 +170,8 @@ class LayerKV(ABC):
         scale: float,
         sinks: mx.array | None = None,  # [num_heads]
     ) -> mx.array:
-        """Attend to the rows that another layer of the model has written in this step: layers may
-        share K/V. Arguments and result are those of :meth:`update_and_attend`.
+        """Attend to rows that are written already in this step, also by another layer of the model
+        (shared K/V). Arguments and result are those of :meth:`update_and_attend`.
         """
 
     @abstractmethod
@@ -184,11 +184,11 @@ class LayerKV(ABC):
         """Write a step's latents and their rotated keys, then attend (multi-head latent attention,
         DeepSeek-V2, 2024).
 
-        The latents are stored in the place of K and the rotated keys in the place of V. Each query
-        has a part for either, and the values are the latents again.
+        The latents are stored in place of K and the rotated keys in place of V. Each query has a
+        part for each, and the values are the latents.
 
         Args:
-            q: queries as the latents have them, then rotated ones, both scaled; of all rows.
+            q: queries of all rows: the part for latents, then the rotated part, both scaled.
 
         Returns:
             ``[num_tokens, num_heads, key_dim]`` in the dtype of ``q``.
@@ -196,9 +196,9 @@ class LayerKV(ABC):
 
 
 def compute_meanwhile(out: mx.array) -> mx.array:
-    """``out``, which the CPU begins to compute while Python builds the rest of the step.
+    """``out``, which a CPU starts to compute while Python builds the rest of the step.
 
-    Not on a GPU: MLX hands it work as the step is built, and would end a command buffer here.
+    Not on a GPU, where MLX submits work as the step is built, and this would end a command buffer.
     """
     if device.is_cpu():
         mx.async_eval(out)

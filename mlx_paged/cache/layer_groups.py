@@ -1,4 +1,4 @@
-"""Which layers of a model share a block table: those that keep the same tokens."""
+"""Groups of layers that keep the same tokens and share a block table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.config import StreamingWindow
 from mlx_paged.core import KEEP_ALL, POSITION_WRAP, Retention
 
-# Tokens that leave a streaming window at a time, at most: a prompt is computed in such runs.
+# The most tokens evicted from a streaming window at a time: prompts are computed in such runs.
 MAX_STRIDE = 256
-# A group of fewer layers than the others leaves a part of each of its blocks unused; at most this
-# share over all groups.
+# A group with fewer layers than the others leaves a part of each of its blocks unused: the largest
+# such share over all groups.
 MAX_PADDING = 1 / 8
 
 
@@ -20,8 +20,8 @@ MAX_PADDING = 1 / 8
 class LayerGroup:
     """Layers that keep the same tokens and share a block table.
 
-    The groups share the slabs: the i-th layer of each group uses the i-th slab, and a block is one
-    group's (as vLLM's hybrid K/V cache manager has it).
+    The groups share the slabs: the i-th layer of each group uses the i-th slab, and each block
+    belongs to one group (as in vLLM's hybrid KV cache manager).
     """
 
     retention: Retention
@@ -31,13 +31,13 @@ class LayerGroup:
 def group_layers(
     layers: Sequence[LayerSpec], block_size: int, streaming: StreamingWindow | None = None
 ) -> tuple[LayerGroup, ...]:
-    """Cut the layers of a model into groups, the one that keeps the most tokens first.
+    """Divide the layers of a model into groups, the one that keeps the most tokens first.
 
-    Layers whose rows differ in size can't share a slab. A model that has such layers beside
-    windows is one group, which keeps what the widest of them sees.
+    Layers with rows of different sizes can't share a slab. A model with windows and such layers is
+    one group with the widest retention.
 
     Args:
-        streaming: what layers without a narrower window of their own keep; all by default.
+        streaming: the retention of layers without a narrower window; by default they keep all.
     """
     retentions = [_retention(spec, block_size, streaming) for spec in layers]
     by_retention: dict[Retention, list[int]] = {}
@@ -73,7 +73,7 @@ def _width(retention: Retention) -> float:
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """The most layers of a group of which not too many are padding."""
+    """The largest group size whose padding is within ``MAX_PADDING``."""
     for size in range(min(counts), 1, -1):
         num_padded = sum(-count % size for count in counts)
         if num_padded <= MAX_PADDING * sum(counts):

@@ -32,14 +32,14 @@ from mlx_paged.ops.kernels import first_fence
 
 NUM_WATCHED_STEPS = 3
 
-# Index of a layer, its keys ``[num_tokens, num_kv_heads, key_dim]`` and a distance, to the keys
-# rotated on by that many positions.
+# Rotates the keys of a layer by a number of positions: index of the layer, keys
+# ``[num_tokens, num_kv_heads, key_dim]`` and distance.
 RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
 
 
 class PagedLayerKV(LayerKV):
-    """One layer on its slabs ``[num_blocks, num_kv_heads, block_size, width]``, which it may share
-    with layers of other groups.
+    """One layer on its slabs, ``[num_blocks, num_kv_heads, block_size, width]``, which layers of
+    other groups may share.
     """
 
     def __init__(self, spec: LayerSpec, backend: Backend, kv: KVHandle):
@@ -60,8 +60,7 @@ class PagedLayerKV(LayerKV):
         sinks: mx.array | None = None,
     ) -> mx.array:
         if q.shape[0] < self.step.num_tokens:
-            self.update(k, v)
-            return self.attend(q, scale=scale, sinks=sinks)
+            return super().update_and_attend(q, k, v, scale=scale, sinks=sinks)
         params = AttentionParams(scale, self.spec.window, sinks, self.spec.softcap)
         return compute_meanwhile(
             self._backend.update_and_attend(q, k, v, self.kv, self.step, params)
@@ -114,29 +113,28 @@ class PagedLayerKV(LayerKV):
 
 
 class _OpenPart(NamedTuple):
-    """What a step runs: of two models on one cache, one."""
+    """The layers that a step runs: all, or those of one of two models that share a cache."""
 
     layers: range
-    slabs: list[KVHandle]  # that these layers use
-    plan_keys: list[list[PlanKey]]  # of each group, those of its layers
+    slabs: list[KVHandle]  # of these layers
+    plan_keys: list[list[PlanKey]]  # of the layers of each group
 
 
 class PagedKVCache(KVCache):
     """Sequences as block tables over slabs.
 
-    A token costs its own row: a sequence grows by single blocks, nothing is padded, and freed
-    blocks go to the next sequence that needs some. The slabs start small and double, layer by
-    layer, up to the budget.
+    A sequence grows by single blocks, nothing is padded, and freed blocks are reused by other
+    sequences. The slabs start small and double, layer by layer, up to the budget.
 
     Args:
         config: shape and budget.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
-        initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
-        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sequences without end.
+        initial_blocks: blocks to allocate at once; more are added when they are needed.
+        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for streaming windows.
 
     Raises:
-        BackendError: the backend can't be had.
-        ValueError: positions start over, and no ``rotate_keys`` was given.
+        BackendError: the backend is not available.
+        ValueError: ``rotate_keys`` is missing for a streaming window.
     """
 
     kind = "paged"
@@ -151,7 +149,7 @@ class PagedKVCache(KVCache):
         rotate_keys: RotateKeys | None = None,
     ):
         if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
-            raise ValueError("[paged cache] a streaming window needs rotate_keys, of the model")
+            raise ValueError("[paged cache] a streaming window needs the model's rotate_keys")
         self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
@@ -201,9 +199,7 @@ class PagedKVCache(KVCache):
         self._copy_detector.begin_step(steps[0].num_tokens, self._slabs)
 
     def _zero_new_blocks(self, step: AttentionMetadata) -> None:
-        """Whatever another sequence left in a new block that is filled in part, a NaN even, must
-        not reach this one.
-        """
+        """Zero new, partly filled blocks, which may hold NaN of an earlier sequence."""
         partly_filled = [
             table[-1]
             for table, context_len, query_len in zip(
@@ -221,8 +217,8 @@ class PagedKVCache(KVCache):
     # Decodes as functions of arrays, for tracing
 
     def open_decode(self) -> OpenDecode | None:
-        """The open step, if it is a decode whose graph depends on nothing but its shape: all query
-        runs are single tokens, the logits of all are wanted, and kernels write in place.
+        """The open step, if it is a decode whose graph depends only on its shape: all query runs
+        are single tokens that need logits, and kernels write in place.
         """
         if not self._steps or not self._can_trace:
             return None
@@ -270,9 +266,7 @@ class PagedKVCache(KVCache):
                 self.backend.copy_blocks(kv, copies)
 
     def shift_keys(self, group: int, shift: KeyShift) -> None:
-        """Copy blocks in the layers of a group, with K rotated on by ``shift.distance``
-        positions.
-        """
+        """Copy blocks in the layers of a group, with K rotated by ``shift.distance`` positions."""
         block_size, rotate_keys = self.config.block_size, self._rotate_keys
         assert rotate_keys is not None, "checked when the cache was made"
         num_tokens = len(shift.sources) * block_size
@@ -285,7 +279,7 @@ class PagedKVCache(KVCache):
         for index in self.config.groups[group].layers:
             kv = self.layers[index].kv
             form = kv.format
-            k, v = self._gather_parts(index, shift.sources, num_tokens)
+            k, v = self.backend.gather_parts(kv, shift.sources, num_tokens)
             keys = form.unrotated(form.key.decode(k)).swapaxes(0, 1)
             k = form.key.encode(form.rotated(rotate_keys(index, keys, shift.distance)))
             # A view that stays alive would make the write copy the slab.
@@ -308,35 +302,35 @@ class PagedKVCache(KVCache):
         try:
             for kv in self._slabs:
                 kv.grow(num_new_blocks)
-                # MLX would keep the old slab for reuse, and never find one.
+                # MLX would cache the old slab, which is never reused.
                 mx.clear_cache()
         except RuntimeError:
-            self._fit()  # the layers that have grown; the others' copies would need memory
+            self._fit()  # shrinks the layers that have grown
             return False
         return True
 
     def _fit(self) -> None:
-        # Slab by slab, so that at most one slab exists twice.
+        # One slab after the other, so that at most one exists twice.
         for kv in self._slabs:
             if kv.num_blocks > self.pool.num_blocks:
                 kv.shrink_to(self.pool.num_blocks)
                 mx.clear_cache()
 
     def wait_for_writes(self) -> None:
-        """Wait for what was written so far, before the host reads it."""
+        """Wait for the writes so far, before the host reads them."""
         for kv in self._slabs:
             kv.leave_chain()
 
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
-        """Copies of blocks of a group of layers, whose steps have been read."""
+        """Copies of blocks of a group of layers. No step that writes them may be in flight."""
         return read_blocks(self._slabs_of(group), block_ids)
 
     def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
-        the same layers and block size.
+        """Fill blocks of a group of layers with the result of :meth:`read_blocks`, from a cache
+        with the same layers and block size.
 
         Raises:
-            ValueError: contents of another size.
+            ValueError: contents of the wrong size.
         """
         write_blocks(self.backend, self._slabs_of(group), block_ids, contents)
         if not self.backend.writes_in_place:
@@ -344,8 +338,3 @@ class PagedKVCache(KVCache):
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
-
-    def _gather_parts(
-        self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[Parts, Parts]:
-        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)

@@ -1,4 +1,4 @@
-"""``Sequences``: a cache used without an engine, sequence by sequence."""
+"""``Sequences``: the use of a cache without an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata, StateStack
 from mlx_paged.request import SeqId
 
-# The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
-# them, a type checker would refuse a dict[str, int].
+# The key of a mapping argument. Mapping is invariant in its keys: with SeqId, a type checker would
+# reject a dict[str, int].
 AnySeqId: TypeAlias = Any
 # Rows of every layer: one array per layer, or a single array where all layers have the same shape.
 RowsByLayer: TypeAlias = Sequence[mx.array] | mx.array
@@ -28,7 +28,7 @@ RowsByLayer: TypeAlias = Sequence[mx.array] | mx.array
 
 @dataclass(frozen=True)
 class KVCacheStats:
-    """What a cache holds now."""
+    """Current figures of a cache."""
 
     num_seqs: int
     num_tokens: int
@@ -39,22 +39,22 @@ class KVCacheStats:
 
 
 class Sequences:
-    """The sequences of a cache that has no engine.
+    """The sequences of a cache that is used without an engine.
 
-    A sequence is any hashable id; it begins with the first step that names it and ends with
-    :meth:`free`. A step adds tokens to some sequences::
+    A sequence is any hashable id; it begins with its first step and ends with :meth:`free`. A step
+    adds tokens to some sequences::
 
         sequences = Sequences(cache)
         with sequences.step({"a": 1, "b": 17}) as step:  # a decode and a prompt of 17: 18 rows
             logits = model(tokens, cache.layers, step.logit_rows)
             mx.eval(logits, cache.arrays)                # before the next step is built
 
-    If the body raises, the step did not happen. ``seq in sequences`` says whether there is a
-    sequence, and ``list(sequences)`` which there are, oldest first.
+    If the body raises, the step is rolled back. ``seq in sequences`` tests for a sequence, and
+    ``list(sequences)`` lists all, oldest first.
 
     Attributes:
         cache: their K/V.
-        manager: which blocks each sequence holds.
+        manager: their blocks.
     """
 
     def __init__(self, cache: KVCache):
@@ -63,7 +63,7 @@ class Sequences:
         self.manager = KVCacheManager(cache.pool, cache.config.retentions, states)
         self._prefix = f"[{cache.kind} cache]"  # of messages
         self._has_open_step = False
-        # Of recurrent layers: those before the newest step, while each of their states is held.
+        # Of recurrent layers: the stacks before the newest step, while all their states are held.
         self._stacks_before = WeakSet[StateStack]()
 
     def __contains__(self, seq: SeqId) -> bool:
@@ -73,7 +73,7 @@ class Sequences:
         return iter(self.manager.groups)
 
     def reset(self) -> None:
-        """Forget all sequences, and what an interrupt left."""
+        """Drop all sequences, and repair the cache after an interrupt."""
         self.manager.reset()
         self.cache.reset()
 
@@ -88,13 +88,13 @@ class Sequences:
         """Allocate slots for new tokens of each sequence, in the mapping's order, and open a step.
 
         Args:
-            num_new_tokens: of each sequence, at least 1.
-            num_logit_rows: of how many of its last tokens each sequence wants logits.
+            num_new_tokens: per sequence, at least 1.
+            num_logit_rows: per sequence, how many of its last tokens need logits.
 
         Raises:
-            CacheFullError: the budget can't hold them; nothing was changed.
-            ValueError: no sequence, a sequence without a new token, or with more than may be added
-                at once.
+            CacheFullError: they don't fit the budget; nothing has changed.
+            ValueError: there are no sequences, or a sequence has no new tokens or more than may be
+                added at once.
             RuntimeError: another step is open.
         """
         if self._has_open_step:
@@ -116,7 +116,7 @@ class Sequences:
                 yield step
             if made is not None:
                 put_states(manager, seq_ids, counts, made)
-        except BaseException:  # Ctrl-C, too.
+        except BaseException:  # including KeyboardInterrupt
             for seq in num_new_tokens:
                 if states is not None and snapshot is not None:
                     states.restore(seq, snapshot)
@@ -143,7 +143,7 @@ class Sequences:
             if num_new > max_run:
                 raise ValueError(
                     f"{self._prefix} sequence {seq!r}: a step adds at most {max_run} tokens "
-                    f"here, since others leave the window then; got {num_new}"
+                    f"here, because tokens leave the window after it; got {num_new}"
                 )
 
     def _allocate_slots(self, num_new_tokens: Mapping[SeqId, int]) -> None:
@@ -156,10 +156,9 @@ class Sequences:
             copies = manager.allocate_slots(seq, num_new)
             if copies is None:
                 raise CacheFullError(
-                    f"{self._prefix} the device has no more memory, though the budget would "
-                    "allow it"
+                    f"{self._prefix} the device has no more memory, though the budget allows more"
                 )
-            # At once: a source may be handed out again by the next sequence's allocation.
+            # Immediately: the next allocation may reuse a source.
             cache.copy_blocks(copies)
             if isinstance(cache, PagedKVCache):
                 for group, shift in manager.take_key_shifts(seq):
@@ -174,7 +173,7 @@ class Sequences:
 
     @property
     def _max_num_blocks(self) -> int:
-        """Blocks that the budget, or the device, holds."""
+        """Blocks that fit the budget or, if less, the device."""
         return self.cache.pool.num_usable_blocks + self.cache.num_growable_blocks
 
     # Sequences
@@ -195,13 +194,11 @@ class Sequences:
         )
 
     def seq_len(self, seq: SeqId) -> int:
-        """Tokens held of a sequence; 0 when there is no such sequence."""
+        """Tokens of a sequence; 0 if there is no such sequence."""
         return self.manager.num_tokens(seq)
 
     def max_seq_len(self, seq: SeqId) -> int:
-        """The length to which a sequence, held already or not, could grow if the others stay as
-        they are.
-        """
+        """The length to which a new or existing sequence could grow next to the others."""
         num_free = self._max_num_blocks - self.cache.pool.num_used_blocks
         if not self.manager.keeps_all:
             num_held = sum(map(len, self.manager.groups.get(seq, ())))
@@ -209,26 +206,26 @@ class Sequences:
         if seq not in self:
             return num_free * self.cache.config.block_size
         table = self.manager.tables[seq]
-        # A shared tail is copied before it is written, and the copy takes a block.
+        # The copy-on-write of a shared tail takes a block.
         num_copied = int(table.num_unfilled_slots > 0 and table.num_new_blocks(1) > 0)
         if num_copied > num_free:
             return table.num_tokens
         return table.capacity + (num_free - num_copied) * self.cache.config.block_size
 
     def block_ids(self, seq: SeqId) -> tuple[int, ...]:
-        """The block table of a sequence, that of the first group of layers; ``KeyError`` when there
-        is no such sequence.
+        """The block table of a sequence in the first group of layers; ``KeyError`` if there is no
+        such sequence.
         """
         return tuple(self._table(seq).block_ids)
 
     def trim(self, seq: SeqId, length: int) -> None:
-        """Forget a sequence's tokens from position ``length`` on (``trim_to``, after speculation or
+        """Drop a sequence's tokens from position ``length`` on (``trim_to``, after speculation or
         an edited turn).
 
         Raises:
             KeyError: no such sequence.
             ValueError: ``length`` is negative or beyond the sequence.
-            BlockTableError: tokens that have left the window would be needed again.
+            BlockTableError: evicted tokens would be needed again.
         """
         num_tokens = self._table(seq).num_tokens
         if not 0 <= length <= num_tokens:
@@ -236,19 +233,20 @@ class Sequences:
         self.manager.trim(seq, length)
 
     def free(self, seq: SeqId) -> None:
-        """Forget a sequence; raises ``KeyError`` when there is no such sequence."""
+        """End a sequence; raises ``KeyError`` if there is no such sequence."""
         self._table(seq)
         self.manager.free(seq)
         if isinstance(self.cache, ContiguousKVCache):
             self.cache.drop_ended()
 
     def fork(self, seq: SeqId, new_seq: SeqId) -> None:
-        """A second sequence with the same tokens, sharing their K/V until one of the two writes.
+        """Add a second sequence with the same tokens, which shares their K/V until one of the two
+        writes.
 
         Raises:
             KeyError: no such sequence.
-            ValueError: ``new_seq`` exists.
-            CacheFullError: a contiguous cache copies the K/V, and the copy doesn't fit.
+            ValueError: ``new_seq`` exists already.
+            CacheFullError: the copy of a contiguous cache doesn't fit.
         """
         table = self._table(seq)
         if new_seq in self:
@@ -261,34 +259,33 @@ class Sequences:
             raise self._full(f"a fork of {table.num_tokens} tokens needs {len(table)}")
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
-        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,
-        independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
-        layer keeps.
+        """A copy of the dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and
+        ``value_dim``, of the tokens that the layer keeps; ``KeyError`` if there is no such
+        sequence.
         """
         self._table(seq)
         table = self.manager.groups[seq][self.cache.config.group_of(layer)]
         kv = self.cache.layers[layer]
         form = kv.spec.format
         k, v = kv.stored_rows(table) if table.num_held_tokens else kv.spec.zeros(0)
-        # A view that stays alive would make the next write copy the whole array that it shows. The
-        # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
-        # contiguous already.
+        # A view that stays alive would make the next write copy the whole array. The product is
+        # exact and, unlike mx.contiguous, never shares the memory of a contiguous view.
         keys, values = form.decode(tuple(part * 1 for part in k), tuple(part * 1 for part in v))
         keys = form.unrotated(keys)
         mx.eval(keys, values)
         return keys, values
 
     def append(self, seq: SeqId, k: RowsByLayer, v: RowsByLayer) -> None:
-        """Append rows of one or more tokens in all layers (``push_row`` elsewhere); a model's
-        layers append their own.
+        """Append rows of one or more tokens in all layers (``push_row`` elsewhere), without a
+        model.
 
         Args:
             k: per layer ``[num_tokens, num_kv_heads, key_dim]``, or one array of all layers.
             v: the same, with ``value_dim``.
 
         Raises:
-            ValueError: a shape that doesn't fit the cache.
-            CacheFullError: the budget can't hold them; nothing was changed.
+            ValueError: a shape doesn't match the cache.
+            CacheFullError: they don't fit the budget; nothing has changed.
         """
         self._check_rows(k, v)
         with self.step({seq: k[0].shape[0]}):

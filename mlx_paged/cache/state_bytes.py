@@ -1,9 +1,8 @@
-"""Recurrent states as bytes: the state of one sequence, in the dtypes that its arrays have, and
-back.
+"""Serialisation of recurrent states: the state of one sequence as bytes, and back.
 
-The bytes say themselves what they are, since some arrays grow with the sequence and some are not
-set: the length of a header (4 bytes, little-endian), the header as JSON (of each recurrent cache
-its slots: dtype and shape, or null), and the arrays one after the other.
+The bytes describe themselves, since some arrays grow with the sequence and some are not set: the
+length of a header (4 bytes, little-endian), the header as JSON (for each recurrent cache its slots:
+dtype and shape, or null), and the arrays in turn.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ import numpy as np
 from mlx_paged.ops import StateArrays, StateRow, StateStack, dtype_name
 
 _LENGTH = struct.Struct("<I")
-# MLX's dtypes by their size, as numpy has them: it has no bfloat16.
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def state_layout(arrays: StateArrays) -> list[list[tuple[str, tuple[int, ...]] | None]]:
-    """Of each recurrent cache and slot the dtype and the shape of one sequence's array, without the
+    """The dtype and shape of one sequence's array in each recurrent cache and slot, without the
     axis of sequences.
     """
     return [
@@ -37,7 +34,7 @@ def state_layout(arrays: StateArrays) -> list[list[tuple[str, tuple[int, ...]] |
 
 
 def state_to_bytes(row: StateRow) -> bytes:
-    """The state of one sequence, bit by bit; waits until it is computed."""
+    """Serialise the state of one sequence bit by bit; waits until it is computed."""
     stack = row.alone().stack
     header = json.dumps(state_layout(stack.arrays), separators=(",", ":")).encode()
     pieces = [_bytes_of(array).data for array in stack.leaves if array.size]
@@ -45,10 +42,10 @@ def state_to_bytes(row: StateRow) -> bytes:
 
 
 def state_from_bytes(content: bytes) -> StateRow:
-    """What :func:`state_to_bytes` returned the bytes of.
+    """The state that :func:`state_to_bytes` serialised.
 
     Raises:
-        ValueError: these are no such bytes.
+        ValueError: the bytes are malformed.
     """
     try:
         (length,) = _LENGTH.unpack_from(content)
@@ -64,7 +61,7 @@ def state_from_bytes(content: bytes) -> StateRow:
         raise ValueError(f"[paged cache] these bytes are not a state: {error}") from error
     if begin != len(content):
         raise ValueError(
-            f"[paged cache] a state has {begin} bytes by its header, and {len(content)} in fact"
+            f"[paged cache] a state must have {begin} bytes by its header, got {len(content)}"
         )
     row = StateRow(StateStack(arrays, 1), 0)
     mx.eval(row.stack.leaves)
@@ -72,7 +69,8 @@ def state_from_bytes(content: bytes) -> StateRow:
 
 
 def _bytes_of(array: mx.array) -> np.ndarray:
-    # Any operation on it would wait for the step in flight, and a state has been computed before.
+    # No MLX operation if possible: it would wait for the step in flight, though the state itself
+    # has been computed.
     is_contiguous = memoryview(cast(Any, array)).c_contiguous
     return np.frombuffer(cast(Any, array if is_contiguous else mx.contiguous(array)), np.uint8)
 
@@ -81,5 +79,6 @@ def _read(content: bytes, begin: int, name: str, shape: list[int]) -> mx.array:
     if any(size < 0 for size in shape):
         raise ValueError(f"a shape of {shape}")
     dtype = getattr(mx, name)
-    numbers = np.frombuffer(content, _UNSIGNED[dtype.size], prod(shape), begin)
+    # Unsigned integers: numpy has no bfloat16.
+    numbers = np.frombuffer(content, f"u{dtype.size}", prod(shape), begin)
     return mx.array(numbers).view(dtype).reshape(1, *shape)

@@ -1,4 +1,4 @@
-"""What a step does with the states of its sequences, for a model with recurrent layers."""
+"""The recurrent states of the sequences of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def states_before(
     num_new_tokens: Sequence[int],
     num_drafts: Sequence[int] | None = None,
 ) -> list[StepState] | None:
-    """The states from which the sequences of a step continue, and where it is to leave others;
-    ``None`` for a model without. Their slots are allocated.
+    """The states from which the sequences of a step continue, and where it has to leave
+    checkpoints; ``None`` for a model without states. The slots of the step are allocated.
 
     Args:
-        num_drafts: of the new tokens of each sequence, the last ones, after which no state is left;
-            ``None`` for none.
+        num_drafts: per sequence, how many of its last new tokens are drafts, which get no
+            checkpoint; ``None`` for none.
     """
     states = manager.states
     if states is None:
@@ -47,17 +47,18 @@ def put_states(
     num_new_tokens: Sequence[int],
     made: Sequence[StepState],
 ) -> None:
-    """Keep the states that a step has made, and those before it of sequences with drafts.
+    """Store the states that a step has computed, and keep the previous ones of sequences with
+    drafts.
 
     Raises:
-        ValueError: the step ran no model, which alone can make them.
+        ValueError: the step ran no model, so that it has no states.
     """
     states = manager.states
     assert states is not None, "a step has states where its manager keeps them"
     if any(state.after is None for state in made):
         raise ValueError(
-            "[paged cache] this model keeps a recurrent state beside K/V, which nothing but the "
-            "model can make: rows of K/V can't be appended or restored alone"
+            "[paged cache] this model has a recurrent state, which only the model can compute: "
+            "rows of K/V can't be appended or restored without it"
         )
     newest = {
         seq: SequenceState(manager.num_tokens(seq), state.after)
@@ -76,11 +77,11 @@ def put_states(
 def forget_before(
     made: Sequence[StepState], earlier: Iterable[StateStack] = ()
 ) -> Sequence[StateStack]:
-    """When the states of a step are kept: those before it are not needed any more, and what others
-    still hold of their stacks goes to stacks of its own.
+    """Release the previous states after those of a step are stored, and move states that are still
+    held out of their stacks (:func:`part_ways`).
 
     Args:
-        earlier: what was returned for the step before.
+        earlier: the result for the previous step.
 
     Returns:
         Stacks of which every state is held, so that none was copied. Don't keep them alive.

@@ -1,4 +1,4 @@
-"""Blocks on their way between a cache and a :class:`Tier`."""
+"""Transfers of blocks between a cache and a :class:`Tier`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import CacheFullError
 
 Blocks: TypeAlias = Sequence[tuple[BlockHeader, int]]
-"""Blocks of a cache: what each is, and its id."""
+"""Headers and ids of blocks in a cache."""
 
-# What is on its way at a time, so that a prefix is never twice in memory.
+# The most bytes of a transfer at a time, so that a prefix is never in memory twice.
 MAX_NBYTES = 2**23
 
 
 def store_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
-    """Copy blocks of a cache, whose steps have been read, into a tier."""
+    """Copy blocks of a cache into a tier. No step that writes them may be in flight."""
     cache.wait_for_writes()
     for group, part in _parts(cache, blocks):
         contents = cache.read_blocks(group, [block_id for _, block_id in part])
@@ -27,10 +27,10 @@ def store_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
 
 
 def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
-    """Fill blocks of a cache, which no step reads yet, with what a tier has of them.
+    """Fill blocks of a cache from a tier. No step may read them yet.
 
     Raises:
-        KeyError: the tier lacks one.
+        KeyError: a block is not in the tier.
     """
     for group, part in _parts(cache, blocks):
         contents = [loaded(tier, header) for header, _ in part]
@@ -38,7 +38,7 @@ def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
 
 
 def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
-    """The blocks by group of layers, as many at a time as may be on their way."""
+    """The blocks by group of layers, up to ``MAX_NBYTES`` at a time."""
     for group in range(len(cache.config.groups)):
         of_group = [each for each in blocks if each[0].group == group]
         size = max(1, MAX_NBYTES // cache.config.block_nbytes(group))
@@ -47,16 +47,15 @@ def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
 
 
 def loaded(tier: Tier, header: BlockHeader) -> bytes:
-    """The bytes of a block that a tier has; raises ``KeyError`` if it lacks it."""
+    """The bytes of a block in a tier; raises ``KeyError`` if it is not there."""
     content = tier.load(header.block_hash)
     if content is None:
-        raise KeyError(f"[tier] there is no block {header.block_hash.hex()}")
+        raise KeyError(f"[tier] no block {header.block_hash.hex()}")
     return content
 
 
 def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader]) -> int:
-    """Put blocks of a tier into the prefix cache, as far as they are not there; no step may be
-    open.
+    """Load missing blocks of a prefix from a tier into the prefix cache. No step may be open.
 
     Args:
         headers: of full blocks, under their hashes.
@@ -65,7 +64,7 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
         How many blocks were loaded.
 
     Raises:
-        CacheFullError: they don't fit beside what requests hold; nothing was changed but that
+        CacheFullError: they don't fit next to the blocks in use. Nothing has changed, except that
             other cached blocks may have been evicted.
     """
     pool = cache.pool
@@ -77,7 +76,7 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
             missing.append(header)
         else:
             there.append(block)
-    # Held, so that none of them is evicted for the others; and given back as the newest.
+    # Held, so that none is evicted for the others, and freed as the most recently used.
     pool.touch(there)
     try:
         cache.make_room(len(missing))
@@ -101,16 +100,16 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
 def put_cached_blocks(
     pool: BlockPool, block_hashes: Sequence[BlockHash], fill: Callable[[list[int]], None]
 ) -> None:
-    """Take free blocks of the pool and put them into the prefix index, where requests find them.
+    """Fill free blocks of the pool and enter them into the prefix index.
 
     Args:
-        block_hashes: of the blocks, for which the pool has as many free ones.
-        fill: writes them, given their ids. What it raises leaves the index as it was.
+        block_hashes: of the blocks; the pool must have this many free ones.
+        fill: writes them, given their ids. If it raises, the index is unchanged.
     """
     blocks = pool.get_new_blocks(len(block_hashes)) or []
     try:
         fill([block.block_id for block in blocks])
         pool.cache_full_blocks(blocks, block_hashes, 0, len(blocks))
     finally:
-        # The tail first, as a sequence gives back its own.
+        # Tail first, as a sequence frees its blocks.
         pool.free_blocks(reversed(blocks))

@@ -1,4 +1,4 @@
-"""Block bookkeeping in pure Python: which sequence holds which block. Nothing here knows MLX,
+"""Block bookkeeping in pure Python: which sequence holds which block. It does not depend on MLX,
 tensors or models.
 
     pool = BlockPool(num_blocks=256, block_size=16)

@@ -23,7 +23,7 @@ from typing import NewType, TypeAlias, Union
 
 HASH_NBYTES = hashlib.sha256().digest_size
 BlockHash = NewType("BlockHash", bytes)
-"""``HASH_NBYTES`` bytes, 32; more in a group of layers that is not the first one."""
+"""``HASH_NBYTES`` bytes, 32; longer in groups of layers other than the first."""
 
 ExtraKey: TypeAlias = Union[int, str, bytes, "tuple[ExtraKey, ...]", None]
 
@@ -64,7 +64,7 @@ def hash_block_tokens(
     Args:
         parent_hash: the hash of the block before it, None for the first block of a sequence.
         token_ids: the tokens of the block, ``[block_size]``.
-        extra_keys: what else the K/V depend on: adapter, cache salt, media. Two contexts with
+        extra_keys: whatever else the K/V depend on: adapter, cache salt, media. Contexts with
             different extra keys never share a block. Keys are str, int, bytes, None and tuples of
             these; 1, "1", b"1", (1,) all differ.
 

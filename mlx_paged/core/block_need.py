@@ -12,7 +12,7 @@ from mlx_paged.core.retention import Retention
 
 
 class BlockNeed:
-    """What sequences need of which each group of layers keeps tokens by a retention of its own.
+    """Computes the blocks that sequences need, where each group of layers has its own retention.
 
     Args:
         retentions: one per group of layers.
@@ -24,8 +24,8 @@ class BlockNeed:
         self._block_size = block_size
 
     def max_num_held_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its
-        steps are as short as its blocks demand (:meth:`KVCacheManager.max_fitting`).
+        """The peak number of blocks of a request that grows to ``num_tokens`` tokens, if its steps
+        are limited to :meth:`KVCacheManager.max_fitting` tokens.
         """
         block_size = self._block_size
         return sum(
@@ -33,8 +33,8 @@ class BlockNeed:
         )
 
     def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens that a request can have in ``num_blocks`` blocks; ``sys.maxsize`` where
-        it never needs more.
+        """The most tokens of a request that fits in ``num_blocks`` blocks; ``sys.maxsize`` if any
+        number fits.
         """
         if self.max_num_held_blocks(sys.maxsize) <= num_blocks:
             return sys.maxsize
@@ -42,7 +42,7 @@ class BlockNeed:
         return bisect_right(candidates, num_blocks, key=self.max_num_held_blocks)
 
     def num_blocks_to_begin(self, computed: ComputedBlocks, num_new_tokens: int) -> int:
-        """Free blocks that a request takes for its first step, those of ``computed`` included."""
+        """Free blocks that a request takes for its first step, including those of ``computed``."""
         block_size = self._block_size
         num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
         if computed.resumed is not None:
@@ -58,15 +58,15 @@ class BlockNeed:
         return num_blocks
 
     def num_blocks_to_admit(self, num_tokens: int, computed: ComputedBlocks) -> int:
-        """Free blocks that a new request takes at most until it has ``num_tokens`` tokens, those of
-        ``computed`` included.
+        """The most free blocks that a new request takes until it has ``num_tokens`` tokens,
+        including those of ``computed``.
         """
         num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
         return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
 
     def copied_blocks(self, computed: ComputedBlocks) -> list[KVCacheBlock]:
-        """Of the blocks of a prefix hit, those that a step copies before it writes any rows: sinks
-        whose keys move on with their window.
+        """The blocks of a prefix hit that a step copies before it writes any rows: sinks whose keys
+        are shifted to stay right before the window.
         """
         return [
             block

@@ -16,8 +16,8 @@ from mlx_paged.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """All blocks of one slab: free queue, reference counts, prefix index. It owns no bytes and
-    knows no tokens.
+    """All blocks of one slab: free queue, reference counts, prefix index. It stores neither K/V nor
+    tokens.
 
     The method is PagedAttention's (Kwon et al. 2023), the names are those of vLLM's v1 core.
     Elsewhere: block allocator, free-list allocator, page allocator (``allocate``, ``alloc_n``:
@@ -47,12 +47,12 @@ class BlockPool:
             raise ValueError(f"BlockPool: block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.num_evictions = 0
-        """Cached blocks whose content was given up since the pool was made."""
+        """Cached blocks that were evicted since the pool was made."""
         self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
-        """Begin again with ``num_blocks`` empty blocks, the null block included. Tables that hold
-        blocks of before have to be forgotten, too.
+        """Start over with ``num_blocks`` empty blocks, the null block included. Existing block
+        tables become invalid and must be dropped.
         """
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
@@ -63,7 +63,7 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, the null block included: those of the slab."""
+        """All blocks, the null block included, as in the slab."""
         return len(self.blocks)
 
     @property
@@ -104,9 +104,9 @@ class BlockPool:
         """Take n blocks with ``ref_cnt`` 1 and no hash, or return None and change nothing. O(n).
 
         Adjacent ids are preferred, because a run of them is read without a gather, but only among
-        blocks without cached content: first the blocks that follow ``after`` (the id of the block
-        before, in its table), then the queue's first block and those that follow it, and so on.
-        When no empty block is left, cached ones are evicted in queue order.
+        blocks without cached content: first the blocks that follow ``after`` (the id of the
+        previous block in the table), then the queue's first block and those that follow it, and so
+        on. When no empty block is left, cached ones are evicted in queue order.
 
         Raises:
             ValueError: for n < 0.
@@ -128,10 +128,10 @@ class BlockPool:
         while len(new_blocks) < n:
             block = blocks[next_id] if next_id < num_blocks else None
             if block is None or block.ref_cnt or block.block_hash is not None:
-                # The run has ended: begin another one.
+                # The run has ended: start the next one.
                 block = queue.first
                 if block is None or block.block_hash is not None:
-                    break  # All blocks after it are cached, too.
+                    break  # All blocks after it are cached as well.
             queue.remove(block)
             block.ref_cnt = 1
             new_blocks.append(block)
@@ -143,8 +143,8 @@ class BlockPool:
         return new_blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add one holder to each block, for a prefix hit or a fork. A free cached block leaves the
-        queue, O(1) each.
+        """Add one reference to each block, for a prefix hit or a fork. A free cached block leaves
+        the queue, O(1) each.
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
@@ -166,7 +166,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Take one holder from each block; return those that became free, in the order given.
+        """Drop one reference to each block; return those that became free, in the order given.
 
         Pass the tail of a sequence first, so that a shared prefix is evicted last. Blocks with a
         hash that become free go to the end of the queue in the order given. Those without go to its
@@ -174,7 +174,7 @@ class BlockPool:
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
-            DoubleFreeError: for a block that is given more often than it is held.
+            DoubleFreeError: for a block with fewer references than occurrences.
         """
         released: list[KVCacheBlock] = []
         freed: list[KVCacheBlock] = []
@@ -217,14 +217,14 @@ class BlockPool:
         """Enter ``blocks[num_cached_blocks:num_full_blocks]`` into the prefix index, which freezes
         them.
 
-        A block that has the same hash already is left alone: two forks may enter a shared block.
+        A block that already has the same hash is skipped: two forks may enter a shared block.
 
         Args:
             blocks: all blocks of a sequence, first token first.
             block_hashes: the hash of each, at least ``num_full_blocks`` of them.
-            num_cached_blocks: how many blocks were entered before.
-            num_full_blocks: how many blocks are full, which the pool can't check: only
-                ``BlockTable.cache_full_blocks`` knows.
+            num_cached_blocks: how many blocks are in the index already.
+            num_full_blocks: how many blocks are full. The pool can't check this;
+                ``BlockTable.cache_full_blocks`` does.
 
         Raises (nothing has changed then):
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
@@ -259,11 +259,11 @@ class BlockPool:
             self.prefix_index.add(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take these blocks out of the prefix index, whether free or held. A block that is not in
-        it is left alone.
+        """Remove these blocks from the prefix index, whether free or in use. A block that is not in
+        it is skipped.
 
-        A held block stays held, and a sole holder may write into it again: this helps when the
-        copy-on-write of a hashed tail finds no free block. A free one goes to the front of the
+        A block in use stays in use, and its only holder may write into it again: this helps when
+        the copy-on-write of a hashed tail finds no free block. A free one moves to the front of the
         queue.
 
         Raises (nothing has changed then):
@@ -282,8 +282,8 @@ class BlockPool:
         self.free_block_queue.prepend_n(free)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached, or return False and change nothing while any block is in use
-        (as vLLM does).
+        """Empty the prefix index, or return False and change nothing while any block is in use (as
+        vLLM does).
 
         The free queue is sorted by id again, so that runs are as long as in a new pool.
         """

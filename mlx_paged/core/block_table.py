@@ -24,10 +24,10 @@ BlockCopy = tuple[int, int]
 
 
 class TableState(NamedTuple):
-    """What a table is without its blocks, for one that goes on with their contents later."""
+    """A table without its blocks, to resume it later with their contents (swap)."""
 
     num_blocks: int  # of its tokens
-    num_sinks: int  # blocks of sinks as they were computed, which follow them
+    num_sinks: int  # blocks of sinks as they were computed, after the others
     num_held_tokens: int
     num_evicted_tokens: int = 0
     shift: int = 0
@@ -43,31 +43,31 @@ class BlockTable:
     """The block table of one sequence (elsewhere: page table, sequence, ``KVCacheBlocks`` of a
     request).
 
-    Token t lives in block ``block_ids[t // block_size]`` at offset ``t % block_size``, as long as
-    all tokens are kept. A step is
+    As long as all tokens are kept, token t is in block ``block_ids[t // block_size]`` at offset
+    ``t % block_size``. A step is
 
         copies = table.reserve(n)       # None: out of blocks, and nothing has changed
         copy_blocks(slabs, copies)
         slots = table.slot_mapping(table.num_tokens, n)     # write the n new rows there
         table.advance(n)
 
-    The table grows at its end and is trimmed from its end. Where its ``retention`` does not keep
-    all tokens, ``evict`` takes whole blocks out of its middle, after the sinks: what follows them
-    moves up, so that ``block_ids`` are the blocks that attention reads, without a gap. Sinks are
-    then held twice: as they were computed, which others may share, and in the table with their K
-    shifted, as if they stood right before the window (:class:`KeyPositions`).
+    The table grows and is trimmed at its end. Where its ``retention`` does not keep all tokens,
+    ``evict`` removes whole blocks from its middle, after the sinks, and the later ones move up:
+    ``block_ids`` are the blocks that attention reads, without a gap. Sinks are then held twice: as
+    they were computed, for others to share, and in the table with their K shifted to positions
+    right before the window (:class:`KeyPositions`).
 
-    An id never changes in place, with one exception besides the sinks: copy-on-write. A partly
-    filled block is writable while this table is its only holder and it has no hash. It stops being
-    writable after a ``fork``, and after ``adopt`` or ``trim_to`` left a part of a hashed block at
-    the end; the next ``reserve`` then puts a new block in its place and asks for a copy.
+    Besides those of the sinks, an id changes in place only for copy-on-write. A partly filled block
+    is writable while this table is its only holder and it has no hash. It stops being writable
+    after a ``fork``, and after ``adopt`` or ``trim_to`` left a part of a hashed block at the end;
+    the next ``reserve`` then replaces it by a new block and returns the copy to make.
 
     The method is PagedAttention's (Kwon et al. 2023). Names are those of vLLM, and where vLLM has
     none, of other serving engines (``slot_mapping(offset, n)``, ``advance(n)``,
     ``trim_to(length)``). Elsewhere, ``append_token`` is ``increment_fill``, ``free`` is ``drain``
     or ``free_all``, and ``reserve`` is repeated ``push``.
 
-    ``len(table)`` counts blocks, so an empty table is false: compare with None where that is meant.
+    ``len(table)`` counts blocks, so an empty table is falsy: compare with None to test for absence.
 
     Args:
         pool: the blocks.
@@ -94,16 +94,16 @@ class BlockTable:
         self._blocks: list[KVCacheBlock] = []
         self._block_ids = array("i")
         self.positions = KeyPositions(pool, retention)
-        """Those of its keys."""
+        """The positions of its keys."""
         self.num_held_tokens = 0
-        """Tokens that ``advance`` has counted and ``evict`` has not taken: the table's context."""
+        """Tokens in the table, the context of attention: without evicted ones."""
         self.num_evicted_tokens = 0
-        """Tokens after the sinks that have left, whole blocks of them."""
+        """Evicted tokens after the sinks, in whole blocks."""
         self.num_cached_blocks = 0
-        """Leading full blocks that were entered into the prefix index, or came from it; evicted
-        ones count."""
+        """Leading full blocks that were entered into the prefix index, or came from it, including
+        evicted ones."""
         self.is_freed = False
-        """True after ``free``: the table is then empty for good."""
+        """True after ``free``, which ends the use of a table."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -112,7 +112,7 @@ class BlockTable:
         """All blocks that it holds: those of its tokens, then the sinks as they were computed."""
         return itertools.chain(self._blocks, self.positions.sinks)
 
-    # What is in it
+    # Contents
 
     @property
     def num_tokens(self) -> int:
@@ -121,24 +121,22 @@ class BlockTable:
 
     @property
     def num_full_blocks(self) -> int:
-        """Blocks filled to the last slot: the frozen ones, which may be cached. Evicted ones
-        count.
-        """
+        """Blocks filled to the last slot, which may be cached; evicted ones are counted."""
         return self.num_tokens // self.block_size
 
     @property
     def capacity(self) -> int:
-        """Token slots in the table, filled or not; those of evicted tokens are not in it."""
+        """Token slots in the table, filled or not, without those of evicted tokens."""
         return len(self._blocks) * self.block_size
 
     @property
     def num_unfilled_slots(self) -> int:
-        """Slots held and not filled: the internal fragmentation of this sequence."""
+        """Slots that are not filled: the internal fragmentation of this sequence."""
         return len(self._blocks) * self.block_size - self.num_held_tokens
 
     @property
     def blocks(self) -> Sequence[KVCacheBlock]:
-        """The blocks, first token first. The live list: read it, don't change or keep it."""
+        """The blocks, first token first. The live list: don't change or keep it."""
         return self._blocks
 
     @property
@@ -148,15 +146,10 @@ class BlockTable:
 
     @property
     def packed_block_ids(self) -> array[int]:
-        """The same as int32, which an array of a device takes in one copy. The live array: read it,
-        don't change or keep it.
+        """``block_ids`` as int32, which a device array takes in one copy. The live array: don't
+        change or keep it.
         """
         return self._block_ids
-
-    @property
-    def last(self) -> KVCacheBlock | None:
-        """The last block, None when there is none."""
-        return self._blocks[-1] if self._blocks else None
 
     # Token -> slot
 
@@ -186,9 +179,9 @@ class BlockTable:
     def num_new_blocks(self, n: int) -> int:
         """Blocks that ``reserve(n)`` would take from the pool.
 
-        Free slots of the partly filled last block and of blocks reserved before are used first. A
-        block that must be copied before it is written counts as one, and so does each block whose
-        keys have to be shifted, unless it is this table's alone.
+        Free slots in the partly filled last block and in reserved blocks are used first. A block
+        that must be copied before it is written counts as one, and so does each shared block whose
+        keys have to be shifted.
 
         Raises:
             BlockTableError: for n < 0.
@@ -203,13 +196,13 @@ class BlockTable:
         return num_new_blocks
 
     def reserve(self, n: int) -> list[BlockCopy] | None:
-        """Make room for n more tokens, or return None and change nothing when out of blocks.
+        """Reserve slots for n more tokens, or return None and change nothing when out of blocks.
 
         Returns:
             The copy-on-write pairs: ``[]`` almost always, one pair when the partly filled block is
-            not writable. Compare with None: an empty list is false, too. Apply the pairs of all
+            not writable. Compare with None: an empty list is falsy, too. Apply the pairs of all
             tables in the order in which they were returned, and before any slot of the step is
-            written: a source may have become free, so that the next ``reserve`` hands it out.
+            written: a source may be free now, and the next ``reserve`` may hand it out.
 
         Raises:
             BlockTableError: for n < 0.
@@ -244,7 +237,7 @@ class BlockTable:
         return copies
 
     def advance(self, n: int) -> None:
-        """Count n more tokens, whose rows were written into reserved slots.
+        """Count n more tokens, whose rows are written into reserved slots.
 
         Raises:
             BlockTableError: for n < 0, or more than were reserved.
@@ -280,11 +273,11 @@ class BlockTable:
         return copies
 
     def adopt(self, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """Begin with blocks that hold the first ``num_tokens`` tokens, or those of them that the
-        retention keeps: a prefix hit, or blocks read back from elsewhere.
+        """Begin with the blocks of the first ``num_tokens`` tokens, as far as the retention keeps
+        them: a prefix hit, or blocks loaded from a tier.
 
-        The caller has taken them for this table, by ``touch`` or ``get_new_blocks``; ``free`` gives
-        them back. The last one may be used in part (a hit is capped at one token less than the
+        The caller has taken them for this table, by ``touch`` or ``get_new_blocks``; ``free``
+        returns them. The last one may be used in part (a hit is capped at one token less than the
         prompt); the next ``reserve`` copies it if it is hashed.
 
         Raises (nothing has changed then):
@@ -323,7 +316,7 @@ class BlockTable:
             self.num_cached_blocks += num_evicted // self.block_size
 
     def state(self) -> TableState:
-        """The table without its blocks, as ``resume`` takes it."""
+        """The table without its blocks, for ``resume``."""
         return TableState(
             -(-self.num_held_tokens // self.block_size),
             len(self.positions.sinks),
@@ -335,11 +328,11 @@ class BlockTable:
         )
 
     def resume(self, state: TableState, blocks: Sequence[KVCacheBlock]) -> None:
-        """Go on as the table was that ``state`` is of.
+        """Restore the table that ``state`` describes.
 
         Args:
             blocks: those of its tokens, then the sinks as they were computed, taken for this table
-                as for ``adopt``. Nothing had left the window of the next token.
+                as for ``adopt``. ``evict`` was called before the state was taken.
 
         Raises as ``adopt``.
         """
@@ -347,18 +340,18 @@ class BlockTable:
         self.positions.sinks = list(blocks[state.num_blocks :])
         self.positions.distance, self.positions.position_origin = state.shift, state.position_origin
         if state.num_evicted_tokens:
-            # What follows the sinks may have other positions than those its hash stands for.
+            # The keys after the sinks may have been shifted: don't cache more of these blocks.
             self.num_cached_blocks = state.num_cached_blocks
 
     def cache_full_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Enter the full blocks that are not yet in the prefix index; return how many.
 
-        Call it after ``advance``: others may read the blocks from then on, so their rows must be
-        written before any read of the same step.
+        Call it after ``advance``: other sequences may read the blocks from then on, so their rows
+        must be written before any read of the same step.
 
         Args:
-            block_hashes: of the sequence's blocks (``hash_token_blocks``), as many as are to be
-                cached; those beyond its full blocks are not used.
+            block_hashes: of the sequence's leading blocks, those to cache (``hash_token_blocks``);
+                hashes after its last full block are ignored.
 
         Raises:
             UseAfterFreeError: for a freed table.
@@ -369,8 +362,8 @@ class BlockTable:
         num_evicted = self.num_evicted_tokens // self.block_size
         begin, end = self.num_cached_blocks, min(self.num_full_blocks, len(block_hashes))
         if num_evicted:
-            # Those that have left before they were cached are gone, and so are the sinks: what
-            # stands in the table has shifted keys.
+            # Blocks evicted before they were cached are gone, and so are the sinks: those in the
+            # table have shifted keys.
             num_sinks = self.retention.num_sink_tokens // self.block_size
             begin = max(begin, num_sinks + num_evicted)
         if end <= begin:
@@ -383,10 +376,10 @@ class BlockTable:
     # Shrinking and sharing
 
     def evict(self) -> list[KVCacheBlock]:
-        """Give back the blocks that the next token does not see; return those that became free.
+        """Free the blocks that the next token does not see; return those that became free.
 
-        They go first token first, so that among those that are cached the oldest is evicted first.
-        The sinks are shifted by the next ``reserve``.
+        They are freed first token first, so that of the cached ones the oldest is evicted first.
+        The next ``reserve`` shifts the sinks.
         """
         num_tokens = self.retention.num_evicted(self.num_tokens) - self.num_evicted_tokens
         if num_tokens <= 0:
@@ -401,11 +394,11 @@ class BlockTable:
         return freed
 
     def trim_to(self, length: int) -> list[KVCacheBlock]:
-        """Forget all tokens from ``length`` on, as after rejected speculation; return the blocks
-        that became free.
+        """Drop all tokens from ``length`` on, as after rejected drafts; return the blocks that
+        became free.
 
-        Whole blocks beyond the new end go back to the pool, tail first, reserved ones too; the last
-        block may stay in part. ``trim_to(num_tokens)`` gives back what was reserved and not used.
+        Whole blocks after the new end return to the pool, tail first, reserved ones too; the last
+        block may stay in part. ``trim_to(num_tokens)`` frees unused reserved blocks.
 
         Raises:
             BlockTableError: unless 0 <= length <= num_tokens, or evicted tokens would be needed.
@@ -451,8 +444,8 @@ class BlockTable:
         return other
 
     def free(self) -> list[KVCacheBlock]:
-        """Give back all blocks, tail first, so that a shared prefix is evicted last; return those
-        that became free.
+        """Free all blocks, tail first, so that a shared prefix is evicted last; return those that
+        became free.
 
         Raises:
             DoubleFreeError: the second time.
@@ -465,8 +458,8 @@ class BlockTable:
         return freed
 
     def _shortage(self, operation: str, n: int) -> tuple[int, bool]:
-        """How many blocks n more tokens lack, and whether the partly filled block must be copied
-        before they are written.
+        """How many blocks are missing for n more tokens, and whether the partly filled block must
+        be copied before they are written.
         """
         self._check_usable(operation, n)
         index, offset = divmod(self.num_held_tokens, self.block_size)

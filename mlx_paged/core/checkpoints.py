@@ -1,14 +1,15 @@
-"""``Checkpoints``: states at the ends of blocks, for requests that begin with the same tokens.
+"""``Checkpoints``: recurrent states at the ends of blocks, for requests with the same prefix.
 
-K/V of a prefix can be cut anywhere, a state nowhere: a hit needs one that was kept there. Which
-ones are worth their memory depends on how many there is room for
+K/V of a prefix can be cut anywhere, but a state can't be cut: a hit needs a state that was kept at
+its end. Which states are kept depends on how many fit
 (``python -m benchmarks checkpoint_policies`` has the figures):
 
-- *few*: the end of each prompt. The least recently used one goes first, and before all others one
-  from which a later prompt has gone on, since its conversation has moved on.
-- *many*, from ``MANY`` on: also where a prompt leaves an earlier one, and the end of each answer.
-  The one goes first whose loss would cost the fewest tokens, by its hits and its age (GreedyDual:
-  Young 1994; Cherkasova 1998), and again before all others one that a later one has superseded.
+- *few*: the end of each prompt. Eviction is LRU, but a checkpoint that a later prompt has continued
+  is evicted first, since its conversation has moved on.
+- *many*, from ``MANY`` on: also where a prompt diverges from an earlier one, and the end of each
+  answer. The checkpoint whose loss costs the fewest tokens, by its hits and its age, is evicted
+  first (GreedyDual: Young 1994; Cherkasova 1998), and before it, again, one that a later one has
+  superseded.
 - *everywhere*, from ``EVERYWHERE`` on: also every ``INTERVAL`` tokens.
 """
 
@@ -26,7 +27,7 @@ INTERVAL = 512
 
 
 class Checkpoint(NamedTuple):
-    """The state after a block, of all tokens up to its last one."""
+    """The recurrent state after a block."""
 
     block_hash: BlockHash
     content: Any
@@ -39,7 +40,7 @@ class _Kept:
     is_junction: bool
     num_hits: int = 0
     num_continuations: int = 0
-    # The least goes first.
+    # The lowest is evicted first.
     priority: tuple[float, int] = (0.0, 0)
 
 
@@ -47,10 +48,10 @@ class Checkpoints:
     """States at the ends of blocks, by the hash of the block.
 
     Args:
-        num_checkpoints: how many are kept, at most.
+        num_checkpoints: the most checkpoints that are kept.
 
     Attributes:
-        on_eviction: gets each one that is about to go because others have taken its place.
+        on_eviction: called with each checkpoint before it is evicted for another.
     """
 
     def __init__(self, num_checkpoints: int):
@@ -61,11 +62,11 @@ class Checkpoints:
     def clear(self) -> None:
         self._kept: dict[BlockHash, _Kept] = {}
         self._num_uses = 0
-        self._clock = 0.0  # the priority of the last one that was evicted for another
+        self._clock = 0.0  # the highest priority evicted so far
 
     @property
     def keeps_many(self) -> bool:
-        """Whether junctions and answers are kept, too."""
+        """Whether junctions and answers are kept as well."""
         return self.num_checkpoints >= MANY
 
     @property
@@ -79,24 +80,24 @@ class Checkpoints:
         return block_hash in self._kept
 
     def is_shared(self, block_hash: BlockHash) -> bool:
-        """Whether a second prompt has gone on from this one, beside that of the junction or the
-        first one.
+        """Whether at least two prompts have continued from this checkpoint; a junction counts as
+        one.
         """
         kept = self._kept.get(block_hash)
         return kept is not None and kept.num_hits + kept.is_junction >= 2
 
     def get(self, block_hash: BlockHash) -> Checkpoint:
-        """The one after this block; ``KeyError`` if there is none."""
+        """The checkpoint after this block; ``KeyError`` if there is none."""
         return Checkpoint(block_hash, self._kept[block_hash].content)
 
     def put(
         self, checkpoint: Checkpoint, num_lost_tokens: int = 0, is_junction: bool = False
     ) -> None:
-        """Keep one.
+        """Keep a checkpoint.
 
         Args:
-            num_lost_tokens: to be computed again without it.
-            is_junction: whether prompts go different ways there.
+            num_lost_tokens: tokens that have to be recomputed without it.
+            is_junction: whether prompts diverge there.
         """
         if not self.num_checkpoints:
             return
@@ -113,7 +114,7 @@ class Checkpoints:
             self._clock = max(self._clock, self._kept.pop(first).priority[0])
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """A request begins with one, which is kept, or was when the request found it."""
+        """Count a hit of a checkpoint, and keep it again if it was evicted since it was found."""
         self.put(checkpoint)
         if checkpoint.block_hash in self._kept:
             kept = self._kept[checkpoint.block_hash]
@@ -121,8 +122,8 @@ class Checkpoints:
             self._renew(kept)
 
     def supersede(self, block_hash: BlockHash) -> None:
-        """A prompt that went on from this one has a checkpoint of its own at its end. Where only
-        one has, what comes next will go on from there.
+        """Record that a prompt which began with this checkpoint has a new one at its end. If it is
+        the only such prompt, later ones will continue from the new checkpoint.
         """
         kept = self._kept.get(block_hash)
         if kept is None:

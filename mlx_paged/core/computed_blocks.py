@@ -1,4 +1,4 @@
-"""``ComputedBlocks``: what a request has when it begins."""
+"""``ComputedBlocks``: the blocks with which a request begins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_paged.core.sequence_states import SequenceState
 
 
 class SequenceTables(NamedTuple):
-    """What a preempted request held, without its blocks: of each group of layers the table, and
-    the recurrent state, if the model keeps one.
+    """What a preempted request held, without its blocks: the table of each group of layers, and the
+    recurrent state, if the model has one.
     """
 
     tables: Sequence[TableState]
@@ -30,35 +30,35 @@ class SequenceTables(NamedTuple):
 
 
 class BlockLoad(NamedTuple):
-    """Blocks of a group of layers that are to be filled with what was kept elsewhere."""
+    """Blocks of a group of layers that have to be filled from a tier."""
 
     group: int
-    indices: Sequence[int]  # in what was kept of the group
+    indices: Sequence[int]  # among the stored blocks of the group
     block_ids: Sequence[int]
 
 
 class ComputedBlocks(NamedTuple):
-    """What a request begins with: a prefix hit, the blocks that hold its first ``num_tokens``
-    tokens, or what it held when it was preempted, of which the pool may still have the first
-    blocks. Of each group of layers they are those that it keeps.
+    """The blocks with which a request begins: a prefix hit of ``num_tokens`` tokens, or what it
+    held when it was preempted, of which the pool may still have the first blocks. Each group of
+    layers has the blocks that its retention keeps.
     """
 
     groups: Sequence[Sequence[KVCacheBlock]] = ((),)
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
-    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, after the last block
-    # Whose K/V are there; more than ``num_tokens`` where no state was kept after them.
+    checkpoint: Checkpoint | None = None  # the recurrent state after the last block
+    # Tokens whose K/V are cached; more than ``num_tokens`` if no state was kept after them.
     num_tokens_with_kv: int = 0
     resumed: SequenceTables | None = None  # the blocks after those of ``groups`` are loaded
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        """Those of all groups."""
+        """The blocks of all groups."""
         return list(itertools.chain.from_iterable(self.groups))
 
     @property
     def num_loaded_blocks(self) -> int:
-        """Blocks that are taken from the pool and filled with what was kept elsewhere."""
+        """New blocks that have to be filled from a tier."""
         return self.resumed.num_blocks - len(self.blocks) if self.resumed else 0
 
 

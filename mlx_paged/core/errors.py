@@ -1,7 +1,7 @@
-"""Errors of the block bookkeeping: each of them is a mistake in the calling program.
+"""Errors of the block bookkeeping. Each is a mistake in the calling program.
 
-Running out of blocks is not an error but a value, ``None``, because it drives preemption. A message
-opens with the name of the operation and gives the numbers.
+Running out of blocks is not an error: operations then return ``None``, which drives preemption.
+Messages begin with the name of the operation and give the numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class BlockError(Exception):
 
 
 class DoubleFreeError(BlockError):
-    """A block without a reference, or a table that was freed before, is freed again."""
+    """A free block or a freed table is freed again."""
 
 
 class ForeignBlockError(BlockError):
@@ -32,8 +32,8 @@ class UseAfterFreeError(BlockError):
 
 
 class BlockTableError(BlockError):
-    """A request that a block table can't meet: a token beyond its capacity, a trim beyond its
-    length, a negative count, computed blocks that have no place in it.
+    """An invalid operation on a block table: a token beyond its capacity, a trim beyond its length,
+    a negative count, or computed blocks for a table that has blocks already.
     """
 
 

@@ -1,6 +1,4 @@
-"""``FreeKVCacheBlockQueue``: the free blocks, each a ``KVCacheBlock``, in the order in which they
-will be taken.
-"""
+"""``FreeKVCacheBlockQueue``: the free blocks, each a ``KVCacheBlock``, in allocation order."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ from mlx_paged.core.errors import BlockError
 class KVCacheBlock:
     """One fixed-size block of K/V slots (vLLM's name; elsewhere: page, physical block).
 
-    A block is free if and only if ``ref_cnt == 0``. Its ``block_hash`` is set while the prefix
-    index knows it, even when it is free; its content is then full and frozen (elsewhere:
-    finalized).
+    A block is free if and only if ``ref_cnt == 0``. Its ``block_hash`` is set while it is in the
+    prefix index, even when it is free; it is then full and frozen (elsewhere: finalized).
     """
 
     block_id: int
@@ -39,15 +36,15 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """A doubly linked list through the blocks themselves, so that a block leaves the middle in
-    O(1).
+    """A doubly linked list through the blocks themselves, so that removal from the middle is O(1).
 
     Its name and its links (``prev_free_block``, ``next_free_block``) are those of vLLM's v1 core;
     elsewhere it is a free list or an LRU list. The queue only keeps an order: ``BlockPool`` decides
-    to which end a block goes. Two sentinels, never taken, make every real block an inner one.
+    to which end a block goes. Two sentinels, which are never taken, avoid special cases at the
+    ends.
 
-    Every verb raises BlockError for a block that is taken and not in the queue, or put in and
-    already there.
+    Every operation raises BlockError if a block to remove is not in the queue, or a block to add is
+    in it already.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
@@ -76,7 +73,7 @@ class FreeKVCacheBlockQueue:
         """Take the first n blocks, in queue order: all of them, or an error. O(n)."""
         if not 0 <= n <= self.num_free_blocks:
             raise BlockError(
-                f"FreeKVCacheBlockQueue.popleft_n: {n} blocks wanted, "
+                f"FreeKVCacheBlockQueue.popleft_n: {n} blocks requested, "
                 f"{self.num_free_blocks} are free"
             )
         blocks: list[KVCacheBlock] = []
@@ -92,7 +89,7 @@ class FreeKVCacheBlockQueue:
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block from wherever it is. O(1)."""
+        """Take a block from any place in the queue. O(1)."""
         previous, following = block.prev_free_block, block.next_free_block
         if previous is None or following is None:
             raise BlockError(

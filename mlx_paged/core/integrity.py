@@ -1,7 +1,6 @@
-"""The invariants of the block bookkeeping, checked one by one for tests and for debugging.
+"""The invariants of the block bookkeeping, checked one by one for tests and debugging.
 
-Each failure prints the sum that does not add up. The checks read private state, since that is what
-they verify.
+Each failure prints the sum that does not add up. The checks read private state on purpose.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def check_pool_integrity(
     """Verify every invariant of the pool. O(blocks).
 
     Args:
-        holders: all block tables (or other lists of blocks) alive. When given, each ``ref_cnt``
-            must be the number of times that they hold the block.
+        holders: all live block tables (or other lists of blocks). If given, the ``ref_cnt`` of each
+            block must be the number of times that they hold it.
 
     Raises:
         IntegrityError: with the sum that failed.
@@ -94,7 +93,6 @@ def _check_blocks_of(table: BlockTable) -> None:
             _fail(f"block table: {name} is the null block or not of this pool")
         if block.ref_cnt < 1:
             _fail(f"block table: {name} is in the table, its ref_cnt is {block.ref_cnt}")
-        # Nothing is in it yet.
         is_reserved = index * table.block_size >= table.num_held_tokens
         if is_reserved and not block.is_writable:
             hashed = block.block_hash is not None
@@ -155,7 +153,7 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
                 f"free queue: uncached block {block.block_id} comes after "
                 f"cached block {first_cached}"
             )
-        free.add(block.block_id)  # Never twice: a block has one way back, and it was right.
+        free.add(block.block_id)  # Never twice: the link back was checked, and there is only one.
         previous = block
     if queue.num_free_blocks != len(free):
         _fail(f"num_free_blocks {queue.num_free_blocks} != {len(free)} blocks in the free queue")

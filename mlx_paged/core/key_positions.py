@@ -1,6 +1,4 @@
-"""``KeyPositions``: the positions that the keys in a block table have, and what moves them on with
-their window.
-"""
+"""``KeyPositions``: the positions of the keys in a block table, and how they follow a window."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from mlx_paged.core.retention import Retention
 
 class KeyShift(NamedTuple):
     """Blocks whose K a sequence needs at other positions: copy each source block to its
-    destination, which may be the same, with K rotated on by ``distance`` positions.
+    destination, which may be the same block, with K rotated by ``distance`` positions.
     """
 
     sources: list[int]
@@ -25,16 +23,16 @@ class KeyShift(NamedTuple):
 
 
 class KeyPositions:
-    """Where the keys of one block table stand, of which tokens may have left.
+    """The positions of the keys of one block table whose tokens may be evicted.
 
-    Sinks stand right before the window, and positions start over after
-    ``retention.position_wrap``. Keys are rotated in place in blocks that the table alone holds, and
-    copied of others.
+    Sinks have the positions right before the window, and positions start over after
+    ``retention.position_wrap``. Keys are rotated in place in blocks that only this table holds, and
+    in copies of shared blocks.
 
     Attributes:
         position_origin: the token whose position is 0.
         sinks: the sinks as they were computed, if the table has shifted copies of them.
-        distance: by how many positions these are shifted.
+        distance: by how many positions the copies are shifted.
     """
 
     __slots__ = ("_pool", "_retention", "_shifts", "distance", "position_origin", "sinks")
@@ -48,7 +46,7 @@ class KeyPositions:
         self.distance = 0
 
     def go_on_from(self, other: KeyPositions) -> None:
-        """Begin as another table stands, whose shifts are told there."""
+        """Copy the positions of another table, without its pending shifts."""
         self.position_origin, self.sinks, self.distance = (
             other.position_origin,
             other.sinks.copy(),
@@ -62,7 +60,7 @@ class KeyPositions:
 
         Args:
             blocks: of the table.
-            num_tokens: of the sequence, and how many of them have left: ``num_evicted_tokens``.
+            num_tokens: of the sequence, including ``num_evicted_tokens``.
         """
         sinks, others = self._stale(blocks, num_tokens, num_evicted_tokens)
         moved = blocks[: len(self.sinks)] if sinks else ()
@@ -77,9 +75,9 @@ class KeyPositions:
         num_evicted_tokens: int,
         num_reserved_blocks: int,
     ) -> bool:
-        """Let all keys have the positions of the next step, in the blocks of the table or in copies
-        that take their places; False, and nothing has changed, unless there are free blocks for
-        that and ``num_reserved_blocks`` more.
+        """Shift all keys to the positions of the next step, in the blocks of the table or in copies
+        that replace them; return False and change nothing unless there are free blocks for the
+        copies and ``num_reserved_blocks`` more.
         """
         sinks, others = self._stale(blocks, num_tokens, num_evicted_tokens)
         if not sinks and not others:
@@ -95,12 +93,12 @@ class KeyPositions:
         if sinks:
             self.distance = num_evicted_tokens - origin
             moved = self._own(blocks[: len(self.sinks)], copies)
-            # The first time, those in the table are the sinks as they were computed, which stay.
+            # The first time, the table has the sinks as they were computed, which are kept.
             moved += itertools.islice(copies, len(sinks) - len(moved))
             shifts.append((0, sinks, moved, self.distance))
             self.sinks = sinks
         if others:
-            # Found by their hash, they would have positions that others don't expect.
+            # Requests that hit them would expect the positions at which they were computed.
             self._pool.evict_blocks([block.block_id for block in others if block.ref_cnt == 1])
             begin = len(blocks) - len(others)
             shifts.append((begin, others, self._own(others, copies), self.position_origin - origin))
@@ -117,8 +115,8 @@ class KeyPositions:
     def _stale(
         self, blocks: Sequence[KVCacheBlock], num_tokens: int, num_evicted_tokens: int
     ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-        """The sinks as they were computed, if those in the table don't stand right before the
-        window; and the blocks behind them, if positions start over.
+        """The sinks as they were computed, if those in the table are not right before the window;
+        and the blocks after them, if positions start over.
         """
         origin = self._retention.position_origin(num_tokens)
         num_sinks = self._retention.num_sink_tokens // self._pool.block_size
@@ -129,8 +127,8 @@ class KeyPositions:
     def _own(
         self, blocks: Sequence[KVCacheBlock], copies: Iterator[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """Where the keys of these blocks go: the same blocks, or copies of those that others hold,
-        too, which are given back.
+        """The destinations of the keys of these blocks: the same blocks, or copies of shared
+        blocks, which are freed.
         """
         own = [block if block.ref_cnt == 1 else next(copies) for block in blocks]
         self._pool.free_blocks(
@@ -139,14 +137,14 @@ class KeyPositions:
         return own
 
     def take_shifts(self) -> list[KeyShift]:
-        """What has to be copied, with K rotated, before a step reads the table. It is told once."""
+        """The shifts to apply before a step reads the table; each is returned once."""
         if not self._shifts:
             return []
         shifts, self._shifts = self._shifts, []
         return shifts
 
     def free(self) -> list[KVCacheBlock]:
-        """Give back the sinks as they were computed; return those that became free."""
+        """Free the sinks as they were computed; return those that became free."""
         freed = self._pool.free_blocks(reversed(self.sinks))
         self.sinks, self._shifts = [], []
         return freed

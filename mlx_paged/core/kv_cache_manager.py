@@ -34,7 +34,7 @@ RequestId = Hashable
 
 
 class KVCacheManager:
-    """Knows which request holds which blocks; names and meaning as in vLLM's v1 core.
+    """Tracks which request holds which blocks. Names and semantics are those of vLLM's v1 core.
 
     The life of a request:
 
@@ -45,29 +45,30 @@ class KVCacheManager:
         ...  # further steps: allocate_slots, cache_blocks
         manager.free(request_id)
 
-    Blocks can be hit from ``cache_blocks`` on, even before their rows are written. Another request
-    of the same step may share them if every layer writes the rows of the whole step before it reads
-    any; otherwise call ``cache_blocks`` after the step. Blocks of a step that failed have to leave
-    the index (``BlockPool.evict_blocks``).
+    Blocks can be hit after ``cache_blocks``, even before their rows are written. Another request of
+    the same step may share them if every layer writes the rows of the whole step before it reads
+    any; otherwise call ``cache_blocks`` after the step. Blocks of a failed step must be removed
+    from the prefix cache (:meth:`evict_blocks`).
 
     Unlike in vLLM, a partly filled block that is shared (after ``fork``) or hashed is copied before
     it is written: apply the copies that ``allocate_slots`` returns, in order, before the step. Not
     thread-safe: one thread at a time.
 
-    Layers that keep different tokens have tables of their own, a *group* each, over the same pool:
-    a block is a group's, and holds the rows of its layers. Most models are one group that keeps
-    all. What left the window of a group goes back to the pool in ``allocate_slots``, and a prefix
-    hit needs of each group only what the next token sees.
+    Layers that keep the same tokens form a *group*. Each group has its own block tables over the
+    shared pool, and a block holds the rows of one group's layers. Most models have a single group,
+    which keeps all tokens. Blocks outside the window of a group return to the pool in
+    ``allocate_slots``, and a prefix hit needs only the blocks of each group that the next token
+    sees.
 
     Args:
         pool: the blocks.
         retentions: what each group of layers keeps.
-        states: for what a model with recurrent layers keeps of each request; ``None`` for others.
+        states: the recurrent states of all requests; ``None`` for a model without recurrent layers.
 
     Attributes:
         groups: the block tables of each request, one per group of layers, the oldest request first.
             Change them only through the manager.
-        tables: the first one of each.
+        tables: the first table of each request.
         block_need: how many blocks requests need.
     """
 
@@ -92,8 +93,8 @@ class KVCacheManager:
         self._loads: dict[RequestId, list[BlockLoad]] = {}
 
     def reset(self) -> None:
-        """Forget all requests and their states. Nothing is given back to the pool, which is to be
-        reset, too (:meth:`BlockPool.reset`).
+        """Drop all requests and their states. No block returns to the pool, which has to be reset
+        as well (:meth:`BlockPool.reset`).
         """
         self._groups.clear()
         self._tables.clear()
@@ -112,9 +113,9 @@ class KVCacheManager:
         """The longest cached prefix of a request of ``num_tokens`` tokens, in whole blocks.
 
         It has at most ``num_tokens - 1`` tokens, since the last one must be computed for its
-        logits. Of a model with recurrent layers it ends where there is a checkpoint. No block is
-        taken: the next ``allocate_slots`` of any request may take or evict these, so pass them to
-        that of this request first.
+        logits. In a model with recurrent layers it ends at a checkpoint. The blocks are not taken
+        yet: ``allocate_slots`` of any other request may take or evict them, so call it for this
+        request first.
 
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
@@ -132,10 +133,9 @@ class KVCacheManager:
         )
 
     def describe(self, request_id: RequestId) -> tuple[SequenceTables, list[list[int]]]:
-        """What a request holds, and the ids of its blocks in each group of layers: those of its
-        tokens, then the sinks as they were computed. With the contents of these blocks it goes on
-        later, in other ones (:meth:`resumed`). Blocks that its next token does not see go back to
-        the pool.
+        """What a request holds, and the ids of its blocks in each group of layers: the blocks of
+        its tokens, then the sinks as they were computed. With their contents it can resume later in
+        other blocks (:meth:`resumed`). Blocks that its next token does not see return to the pool.
 
         Raises:
             KeyError: no such request.
@@ -146,7 +146,7 @@ class KVCacheManager:
         for table in self._groups[request_id]:
             table.evict()
             tables.append(table.state())
-            # Blocks that were reserved and are empty stand between the two.
+            # Without blocks that are reserved and still empty.
             blocks = [*table.blocks[: tables[-1].num_blocks], *list(table)[len(table) :]]
             block_ids.append([block.block_id for block in blocks])
         state = None
@@ -155,12 +155,12 @@ class KVCacheManager:
         return SequenceTables(tables, state), block_ids
 
     def resumed(self, held: SequenceTables, hit: ComputedBlocks) -> ComputedBlocks:
-        """What a request begins with that goes on after a preemption.
+        """The computed blocks of a request that resumes after a preemption.
 
         Args:
-            held: by :meth:`describe`.
-            hit: what the pool has of it. Blocks of windows are loaded all the same: their keys may
-                have other positions than when they were computed.
+            held: from :meth:`describe`.
+            hit: its prefix hit. Blocks of windows are loaded in any case, because their keys may
+                have been shifted since they were computed.
         """
         hits = itertools.chain(hit.groups, itertools.repeat(()))
         groups = [
@@ -170,8 +170,8 @@ class KVCacheManager:
         return ComputedBlocks(groups, held.num_tokens, hit.num_queried_tokens, resumed=held)
 
     def take_loads(self, request_id: RequestId) -> list[BlockLoad]:
-        """The blocks of a resumed request that are to be filled before a step reads them. They are
-        told once.
+        """The blocks of a resumed request that have to be filled before a step reads them; each is
+        returned once.
         """
         return self._loads.pop(request_id, [])
 
@@ -181,12 +181,12 @@ class KVCacheManager:
         num_tokens: int,
         is_elsewhere: Callable[[BlockHash], bool],
     ) -> list[AbsentBlock]:
-        """What a longer prefix of a request than :meth:`get_computed_blocks` finds has elsewhere:
-        the state at its end and the blocks, first token first in each group of layers.
+        """What has to be loaded for a longer prefix than :meth:`get_computed_blocks` finds: the
+        recurrent state at its end, and the blocks of each group of layers, first token first.
 
         Args:
-            is_elsewhere: whether a block can be brought from another place, by the hash of its
-                group. It is asked of a block or two beyond those that can.
+            is_elsewhere: whether a tier has a block, by its hash in its group. It is also called
+                for a block or two after the last one that the tier has.
         """
         lookups, num_blocks, _ = look_up(
             self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
@@ -201,8 +201,8 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Free blocks that ``allocate_slots`` takes, those of ``computed`` included, once what left
-        the request's windows is given back.
+        """Free blocks that ``allocate_slots`` takes, including those of ``computed``, after blocks
+        outside the request's windows were freed.
         """
         tables = self._groups.get(request_id)
         if tables is not None:
@@ -212,7 +212,7 @@ class KVCacheManager:
     def num_freed_blocks(
         self, request_ids: Iterable[RequestId], computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
-        """Blocks that become free when all these requests are freed, without those of ``computed``.
+        """Blocks that become free when all these requests are freed, except those of ``computed``.
 
         Raises:
             KeyError: no such request.
@@ -226,7 +226,7 @@ class KVCacheManager:
         return sum(block.ref_cnt == count for block, count in held.items())
 
     def max_run(self, request_id: RequestId, computed: ComputedBlocks = NOTHING_COMPUTED) -> int:
-        """How many tokens may be allocated at once: as many as see the same tokens before them."""
+        """How many tokens may be added in one step: those that see the same earlier tokens."""
         num_tokens = self.num_tokens(request_id) + computed.num_tokens
         runs = [retention.max_run(num_tokens) for retention in self.retentions]
         return min([run for run in runs if run is not None], default=sys.maxsize)
@@ -238,12 +238,11 @@ class KVCacheManager:
         num_left_blocks: int = 0,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Of ``num_new_tokens`` tokens, how many fit in one step that leaves ``num_left_blocks``
-        free blocks to others; 1 at least.
+        """How many of ``num_new_tokens`` tokens fit in one step that leaves ``num_left_blocks``
+        blocks free; at least 1.
 
-        All of them where all tokens are kept: they need the same blocks in one step or in many.
-        Tokens that leave a window give their blocks back between two steps, so a shorter step needs
-        fewer at a time.
+        Where all tokens are kept, all of them: they need the same blocks in one step or in many. A
+        window returns blocks between two steps, so a shorter step needs fewer blocks at a time.
         """
         if self.keeps_all:
             return num_new_tokens
@@ -259,8 +258,8 @@ class KVCacheManager:
         return max(1, bisect_right(range(1, num_new_tokens), num_free_blocks, key=num_needed))
 
     def max_more(self, request_id: RequestId) -> int:
-        """How many tokens may follow those that were allocated last, in the same step: none where
-        others would leave the window before.
+        """How many more tokens may be added to the step of those that were allocated last; 0 if
+        older tokens would have to leave the window first.
         """
         if self.keeps_all:
             return sys.maxsize
@@ -279,13 +278,13 @@ class KVCacheManager:
         the ``computed`` blocks.
 
         Returns:
-            Copy-on-write pairs, ``[]`` almost always; None when there are not enough blocks, and
-            nothing has changed but that blocks which left their window went back to the pool.
-            Compare with None: ``[]`` is false, too.
+            Copy-on-write pairs, ``[]`` almost always. None if there are not enough blocks; then
+            nothing has changed, except that blocks outside their window returned to the pool.
+            Compare with None: ``[]`` is falsy, too.
 
         Raises:
             ValueError: for fewer than 1 new token.
-            BlockTableError: for computed blocks of a request that has a table already.
+            BlockTableError: for computed blocks of a request that is not new.
         """
         if num_new_tokens < 1:
             raise ValueError(
@@ -296,9 +295,9 @@ class KVCacheManager:
         if tables is not None:
             if computed.num_tokens:
                 raise BlockTableError(
-                    f"KVCacheManager.allocate_slots: request {request_id!r} has "
-                    f"{tables[0].num_tokens} tokens already, so its {computed.num_tokens} computed "
-                    "ones have no place"
+                    f"KVCacheManager.allocate_slots: request {request_id!r} already has "
+                    f"{tables[0].num_tokens} tokens, so its {computed.num_tokens} computed ones "
+                    "can't be added"
                 )
             if self.keeps_all:
                 if num_new_tokens == 1:  # A decode, which is most calls.
@@ -322,7 +321,7 @@ class KVCacheManager:
     def _begin(self, request_id: RequestId, computed: ComputedBlocks) -> list[BlockTable]:
         """The tables of a new request, for which there are enough blocks."""
         tables = [BlockTable(self.pool, retention) for retention in self.retentions]
-        # The computed blocks are taken first: new ones may be had by evicting free ones.
+        # The computed blocks are taken first: to allocate new ones may evict free ones.
         self.pool.touch(computed.blocks)
         num_hit_tokens = computed.num_tokens
         if computed.resumed is None:
@@ -364,13 +363,14 @@ class KVCacheManager:
         return loads
 
     def count_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count the tokens that were looked up, and those found, of a request that begins."""
+        """Count the prefix lookup of a request that begins."""
         self._num_queried_tokens += num_queried_tokens
         self._num_hit_tokens += num_hit_tokens
 
     def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
-        """What the slots allocated last make necessary before they are written, in order, by group
-        of layers: sinks have to follow their window, or positions start over. Each is told once.
+        """The key shifts to apply before the slots allocated last are written, in order, each with
+        its group of layers: sinks follow their window, or positions start over. Each is returned
+        once.
         """
         return [
             (group, shift)
@@ -379,15 +379,15 @@ class KVCacheManager:
         ]
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
-        """Let other requests hit the full blocks of this one; return how many are newly cached.
+        """Enter the full blocks of a request into the prefix cache; return how many are new there.
 
         Args:
-            block_hashes: of the request's blocks (``hash_token_blocks``), as many as are to be
-                cached; those beyond its full blocks are not used.
+            block_hashes: of the request's leading blocks, those to cache (``hash_token_blocks``);
+                hashes after its last full block are ignored.
         """
         num_cached = self._table(request_id).cache_full_blocks(block_hashes)
         for group, table in enumerate(self._groups[request_id][1:], 1):
-            # Those that are cached already are not named again, however many they are.
+            # Hashes of blocks that are cached already are not needed.
             begin = table.num_cached_blocks
             new_hashes = group_hashes(block_hashes[begin:], group)
             num_new = table.cache_full_blocks([*block_hashes[:begin], *new_hashes])
@@ -395,8 +395,8 @@ class KVCacheManager:
         return num_cached
 
     def free(self, request_id: RequestId) -> list[KVCacheBlock]:
-        """Give back the blocks of a finished, aborted or preempted request, tail first; return
-        those that became free. Cached ones can be hit until they are evicted.
+        """Free the blocks of a finished, aborted or preempted request, tail first; return those
+        that no other request holds. Cached ones can be hit until they are evicted.
 
         Raises:
             KeyError: no such request.
@@ -416,7 +416,7 @@ class KVCacheManager:
 
         Raises:
             KeyError: no such request.
-            ValueError: the new one exists.
+            ValueError: the new request exists already.
         """
         self._table(request_id)
         if new_request_id in self._groups:
@@ -427,17 +427,16 @@ class KVCacheManager:
             self.states.fork(request_id, new_request_id)
 
     def trim(self, request_id: RequestId, num_tokens: int) -> int:
-        """Forget a request's tokens from ``num_tokens`` on, after rejected speculation or a failed
-        step.
+        """Drop a request's tokens from ``num_tokens`` on, after rejected drafts or a failed step.
 
         Returns:
-            How many tokens it has now: fewer where drafts were rejected of a model with recurrent
-            layers, since the step with them is then forgotten as a whole.
+            How many tokens it has now. It is fewer when drafts are rejected in a model with
+            recurrent layers, where the whole step with the drafts is rolled back.
 
         Raises:
             KeyError: no such request.
-            BlockTableError: ``num_tokens`` is negative or more than it has, tokens that have left
-                the window would be needed again, or a state can't be cut; nothing has changed.
+            BlockTableError: ``num_tokens`` is negative or beyond its length, evicted tokens would
+                be needed again, or its recurrent state can't be cut; nothing has changed.
         """
         self._table(request_id)
         tables = self._groups[request_id]
@@ -450,8 +449,8 @@ class KVCacheManager:
         return num_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out of the prefix cache, whether free or held: a step that failed did not
-        fill them.
+        """Remove blocks from the prefix cache, whether free or in use, because a failed step did
+        not fill them.
         """
         if self.states is not None:
             block_ids = list(block_ids)
@@ -460,7 +459,7 @@ class KVCacheManager:
         self.pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached, or return False and change nothing while a block is in use."""
+        """Empty the prefix cache, or return False and change nothing while a block is in use."""
         if not self.pool.reset_prefix_cache():
             return False
         if self.states is not None:
@@ -473,7 +472,7 @@ class KVCacheManager:
         return self.pool.num_free_blocks
 
     def stats(self) -> KVCacheManagerStats:
-        """Figures of this moment. Another thread may call it, and may then see a step half done."""
+        """Current figures. Any thread may call it, and may see a step in progress."""
         of_requests = list(self._groups.values())
         return stats_of(
             self.pool,

@@ -24,8 +24,8 @@ class KVCacheManagerStats:
     num_evictions: int
     num_queried_tokens: int
     num_hit_tokens: int
-    # Of a model with recurrent layers: states that are kept, and tokens that were not hit since
-    # there was none for them, though their K/V were there.
+    # Of a model with recurrent layers: checkpoints that are kept, and tokens with cached K/V that
+    # were not hit because there was no checkpoint after them.
     num_checkpoints: int
     num_stateless_tokens: int
 
@@ -36,7 +36,7 @@ class KVCacheManagerStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens asked for that were found, 0..1."""
+        """Share of the queried tokens that were found, 0..1."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
 
@@ -50,7 +50,7 @@ def stats_of(
 ) -> KVCacheManagerStats:
     """Count what the tables of requests hold."""
     tables = list(itertools.chain.from_iterable(of_requests))
-    # Forks may share a partly filled block: what its fullest holder leaves is unfilled.
+    # Forks may share a partly filled block; its unfilled slots are those of the fullest fork.
     unfilled: dict[int, int] = {}
     for table in tables:
         num_unfilled_slots = table.num_unfilled_slots

@@ -12,9 +12,9 @@ class PrefixIndex:
     """{block_hash: blocks that hold it}, all operations O(1) (vLLM:
     ``cached_block_hash_to_block``).
 
-    Two requests that run side by side may compute blocks of the same content. Both blocks stay in
-    the index, because ids in a block table never change. A lookup returns the one that entered
-    first, and when that is gone, the next.
+    Two requests that run at the same time may compute blocks with the same content. Both blocks
+    stay in the index, because ids in a block table never change. A lookup returns the one that was
+    added first, and after its eviction the next one.
     """
 
     def __init__(self) -> None:
@@ -25,18 +25,18 @@ class PrefixIndex:
         self.num_blocks = 0
 
     def __iter__(self) -> Iterator[tuple[BlockHash, KVCacheBlock]]:
-        """Every (hash, block) pair; blocks of the same hash in the order in which they entered."""
+        """Every (hash, block) pair; blocks with the same hash in the order they were added."""
         for block_hash, block in self._first.items():
             yield block_hash, block
             for other in self._others.get(block_hash, {}).values():
                 yield block_hash, other
 
     def get(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block that entered first with this hash, None on a miss."""
+        """The block that was added first with this hash, None on a miss."""
         return self._first.get(block_hash)
 
     def add(self, block: KVCacheBlock) -> None:
-        """Enter a block under its ``block_hash``."""
+        """Add a block under its ``block_hash``."""
         block_hash = block.block_hash
         assert block_hash is not None, "a block enters the index under its hash"
         first = self._first.setdefault(block_hash, block)
@@ -45,7 +45,7 @@ class PrefixIndex:
         self.num_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take out this block only: another block with the same hash can still be found."""
+        """Remove this block only: another block with the same hash can still be found."""
         block_hash = block.block_hash
         assert block_hash is not None, "a block keeps its hash until it has left the index"
         others = self._others.get(block_hash)
@@ -60,7 +60,7 @@ class PrefixIndex:
         self.num_blocks -= 1
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._first.clear()
         self._others.clear()
         self.num_blocks = 0

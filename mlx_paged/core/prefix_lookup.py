@@ -1,4 +1,4 @@
-"""``look_up``: how much of a request's beginning is cached."""
+"""``look_up``: the longest cached prefix of a request."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mlx_paged.core.tier import STATES
 
 
 class AbsentBlock(NamedTuple):
-    """A block that is not in the pool, by its group of layers and the hash that names it there; or
-    the state after one, in the group :data:`STATES`.
+    """A block that a tier has and the pool lacks, by its group of layers and its hash there; or the
+    recurrent state after a block, in the group :data:`STATES`.
     """
 
     group: int
     block_hash: BlockHash
-    num_tokens: int = 0  # of a state: all tokens before it
+    num_tokens: int = 0  # that a state covers
 
 
 def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
-    """The hashes under which the blocks of a group of layers are found: blocks of different groups
-    hold the same tokens, and the rows of different layers.
+    """The hashes of blocks in a group of layers. Blocks of different groups have the same tokens,
+    but the rows of different layers.
     """
     if group == 0:
         return block_hashes
@@ -40,12 +40,12 @@ def state_key(block_hash: BlockHash) -> BlockHash:
 
 
 def nowhere(block_hash: BlockHash) -> bool:
-    """Where blocks of one pool alone are looked up."""
+    """The default of ``is_elsewhere``: there is no tier."""
     return False
 
 
 class PrefixLookup:
-    """What is cached of a prefix for one group of layers, or may be brought from elsewhere."""
+    """The blocks of a prefix in one group of layers that are cached or can be loaded."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class PrefixLookup:
         self._found: dict[int, KVCacheBlock | AbsentBlock | None] = {}
 
     def longest(self, num_blocks: int) -> int:
-        """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
-        after it sees.
+        """The longest prefix, of at most ``num_blocks`` blocks, for which all blocks that the next
+        token sees are cached.
         """
         block_size = self._pool.block_size
         num_sinks = self._retention.num_sink_tokens // block_size
@@ -76,7 +76,7 @@ class PrefixLookup:
             while index < num_blocks and self._get(index) is not None:
                 index += 1
             return index
-        # From the end: a block that is missing ends every prefix that needs it.
+        # From the end: a missing block rules out every prefix that needs it.
         index = num_blocks = self._findable(num_blocks)
         while index > self._retention.first_recent_block(num_blocks, block_size):
             index -= 1
@@ -86,21 +86,19 @@ class PrefixLookup:
         return num_blocks
 
     def _findable(self, num_blocks: int) -> int:
-        """The most blocks up to ``num_blocks`` of which all that is kept may be found."""
+        """The longest prefix of up to ``num_blocks`` blocks that may be in the prefix cache."""
         block_size = self._pool.block_size
         while not self._retention.is_findable(num_blocks * block_size):
             num_blocks -= 1
         return num_blocks
 
     def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """The blocks that a table of the first ``num_blocks`` blocks holds, as far as they are
-        cached.
-        """
+        """The cached blocks of a table of the first ``num_blocks`` blocks."""
         found = map(self._get, self._wanted(num_blocks))
         return [block for block in found if isinstance(block, KVCacheBlock)]
 
     def absent(self, num_blocks: int) -> list[AbsentBlock]:
-        """Of these blocks, those that are elsewhere."""
+        """The blocks of that table that have to be loaded."""
         found = map(self._get, self._wanted(num_blocks))
         return [block for block in found if isinstance(block, AbsentBlock)]
 
@@ -125,9 +123,12 @@ def look_up(
     num_tokens: int,
     is_elsewhere: Callable[[BlockHash], bool] = nowhere,
 ) -> tuple[list[PrefixLookup], int, int]:
-    """What is known of each group of layers, and the blocks of the longest prefix that a request of
-    ``num_tokens`` tokens can begin with: at most all tokens but the last one. And those of the
-    longest one that has K/V, whether or not the model's state was kept there.
+    """Look up the blocks of a request of ``num_tokens`` tokens.
+
+    Returns:
+        The lookup of each group of layers; the number of blocks of the longest prefix that the
+        request can begin with, which leaves at least its last token; and that of the longest prefix
+        with K/V, whether or not a recurrent state was kept at its end.
     """
     num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // pool.block_size)
     lookups = [
@@ -145,7 +146,7 @@ def look_up(
 def absent_states(
     states: SequenceStates | None, block_hashes: Sequence[BlockHash], block_size: int
 ) -> list[AbsentBlock]:
-    """The state after all of these blocks, if the model has one and it is not here."""
+    """The recurrent state after these blocks, if the model has states and must load this one."""
     if states is None or not block_hashes or block_hashes[-1] in states.checkpoints:
         return []
     num_tokens = len(block_hashes) * block_size
@@ -158,7 +159,7 @@ def _longest_with_state(
     is_elsewhere: Callable[[BlockHash], bool],
     num_blocks: int,
 ) -> int:
-    """The most of the first ``num_blocks`` blocks whose state was kept, here or elsewhere."""
+    """The longest prefix of up to ``num_blocks`` blocks whose state is kept, here or in a tier."""
     for number in range(num_blocks, 0, -1):
         block_hash = block_hashes[number - 1]
         if block_hash in states.checkpoints or is_elsewhere(state_key(block_hash)):
@@ -168,7 +169,7 @@ def _longest_with_state(
 
 def _longest_of_all(limits: Sequence[Callable[[int], int]], num_blocks: int) -> int:
     """The most blocks that all limits allow."""
-    # Each may allow less than the one before; one alone is asked once.
+    # Each may lower the result of the previous one; a single limit is called once.
     remaining = len(limits)
     for longest_of in itertools.cycle(limits):
         longest = longest_of(num_blocks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlx_paged.core.errors import BlockTableError
 
-# Positions of a sequence without end start over after this many: an angle of RoPE is a float32
+# Positions of an endless sequence start over after this many: the angle of RoPE is a float32
 # product of position and frequency, which is exact to 0.004 here, and to 0.06 at a million.
 POSITION_WRAP = 2**16
 
@@ -15,20 +15,20 @@ POSITION_WRAP = 2**16
 class Retention:
     """Which tokens a group of layers keeps: all of them, or the first and the most recent ones.
 
-    Tokens leave in whole blocks, so counts of tokens are those of blocks rounded up. What is kept
-    depends on nothing but how many tokens a sequence has.
+    Tokens are evicted in whole blocks, so their counts are rounded up to blocks. What is kept
+    depends only on the number of tokens of a sequence.
 
     Make one with :data:`KEEP_ALL`, :meth:`sliding_window` or :meth:`streaming`.
 
     Attributes:
-        num_recent_tokens: how many tokens before the next one stay, at least; ``None`` keeps all.
-        num_sink_tokens: how many of the first tokens stay, in whole blocks.
-        stride: tokens that leave at a time, in whole blocks.
-        cuts_runs: whether tokens of a step have to see the same ones as its first token, so that a
-            step has to end where tokens leave. Otherwise attention masks what has left the window
-            of each query.
-        position_wrap: tokens that leave before positions start over; ``None`` for never.
-        primary: the retention whose tokens are counted for that, if it is that of other layers.
+        num_recent_tokens: the least number of tokens kept before the next one; ``None`` keeps all.
+        num_sink_tokens: how many of the first tokens are kept, in whole blocks.
+        stride: tokens that are evicted at a time, in whole blocks.
+        cuts_runs: whether all tokens of a step must see the same earlier tokens, so that a step
+            ends where tokens are evicted. Otherwise attention masks what is outside the window of
+            each query.
+        position_wrap: evicted tokens after which positions start over; ``None`` for never.
+        primary: the retention that counts those tokens, if it is that of other layers.
     """
 
     num_recent_tokens: int | None = None
@@ -45,7 +45,7 @@ class Retention:
         """For layers in which each query sees its last ``window`` tokens, itself included.
 
         Args:
-            primary: of the layers beside them that stream.
+            primary: of the streaming layers of the same model.
         """
         return cls(window - 1, 0, block_size, primary=primary)
 
@@ -58,11 +58,11 @@ class Retention:
         max_stride: int,
         position_wrap: int = POSITION_WRAP,
     ) -> Retention:
-        """For a model that was made to see all tokens, and is to see only the first
-        ``num_sink_tokens`` and the last ``window`` ones (StreamingLLM, Xiao et al. 2023).
+        """For a model with full attention that is limited to the first ``num_sink_tokens`` and the
+        last ``window`` tokens (StreamingLLM, Xiao et al. 2023).
 
-        Tokens leave up to ``max_stride`` at a time, so that prompts are computed in runs of that
-        length: until then, up to a quarter more than ``window`` tokens are seen.
+        Up to ``max_stride`` tokens are evicted at a time, so that prompts are computed in runs of
+        that length; until then, up to a quarter more than ``window`` tokens are seen.
         """
         window, sinks = (-(-n // block_size) * block_size for n in (window, num_sink_tokens))
         stride = max(min(window // 4, max_stride) // block_size, 1) * block_size
@@ -70,8 +70,8 @@ class Retention:
         return cls(window, sinks, stride, cuts_runs=True, position_wrap=position_wrap)
 
     def num_evicted(self, num_tokens: int) -> int:
-        """How many tokens of a sequence of ``num_tokens`` the next one does not see: those after
-        the first ``num_sink_tokens``.
+        """How many tokens after the sinks the next token of a sequence of ``num_tokens`` does not
+        see.
         """
         if self.num_recent_tokens is None:
             return 0
@@ -79,8 +79,8 @@ class Retention:
         return max(0, num_beyond // self.stride * self.stride)
 
     def kept_blocks(self, num_blocks: int, block_size: int) -> list[int]:
-        """Which blocks of a sequence of ``num_blocks`` full ones the next token sees, by their
-        index: the first ones, and those after what is evicted.
+        """The indices of the blocks that the next token of a sequence of ``num_blocks`` full blocks
+        sees: the sinks, and those after the evicted ones.
         """
         num_sinks = min(num_blocks, self.num_sink_tokens // block_size)
         return [
@@ -89,13 +89,13 @@ class Retention:
         ]
 
     def first_recent_block(self, num_blocks: int, block_size: int) -> int:
-        """Of these blocks, the index of the first after the sinks and what is evicted."""
+        """The index of the first of these blocks after the sinks and the evicted ones."""
         num_evicted = self.num_evicted(num_blocks * block_size)
         return min(num_blocks, (self.num_sink_tokens + num_evicted) // block_size)
 
     def position_origin(self, num_tokens: int) -> int:
-        """The token of a sequence of ``num_tokens`` whose position is 0, as if those before it had
-        never been: what is kept of them has moved on with the others.
+        """The token of a sequence of ``num_tokens`` whose position is 0. It is the first one until
+        positions start over; sinks are shifted with the others.
         """
         counted = self.primary or self
         if counted.position_wrap is None:
@@ -103,8 +103,8 @@ class Retention:
         return counted.num_evicted(num_tokens) // counted.position_wrap * counted.position_wrap
 
     def is_findable(self, num_tokens: int) -> bool:
-        """Whether all that is kept of this many tokens has the positions that it was computed at,
-        so that it may be found in the prefix cache.
+        """Whether all kept blocks of this many tokens have the positions at which they were
+        computed, so that they may be in the prefix cache.
         """
         first = self.num_sink_tokens + self.num_evicted(num_tokens)
         return self.position_origin(first) == self.position_origin(num_tokens)
@@ -117,8 +117,8 @@ class Retention:
         return num_kept + self.num_evicted(num_tokens) + self.stride - num_tokens
 
     def num_moved_sink_tokens(self, num_tokens: int) -> int:
-        """Of the first tokens of a sequence of ``num_tokens``, how many have other positions now
-        than those that they were computed at, and are therefore held twice: all sinks or none.
+        """How many sink tokens of a sequence of ``num_tokens`` are shifted from the positions at
+        which they were computed, and therefore held twice: all or none.
         """
         return (
             self.num_sink_tokens
@@ -127,21 +127,19 @@ class Retention:
         )
 
     def max_num_held(self, num_tokens: int) -> int:
-        """The most tokens that are held at a time until a sequence has ``num_tokens``, if its steps
-        are no longer than one token or, where ``cuts_runs``, than ``max_run``. A step of n tokens
-        that is not cut holds n - 1 more.
+        """The peak number of tokens held by a sequence that grows to ``num_tokens``, in steps of
+        one token or, where ``cuts_runs``, of up to ``max_run``. A longer step of n tokens holds
+        n - 1 more.
         """
         if self.num_recent_tokens is None:
             return num_tokens
         num_kept = self.num_sink_tokens + self.num_recent_tokens + self.stride
         if self.num_evicted(num_tokens):
-            num_kept += self.num_sink_tokens  # once as they were computed, and once shifted
+            num_kept += self.num_sink_tokens  # as they were computed and shifted
         return min(num_tokens, num_kept)
 
     def check_evicted(self, num_tokens: int, num_evicted_tokens: int) -> None:
-        """Raise ``BlockTableError`` if a sequence cut to ``num_tokens`` would need tokens that are
-        evicted.
-        """
+        """Raise ``BlockTableError`` if evicted tokens are needed after a trim to ``num_tokens``."""
         if num_evicted_tokens > self.num_evicted(num_tokens):
             raise BlockTableError(
                 f"BlockTable.trim_to: tokens {self.num_sink_tokens} to "

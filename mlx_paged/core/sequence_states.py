@@ -1,4 +1,4 @@
-"""``SequenceStates``: what a model keeps of each sequence beside its K/V, as of its last token."""
+"""``SequenceStates``: the recurrent state of each sequence, as of its last token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_paged.core.errors import BlockTableError
 
 
 class SequenceState(NamedTuple):
-    """What a model keeps of the first ``num_tokens`` tokens of a sequence; only models look at the
-    ``content``, and it is never changed.
+    """The recurrent state after the first ``num_tokens`` tokens of a sequence. The ``content`` is
+    opaque here, and immutable.
     """
 
     num_tokens: int
@@ -25,20 +25,20 @@ NO_STATE = SequenceState(0, None)
 
 
 class Cut(NamedTuple):
-    """The end of a block at which a state is to be kept."""
+    """The end of a block at which the state has to be kept."""
 
     num_tokens: int  # of the sequence, up to there
-    is_junction: bool = False  # where a prompt leaves an earlier one
-    is_of_answer: bool = False  # of each answer the newest one is kept
+    is_junction: bool = False  # where a prompt diverges from an earlier one
+    is_of_answer: bool = False  # only the newest one of each answer is kept
 
 
 @dataclass(slots=True, eq=False)
 class _Beginning:
-    """What a sequence began with."""
+    """The prefix hit with which a sequence began, and its checkpoints since."""
 
-    num_tokens: int = 0  # of a prefix hit
+    num_tokens: int = 0  # of the prefix hit
     num_prompt_tokens: int = 0
-    num_junction_tokens: int = 0  # that have K/V, whether or not they have a state
+    num_junction_tokens: int = 0  # with cached K/V, whether or not with a state
     checkpoint: BlockHash | None = None
     # The newest checkpoint of its answer, and the tokens up to the last one of any kind.
     of_answer: BlockHash | None = None
@@ -48,14 +48,14 @@ class _Beginning:
 class SequenceStates:
     """The newest state of each sequence, of a model with recurrent layers.
 
-    A state stands for all tokens before it and can't be cut, so a sequence goes on from exactly the
-    number of tokens that its state is of. The state before a step with drafts is kept until it is
-    known which of them are accepted (:meth:`trim`). Forks share a state, since it is a value. Some
-    states at the ends of blocks are kept for others that begin with the same tokens
-    (:class:`Checkpoints`; vLLM: Mamba's prefix caching in ``align`` mode).
+    A state covers all tokens before it and can't be cut, so a sequence continues after exactly the
+    tokens that its state covers. The state before a step with drafts is kept until it is known
+    which drafts are accepted (:meth:`trim`). States are immutable, so forks share them. Some states
+    at the ends of blocks are kept for other sequences with the same prefix (:class:`Checkpoints`;
+    vLLM: Mamba's prefix caching in ``align`` mode).
 
     Args:
-        num_checkpoints: how many are kept, at most.
+        num_checkpoints: the most checkpoints that are kept.
     """
 
     def __init__(self, num_checkpoints: int = 0) -> None:
@@ -63,13 +63,13 @@ class SequenceStates:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all states and checkpoints."""
+        """Drop all states and checkpoints."""
         self.checkpoints.clear()
         self._states: dict[Hashable, SequenceState] = {}
-        # Of each sequence whose newest tokens are drafts, the state before the step with them.
+        # By sequence whose newest tokens are drafts: the state before the step with them.
         self._before_drafts: dict[Hashable, SequenceState] = {}
         self._beginnings: dict[Hashable, _Beginning] = {}
-        # Of each sequence, states at the ends of blocks whose tokens are not all known yet.
+        # By sequence: states at the ends of blocks that have no hash yet.
         self._pending: dict[Hashable, list[tuple[Cut, Any]]] = {}
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class SequenceStates:
     # The newest state of each sequence
 
     def get(self, seq: Hashable, num_tokens: int) -> Any:
-        """The content of the state of this many tokens; ``None`` for 0, for a sequence that begins.
+        """The content of the state after ``num_tokens`` tokens; ``None`` for 0, at the beginning.
 
         Raises:
             BlockTableError: the sequence has no such state.
@@ -87,10 +87,9 @@ class SequenceStates:
             return None
         state = self._states.get(seq)
         if state is None or state.num_tokens != num_tokens:
-            found = "none" if state is None else f"one of {state.num_tokens} tokens"
+            found = "" if state is None else f", only one of {state.num_tokens}"
             raise BlockTableError(
-                f"SequenceStates.get: sequence {seq!r} has {found}, and not the state of "
-                f"{num_tokens} tokens"
+                f"SequenceStates.get: sequence {seq!r} has no state of {num_tokens} tokens{found}"
             )
         return state.content
 
@@ -105,12 +104,12 @@ class SequenceStates:
         tables: Mapping[Hashable, BlockTable],
         drafted: Iterable[Hashable] = (),
     ) -> None:
-        """A step has made these states.
+        """Store the states that a step has computed.
 
         Args:
             newest: of each sequence of the step.
-            at_block_ends: of each sequence the states that are to be kept; others may hit them from
-                now on, or as soon as their tokens are known.
+            at_block_ends: by sequence, the states to keep as checkpoints. They can be hit from now
+                on, or as soon as their tokens are known.
             tables: of all sequences.
             drafted: the sequences whose last tokens were drafts.
         """
@@ -123,11 +122,11 @@ class SequenceStates:
             self.name(seq, tables[seq])
 
     def snapshot(self) -> Mapping[Hashable, SequenceState]:
-        """All states of this moment, to :meth:`restore` them."""
+        """The current states, for :meth:`restore`."""
         return dict(self._states)
 
     def restore(self, seq: Hashable, snapshot: Mapping[Hashable, SequenceState]) -> None:
-        """Give a sequence the state that it had at a snapshot, or none."""
+        """Reset the state of a sequence to that of a snapshot, or to none."""
         self._pending.pop(seq, None)
         if seq in snapshot:
             self._states[seq] = snapshot[seq]
@@ -145,15 +144,15 @@ class SequenceStates:
             of_sequence.pop(seq, None)
 
     def trim(self, seq: Hashable, num_tokens: int) -> int:
-        """Forget the tokens of a sequence from ``num_tokens`` on. After a step with drafts, of
-        which some are forgotten, it falls back to the state before that step.
+        """Drop the tokens of a sequence from ``num_tokens`` on. If this drops drafts of the last
+        step, the sequence falls back to the state before that step.
 
         Returns:
-            How many tokens its state is of, at most ``num_tokens``.
+            How many tokens its state covers, at most ``num_tokens``.
 
         Raises:
-            BlockTableError: its state is of more tokens and of fewer than all, and there is none
-                before it; nothing has changed.
+            BlockTableError: its state covers dropped tokens, and there is no earlier one; nothing
+                has changed.
         """
         before = self._before_drafts.pop(seq, None)
         state = self._states.get(seq)
@@ -181,12 +180,12 @@ class SequenceStates:
         num_prompt_tokens: int,
         num_junction_tokens: int,
     ) -> None:
-        """A sequence begins, perhaps with a checkpoint of ``num_tokens`` tokens.
+        """Register a new sequence, which may begin with a checkpoint of ``num_tokens`` tokens.
 
         Args:
-            num_prompt_tokens: that it has already.
-            num_junction_tokens: of them, those in whole blocks whose K/V were there. With fewer
-                tokens of state it leaves an earlier prompt there.
+            num_prompt_tokens: of the sequence.
+            num_junction_tokens: prompt tokens with cached K/V, in whole blocks. If these are more
+                than ``num_tokens``, the prompt diverges from an earlier one there.
         """
         self._beginnings[seq] = _Beginning(
             num_tokens,
@@ -200,8 +199,8 @@ class SequenceStates:
             self.checkpoints.use(checkpoint)
 
     def cuts(self, seq: Hashable, begin: int, end: int, block_size: int) -> list[Cut]:
-        """Where states are to be kept of the tokens from ``begin`` to ``end`` of a sequence, in
-        their order.
+        """Where states have to be kept between tokens ``begin`` and ``end`` of a sequence, in
+        ascending order.
         """
         beginning = self._beginnings.get(seq)
         if beginning is None or not self.checkpoints.num_checkpoints:
@@ -222,13 +221,11 @@ class SequenceStates:
         return [cuts[place] for place in sorted(cuts) if begin < place <= end]
 
     def offer(self, seq: Hashable, cut: Cut, content: Any) -> None:
-        """Note a state at the end of a block, until :meth:`name` says which block it is."""
+        """Hold a state at the end of a block until :meth:`name` finds the hash of the block."""
         self._pending.setdefault(seq, []).append((cut, content))
 
     def name(self, seq: Hashable, table: BlockTable) -> None:
-        """Keep what was offered as checkpoints, if its blocks in the sequence's table have hashes
-        by now.
-        """
+        """Keep offered states as checkpoints once their blocks in the table have hashes."""
         pending = self._pending.pop(seq, [])
         for place, (cut, content) in enumerate(pending):
             index = (cut.num_tokens - table.num_evicted_tokens) // table.block_size - 1
@@ -248,7 +245,7 @@ class SequenceStates:
             beginning.num_kept_tokens = cut.num_tokens
         is_end_of_prompt = not cut.is_of_answer and not cut.is_junction
         if is_end_of_prompt and beginning.checkpoint not in (None, checkpoint.block_hash):
-            # First, so that it makes room.
+            # First, so that it is evicted for the new one if need be.
             self.checkpoints.supersede(beginning.checkpoint)
             beginning.checkpoint = checkpoint.block_hash
         self.checkpoints.put(checkpoint, num_lost, cut.is_junction)

@@ -1,4 +1,4 @@
-"""``Tier``: a place that keeps the bytes of blocks beside the pool."""
+"""``Tier``: storage for the bytes of blocks outside the pool."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 
 MOST_HASH_BYTES = 64
 STATES = 0xFFFF
-"""Stands for the recurrent layers where a group of layers is named. Their state after a block is
-kept under a key of its own, beside the block's K/V."""
+"""The group of the recurrent layers. Their state after a block is stored under a separate key."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Which block it is.
+    """Identifies a block in a tier.
 
     Attributes:
-        block_hash: the key under which it is found, of 1 to 64 bytes: its chained hash, or a
-            :func:`private_key` where there is none.
-        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
+        block_hash: its key, of 1 to 64 bytes: its chained hash, or a :func:`private_key` if it has
+            none.
+        parent_hash: the hash of the previous block, ``None`` for the first one of a sequence.
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
         group: the group of layers whose rows it holds, below 65,535, or :data:`STATES`.
 
     Raises:
-        ValueError: a hash is too long or empty, or a block its own parent.
+        ValueError: a hash is too long or empty, or the two hashes are equal.
     """
 
     block_hash: bytes
@@ -41,16 +40,18 @@ class BlockHeader:
     def __post_init__(self) -> None:
         for block_hash in (self.block_hash, self.parent_hash or b"."):
             if not 1 <= len(block_hash) <= MOST_HASH_BYTES:
-                raise ValueError(f"[tier] a hash of {len(block_hash)} bytes")
+                raise ValueError(
+                    f"[tier] a hash must have 1 to {MOST_HASH_BYTES} bytes, got {len(block_hash)}"
+                )
         if self.block_hash == self.parent_hash:
             raise ValueError(f"[tier] block {self.block_hash.hex()} is its own parent")
 
 
 def private_key(owner: bytes, group: int, index: int) -> bytes:
-    """The key of a block that no hash names, such as the partly filled last one of a sequence.
+    """The key of a block without a hash, such as the partly filled last one of a sequence.
 
     Args:
-        owner: stands for the sequence: bytes that nothing else has, in this process or another.
+        owner: identifies the sequence, uniquely over all processes.
         group: of layers.
         index: of the block among those of the group.
     """
@@ -58,39 +59,39 @@ def private_key(owner: bytes, group: int, index: int) -> bytes:
 
 
 class Tier:
-    """Keeps blocks as ``KVCache.read_blocks`` returns them, by key. Any thread may call it.
+    """Stores blocks as ``KVCache.read_blocks`` returns them, by key. Any thread may call it.
 
-    ``has``, ``load`` and ``store`` are all that a tier needs. A place that can fail, or keeps
-    figures, has more to say.
+    A tier has to implement ``has``, ``load`` and ``store``; the other methods are for storage that
+    can fail, is limited or counts what it does.
     """
 
     _failure: str | None = None
 
     def has(self, key: bytes) -> bool:
-        """Whether a block is there now. It may be gone when it is loaded."""
+        """Whether a block is stored now. It may be gone by the time it is loaded."""
         raise NotImplementedError
 
     def load(self, key: bytes) -> bytes | None:
-        """The bytes of a block; ``None`` if it is not there."""
+        """The bytes of a block; ``None`` if it is not stored."""
         raise NotImplementedError
 
     def store(self, header: BlockHeader, content: Payload) -> bool:
-        """Keep a block, unless it is there already; whether it is there now."""
+        """Store a block unless it is stored already; return whether it is stored now."""
         raise NotImplementedError
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These keys will not be asked for again."""
+        """Called with the keys of blocks that are not needed any more."""
 
     def note_used(self, keys: Iterable[bytes]) -> None:
-        """Blocks of one prefix were of use, first block first, whether they were found here or in
-        memory.
+        """Mark the blocks of a prefix as recently used, first block first, whether the hits were in
+        this tier or in the pool.
         """
 
     def maintain(self, pause: Callable[[], None] | None = None) -> None:
-        """Do what takes long and can wait. The thread that stores calls it when it is idle.
+        """Do long work that can wait. The storing thread calls it when it is idle.
 
         Args:
-            pause: called every few milliseconds of long work; what it raises ends the work.
+            pause: called every few milliseconds; an exception that it raises ends the work.
         """
 
     def count(self, name: str, number: int = 1) -> None:
@@ -98,33 +99,33 @@ class Tier:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is kept any more, in one line; ``None`` while all is well."""
+        """Why the tier stopped storing, in one line; ``None`` while it works."""
         return self._failure
 
     def fail(self, why: str) -> None:
-        """Keep nothing any more, for the reason given; the first one stays."""
+        """Stop storing, for the given reason; the first reason is kept."""
         self._failure = self._failure or why
 
     def close(self, timeout: float = 1.0) -> None:
-        """Nothing is asked for any more."""
+        """Called when the tier is not needed any more."""
 
     def stats(self) -> TierStats:
-        """What is kept, and what was done."""
+        """Current figures."""
         return TierStats()
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """What a tier keeps, and what this process has done with it.
+    """What a tier holds, and what this process has done with it.
 
     Attributes:
-        num_blocks: that it keeps, of all processes that share it, as far as is known here.
-        nbytes: what they take.
+        num_blocks: blocks stored by all processes that share the tier, as far as this one knows.
+        nbytes: their size.
         num_hits: blocks that were loaded.
         num_written: blocks that were stored.
-        num_dropped: blocks that were offered and not stored: the queue or the place was full.
-        num_corrupt: blocks that were damaged, and are gone.
-        num_evicted: blocks that were removed to keep the limits.
+        num_dropped: blocks that were not stored because the queue or the storage was full.
+        num_corrupt: damaged blocks that were deleted.
+        num_evicted: blocks that were deleted to stay within the limits.
     """
 
     num_blocks: int = 0
@@ -137,7 +138,7 @@ class TierStats:
 
 
 class HostMemory(Tier):
-    """Blocks in a dictionary, of which the caller knows how many there may be."""
+    """Blocks in a dictionary. The caller limits how many."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, bytes] = {}

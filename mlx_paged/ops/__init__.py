@@ -1,5 +1,5 @@
-"""The operations on paged K/V slabs, by plain MLX or by Metal kernels: choose a backend once, and
-describe each step and layer to it.
+"""The operations on paged K/V slabs, in plain MLX or as Metal kernels: a backend is chosen once,
+and each step and layer is described to it.
 """
 
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey

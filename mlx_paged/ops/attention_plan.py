@@ -1,7 +1,7 @@
-"""What the attention kernels must know of a step, in one int32 array, and how sequences and query
-rows are cut into threadgroups.
+"""``AttentionPlan``: a step as the attention kernels read it, in one int32 array, and how sequences
+and query rows are divided among threadgroups.
 
-Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``WORK_`` and ``ROW_``.
+Records and fields are named ``PLAN_``, ``WORK_`` and ``ROW_`` in ``metal/paged_kv.h``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WORK_FIELDS = 7
 
 NO_WINDOW = 2**31 - 1
 
-# A sequence of SHORT_CONTEXT tokens is cut into MIN_THREADGROUPS at least, so that it alone reaches
-# all cores. A partition leaves head_dim + 4 floats per query row, which the largest keeps at a
-# percent of its K/V per row. To merge pays where the keys that one threadgroup is spared take it
-# longer than a launch: at 16 cycles a key (head_dim 128, four heads, by Mesa's compiler) and 3 us a
-# launch, both not measured on a Mac, from WHOLE_BELOW keys on.
+# A sequence of SHORT_CONTEXT tokens is cut into at least MIN_THREADGROUPS, so that it alone uses
+# all cores. A partition leaves head_dim + 4 floats per query row; for the largest partition that is
+# one percent of its K/V. Merging pays if the keys taken off a threadgroup would take it longer than
+# a launch: from WHOLE_BELOW keys on, at 16 cycles a key (head_dim 128, four heads, by Mesa's
+# compiler) and 3 us a launch, both not measured on a Mac.
 MIN_THREADGROUPS = 64
 SHORT_CONTEXT = 1024
 MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 16, 256
@@ -41,17 +41,18 @@ WHOLE_BELOW = 256
 
 MIN_PLAN_SIZE = 64
 
-# Query rows of a simdgroup, as many as fit the registers of a lane of an Apple GPU: half as many
-# where a lane has several loads of a row, as it has of rows above LANE_ROW_BYTES.
+# The most query rows of a simdgroup that fit the registers of an Apple GPU; half as many for rows
+# above LANE_ROW_BYTES, of which a lane has several loads.
 MAX_SIMDGROUP_ROWS = 4
 LANE_ROW_BYTES = 16 * SIMDGROUP_LANES
-# Of a threadgroup. Several small ones share a core, so that one loads while another one combines.
+# Per threadgroup. Several small threadgroups share a core, so that one loads while another one
+# combines.
 SIMDGROUPS = 4
 
 
 class PlanKey(NamedTuple):
-    """Layers with equal keys share the plan of a step, whether they write K/V or read those that
-    another layer has written.
+    """Layers with equal keys share the plan of a step, whether they write K/V or read those of
+    another layer.
     """
 
     window: int | None
@@ -59,8 +60,8 @@ class PlanKey(NamedTuple):
 
     @classmethod
     def of(cls, window: int | None, kv: KVHandle) -> PlanKey:
-        """That of a layer with this window on these slabs. Both the cache, which foresees the plans
-        of a decode, and the backend, which reads them, get it here.
+        """The key of a layer with this window on these slabs, both for the cache, which prepares
+        the plans of a decode, and for the backend, which reads them.
         """
         return cls(window, kv.num_kv_heads)
 
@@ -70,8 +71,8 @@ class AttentionPlan:
     """One step, or the part of it that one dispatch computes."""
 
     array: mx.array  # int32, for layers whose K/V of the new tokens come from the inputs
-    num_partitions: int  # over all sequences, with empty ones: threadgroups per KV head
-    num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
+    num_partitions: int  # of all sequences, including empty ones: threadgroups per KV head
+    num_partial_rows: int  # 0 if each sequence has one partition and nothing has to be merged
 
     @classmethod
     def of(cls, step: AttentionMetadata, key: PlanKey) -> AttentionPlan:
@@ -80,11 +81,11 @@ class AttentionPlan:
 
     @classmethod
     def pack(cls, step: AttentionMetadata, window: int | None, num_kv_heads: int) -> AttentionPlan:
-        """Cut each sequence at multiples of its partition size; partitions that no query sees are
-        left out.
+        """Cut each sequence at multiples of its partition size, without partitions that no query
+        sees.
 
-        Sizes are rounded up, so that many steps in a row have the same: in decodes whose partitions
-        are merged, empty records follow the work, and zeros follow all block tables.
+        Sizes are rounded up, so that consecutive steps have the same: in decodes whose partitions
+        are merged, empty records follow the work, and zeros follow the block tables.
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         context_lens, query_lens, tables = step.context_lens, step.query_lens, step.block_tables
@@ -122,16 +123,15 @@ class AttentionPlan:
 
     @cached_property
     def array_without_rows(self) -> mx.array:
-        """The array for layers whose K/V of the new tokens are in the slabs already.
-
-        An operation on the other one, so that a trace has it, too.
+        """The array for layers whose K/V of the new tokens are in the slabs already. It is computed
+        from :attr:`array`, so that a trace contains it.
         """
         return self.array * _all_but_has_rows(self.array.size)
 
 
 @cache
 def _all_but_has_rows(size: int) -> mx.array:
-    """Ones, and 0 at ``PLAN_HAS_ROWS``; kept for every thread, so evaluated."""
+    """Ones, and 0 at ``PLAN_HAS_ROWS``; evaluated, since all threads share it."""
     ones = mx.ones((size,), dtype=mx.int32)
     ones[PLAN_HAS_ROWS] = 0
     mx.eval(ones)
@@ -139,27 +139,27 @@ def _all_but_has_rows(size: int) -> mx.array:
 
 
 def plan_size(num_needed: int) -> int:
-    """Numbers of a plan: a power of two. What fills it up costs next to nothing."""
+    """The size of a plan's array: a power of two, since padding costs next to nothing."""
     return max(MIN_PLAN_SIZE, 1 << (num_needed - 1).bit_length())
 
 
 def num_records(num_partitions: int) -> int:
-    """Records of work of decodes that are merged: as many up to 8, then in four steps from one
-    power of two to the next, so that less than a quarter is empty.
+    """The number of work records of a merged decode: ``num_partitions`` up to 8, then rounded up to
+    one of four sizes per power of two, so that less than a quarter is empty.
 
-    A threadgroup of an empty record issues about a sixth of the slots of one of 256 positions, by
-    Mesa's compiler.
+    By Mesa's compiler a threadgroup of an empty record issues about a sixth of the slots of one of
+    256 positions.
     """
     return rounded_up(num_partitions, 4)
 
 
 @cache
 def partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
-    """Positions of one threadgroup's partition, by the bit length of the number of keys that the
-    queries of a sequence see.
+    """The positions of a partition, by the bit length of the number of keys that the queries of a
+    sequence see.
 
-    Powers of two that depend on nothing else: a sequence alone and in any batch is cut alike, and
-    so has the same bits.
+    They are powers of two that depend on nothing else, so that a sequence is cut alike and gets the
+    same bits in any batch.
     """
     heads = 1 << num_kv_heads.bit_length() - 1
     sizes = []
@@ -172,7 +172,7 @@ def partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
 
 
 class _SequenceCut(NamedTuple):
-    # [num_records, WORK_FIELDS], 0 in what changes with every step, empty after the partitions
+    # [num_records, WORK_FIELDS], 0 in fields that change every step, empty after the partitions
     work: NDArray[np.int32]
     rows: bytes  # [num_tokens, ROW_FIELDS] int32, or no rows if nothing is merged
     rows_size: int  # numbers in it
@@ -188,14 +188,12 @@ def _cut_sequences(
     last: tuple[int, ...],
     query_lens: tuple[int, ...],
 ) -> _SequenceCut:
-    """The partitions and the rows to merge.
-
-    Kept, as many decode steps share them: a sequence takes another partition only after as many
-    tokens as one has.
+    """The partitions and the rows to merge. They are cached, since a sequence takes another
+    partition only after as many decode steps as a partition has positions.
 
     Args:
-        sizes: positions of a partition of each sequence.
-        first, last: partitions of each sequence, the last one not included.
+        sizes: positions per partition of each sequence.
+        first, last: partitions of each sequence, the last one excluded.
     """
     columns = np.array((sizes, first, last, query_lens), dtype=np.int32)
     size, begin, end, query_len = columns
@@ -217,7 +215,7 @@ def _cut_sequences(
     num_partial_rows = int(num_out_rows.sum()) if is_merged else 0
     num_live = len(work)
     if is_merged and query_len.max() == 1:
-        # One row of partials each: no record leaves its own unwritten.
+        # One row of partials each, also for empty records, so that all are written.
         num_partial_rows = num_records(len(work))
         work = np.pad(work, ((0, num_partial_rows - len(work)), (0, 0)))
         work[len(seq) :, WORK_QUERY_LEN] = 1
@@ -241,21 +239,21 @@ def _cut_sequences(
 class Cut:
     """How simdgroups divide the keys of a partition and the query rows of a KV head."""
 
-    streams: int  # simdgroups of a threadgroup that walk different keys
-    row_splits: int  # simdgroups of a threadgroup that walk the same keys for different rows
-    row_parts: int  # threadgroups that do
+    streams: int  # simdgroups of a threadgroup on different keys
+    row_splits: int  # simdgroups of a threadgroup on the same keys for different rows
+    row_parts: int  # threadgroups on the same keys for different rows
 
     @property
     def num_threads(self) -> int:
-        """Of a threadgroup."""
+        """Threads per threadgroup."""
         return SIMDGROUP_LANES * self.streams * self.row_splits
 
 
 @cache
 def cut_rows(num_rows: int, row_bytes: int) -> Cut:
-    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head, of at most
-    ``row_bytes`` as they are computed: no simdgroup has more of them than registers, as few as can
-    be have none, and what is left of ``SIMDGROUPS`` walks other keys.
+    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head, each of at
+    most ``row_bytes``: the rows of a simdgroup fit its registers, as few simdgroups as possible
+    have no rows, and the remaining ones of ``SIMDGROUPS`` take other keys.
     """
     max_rows = MAX_SIMDGROUP_ROWS if row_bytes <= LANE_ROW_BYTES else MAX_SIMDGROUP_ROWS // 2
     splits = -(-num_rows // max_rows)

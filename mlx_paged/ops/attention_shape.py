@@ -1,4 +1,6 @@
-"""What the kernels of a layer are made for: the layers of a model that share it share kernels."""
+"""``AttentionShape``: what the kernels of a layer are specialised for. Layers with equal shapes
+share kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged.ops.formats import KVFormat
-from mlx_paged.ops.kernels import why_no_attention, why_no_latents, why_unsupported
+from mlx_paged.ops.kernels import why_no_attention, why_unsupported
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The heads of a layer and how its slabs hold them."""
+    """The heads of a layer and how its slabs store them."""
 
     num_kv_heads: int
     group: int  # query heads per KV head
@@ -21,7 +23,7 @@ class AttentionShape:
     block_size: int
     format: KVFormat
     softcap: float | None = None  # of the scores
-    holds_latents: bool = False  # in the place of K, and their rotated keys in that of V
+    holds_latents: bool = False  # in place of K, and their rotated keys in place of V
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -30,15 +32,16 @@ class AttentionShape:
 
     @property
     def why_unsupported(self) -> str | None:
-        """The part of the shape that no kernel can write and read, or ``None``."""
+        """Why no kernel can write and read slabs of this shape, or ``None``."""
         return why_unsupported(self.key_dim, self.value_dim, self.block_size, self.format)
 
     @property
     def why_no_attention(self) -> str | None:
-        """The part of the shape that the attention kernel does not support, or ``None``."""
-        if self.holds_latents:
-            return why_no_latents(self.key_dim, self.value_dim, self.group, self.format)
-        return why_no_attention(self.key_dim, self.value_dim, self.group)
+        """Why the attention kernel does not support this shape, or ``None``."""
+        rotates_keys = self.format.rotates_keys
+        return why_no_attention(
+            self.key_dim, self.value_dim, self.group, self.holds_latents, rotates_keys
+        )
 
     def __str__(self) -> str:
         width = f"head_dim {self.key_dim}"

@@ -1,10 +1,10 @@
-"""What a backend does: the operations on paged K/V slabs.
+"""``Backend``: the operations on paged K/V slabs.
 
 K and V are stored as their format's parts (``formats``), slabs of
 ``[num_blocks, num_kv_heads, block_size, width]`` each. Rows and queries of all sequences are
-packed, ``[num_tokens, heads, width]``. What a model computes comes in as it is: a backend encodes
-rows, and rotates queries where the format rotates keys. The method is PagedAttention (Kwon et al.,
-2023), and the names follow vLLM's.
+packed, ``[num_tokens, heads, width]``, in the dtype of the model: a backend encodes rows, and
+rotates queries where the format rotates keys. The method is PagedAttention (Kwon et al., 2023), and
+the names follow vLLM's.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, Slo
 
 
 class BackendError(ValueError):
-    """The backend is unknown, or can't be had on this machine or for these slabs."""
+    """The backend is unknown, or not available on this machine or for these slabs."""
 
 
 class Backend(ABC):
-    """The operations on the slabs of any layer. A backend keeps nothing of a step.
+    """The operations on the slabs of any layer. A backend keeps no state of a step.
 
     Every operation raises ``ValueError`` for shapes, dtypes, slots or block ids that don't fit the
     slabs; the message names the operation and the argument.
     """
 
     name: ClassVar[str]
-    # Whether attention reads the slots past the end of a sequence in its last block. It hides
-    # them by a weight of 0, and 0 * NaN is NaN, so they must hold finite numbers.
+    # Whether attention reads the slots past the end of a sequence in its last block. Their weight
+    # is 0, but 0 * NaN is NaN, so they must hold finite numbers.
     reads_unused_slots: ClassVar[bool]
-    # Whether slabs are written behind MLX's back, in the order of the calls. Where MLX sees the
-    # writes, one that finds a reader of its slab in flight copies the slab.
+    # Whether slabs are written in place without MLX's knowledge, in the order of the calls. Writes
+    # that MLX knows of copy a slab if a reader of it is in flight.
     writes_in_place: bool = False
 
     @abstractmethod
@@ -48,8 +48,8 @@ class Backend(ABC):
         kv: KVHandle,
         slot_mapping: SlotMapping,  # of num_tokens
     ) -> None:
-        """Write each row, which is encoded, into its slot of the slabs, in place; rows whose slot
-        is below 0 are padding and are skipped.
+        """Write encoded rows into their slots of the slabs, in place; rows whose slot is below 0
+        are padding and are skipped.
 
         ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as
         long as ``kv`` has the only reference to the slabs.
@@ -63,8 +63,8 @@ class Backend(ABC):
         kv: KVHandle,
         slot_mapping: SlotMapping,  # of num_tokens
     ) -> None:
-        """What :meth:`reshape_and_cache` does, of rows in any floating dtype that the format of
-        ``kv`` encodes.
+        """Encode rows of any floating dtype in the format of ``kv`` and write them into their
+        slots, as :meth:`reshape_and_cache` does.
         """
 
     @abstractmethod
@@ -80,9 +80,9 @@ class Backend(ABC):
         """:meth:`update` the slots of ``step.slot_mapping``, then :meth:`attend`: one layer of one
         step.
 
-        The result is that of the two operations one after the other; a kernel does both in one
-        dispatch, or two where rows are encoded. Where a sequence reads what another one writes in
-        this step, ``step`` has to say so (``shares_new_blocks``).
+        The result is that of the two operations in turn; kernels do both in one dispatch, or in two
+        where rows are encoded. If a sequence reads blocks that another one writes in this step,
+        ``step.shares_new_blocks`` must be set.
         """
 
     @abstractmethod
@@ -93,8 +93,8 @@ class Backend(ABC):
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
-        """Attention of any step, causal within each query run: runs that are short enough for the
-        backend are decoded, longer ones prefilled.
+        """Attention of any step, causal within each query run. Short runs are decoded block by
+        block, longer ones prefilled; the backend sets the limit.
 
         Returns:
             ``[num_tokens, num_heads, value_dim]`` in the dtype of ``q``.
@@ -111,12 +111,12 @@ class Backend(ABC):
 
     @abstractmethod
     def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
-        """What :meth:`gather_blocks` returns, of each sequence of a step."""
+        """The result of :meth:`gather_blocks` for each sequence of a step."""
 
     @abstractmethod
     def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
-        """What the slabs hold of these tokens, bit for bit: the parts of K and of V,
-        ``[num_kv_heads, num_tokens, width]`` each. They may be views, as above.
+        """The stored bits of these tokens: the parts of K and of V,
+        ``[num_kv_heads, num_tokens, width]`` each. They may be views, as in :meth:`gather_blocks`.
         """
 
     @abstractmethod
@@ -138,16 +138,16 @@ class Backend(ABC):
 
     @abstractmethod
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
-        """Fill whole blocks with zeros, in place: for blocks that a sequence will fill only in
-        part, where the backend :attr:`reads_unused_slots`.
+        """Fill whole blocks with zeros, in place: for partly filled blocks, where the backend
+        :attr:`reads_unused_slots`.
         """
 
     @abstractmethod
     def decode_plans(
         self, step: AttentionMetadata, keys: Collection[PlanKey]
     ) -> list[AttentionPlan] | None:
-        """The plans of a step of single tokens, one per key, if they are all that attention reads
-        of the step; then one trace computes all steps whose plans have the same sizes.
+        """The plans of a step of single tokens, one per key, if attention reads nothing else of the
+        step. One trace then computes all steps whose plans have the same sizes.
 
-        ``None`` otherwise, as in plain MLX, where the graph is made from the host's numbers.
+        ``None`` otherwise, as in plain MLX, whose graph depends on host values.
         """

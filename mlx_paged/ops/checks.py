@@ -1,6 +1,6 @@
-"""The checks of an operation's inputs, the same for every backend.
+"""Checks of an operation's inputs, shared by all backends.
 
-Errors name the operation and the argument. Nothing is read back from the device.
+Errors name the operation and the argument. Nothing is read from the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _check_slots(op: str, kv: KVHandle, slot_mapping: SlotMapping) -> None:
 
 
 def check_rows(op: str, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
-    """Of rows that are not encoded."""
+    """Check rows that are not encoded."""
     for name, rows, width in (("k", k, kv.key_dim), ("v", v, kv.value_dim)):
         expected = (slot_mapping.num_tokens, kv.num_kv_heads, width)
         if rows.shape != expected:

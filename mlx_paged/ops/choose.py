@@ -1,4 +1,4 @@
-"""Which backend a name means on this machine; decided once, when a cache is made."""
+"""The choice of a backend by name, made once per cache."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ BACKENDS = ("auto", "reference", "metal")
 
 
 def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
-    """The backend that ``name`` means on this machine, for layers of these shapes.
+    """The backend called ``name`` on this machine, for layers of these shapes.
 
-    ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX on any device. ``"auto"`` is
-    Metal where MLX's default device is one and there are kernels that write and read all shapes; a
-    warning says where a shape has none, or none for attention, which is MLX's own then. Each kernel
-    is tried before it is used, and what fails is replaced (``self_check``).
+    ``"metal"`` runs the kernels of ``metal/``, ``"reference"`` plain MLX on any device. ``"auto"``
+    is Metal if MLX's default device is a Metal GPU and there are kernels that write and read all
+    shapes. A warning is issued for a shape without kernels, or without one for attention, which
+    MLX then computes. Each kernel is tried before it is used, and a failing one is replaced
+    (``self_check``).
 
     Raises:
-        BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
+        BackendError: the name is unknown, or ``"metal"`` was requested and is not available.
     """
     check_backend_name(name)
     if name == "reference" or (name == "auto" and not is_metal_available()):
@@ -55,8 +56,8 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
 
 
 def try_kernels_of(name: str, shapes: Iterable[AttentionShape]) -> Callable[[GoOn], None] | None:
-    """What :func:`choose_backend` will try for a backend and shapes, to be called before it in any
-    thread; ``None`` if it will try nothing.
+    """A function that tries the kernels for :func:`choose_backend` in advance, in any thread;
+    ``None`` if no kernel has to be tried.
     """
     shapes = list(dict.fromkeys(shapes))
     if name not in ("auto", "metal") or not is_metal_available():

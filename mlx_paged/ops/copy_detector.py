@@ -1,4 +1,4 @@
-"""Notices when a step copies a whole slab, which costs more than all its attention."""
+"""Detects steps that copy a whole slab, which costs more than all their attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_TOKENS = 8
 
 
 class CopyDetector:
-    """Judges the first ``num_steps`` small steps, and warns at most once.
+    """Checks the first ``num_steps`` small steps, and warns at most once.
 
-    A slab that was written in place has the same address as before the step. A copy that MLX makes
-    has another one. This reads addresses, and leaves MLX's memory counters as they are: the peak is
-    the process's.
+    A slab that was written in place has the same address as before the step, a copy has another.
+    Addresses are compared because resetting MLX's peak memory counter would affect the whole
+    process.
     """
 
     def __init__(self, num_steps: int):
@@ -33,8 +33,8 @@ class CopyDetector:
             self._before = _addresses(handles)
 
     def end_step(self, handles: Sequence[KVHandle]) -> None:
-        """After the step's graph was built; an aborted step has none. A step that is judged is
-        evaluated here.
+        """After the step's graph was built; not called for an aborted step. A step that is checked
+        is evaluated here.
         """
         if self._before is None:
             return
@@ -53,8 +53,8 @@ class CopyDetector:
 
 
 def _addresses(handles: Sequence[KVHandle]) -> list[int]:
-    """Where each slab lies in memory, once it is evaluated. Nothing here holds a slab for longer,
-    or the next write would copy it.
+    """The address of each evaluated slab. No reference to a slab is kept, or the next write would
+    copy it.
     """
     mx.eval([kv.arrays for kv in handles])
     # Of bytes: numpy has no bfloat16.

@@ -1,5 +1,5 @@
-"""What kind of device MLX computes on: layers, models and drafts ask, and tests and the emulator
-answer for all of them in this one place.
+"""What kind of device MLX computes on. Layers, models and drafts call this one place, which tests
+and the emulator patch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mlx.core as mx
 def is_cpu() -> bool:
     """Whether MLX's default device is the CPU.
 
-    There an operation is a function call, and small ones go by their number. On a GPU each is a
-    kernel, and ``mx.fast`` has one for what takes dozens of operations here.
+    On a CPU the cost of small operations goes by their number. On a GPU each is a kernel, and
+    ``mx.fast`` replaces dozens of them by one.
     """
     return mx.default_device() == mx.cpu

@@ -1,4 +1,4 @@
-"""What rows of K and V look like in memory, and which kernels read them: no other module knows.
+"""How rows of K and V are stored, and which kernels read them. No other module depends on it.
 
 A row is one head of one token, ``[..., width]``. A format stores rows as *parts*: arrays that are
 alike in all axes but the last one. Dense rows have one part. Affine rows have three, as
@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.config import KV_BITS, KVBits
 from mlx_paged.errors import ArgumentError
@@ -23,18 +22,15 @@ DENSE_DTYPES = ("float32", "float16", "bfloat16")
 GROUP_SIZES = (64, 32)  # the first one that divides a width is taken
 
 Parts: TypeAlias = tuple[mx.array, ...]
-HostParts: TypeAlias = tuple[np.ndarray, ...]
 
 
 class BlockPairs(NamedTuple):
-    """Which matrices of packed rows to multiply with which blocks, ``num_pairs`` of them, each for
-    all heads.
-    """
+    """Which rows to multiply with which blocks: ``num_pairs`` pairs, each for all heads."""
 
-    # Of the leading axis of the rows, [num_pairs]; None where that is num_pairs long, or 1 for all.
+    # Indices of the rows' leading axis, [num_pairs]; None if its length is num_pairs or 1.
     row_ids: mx.array | None
     block_ids: mx.array  # [num_pairs]
-    # The same, counting the matrices of all heads, [num_pairs, num_kv_heads]
+    # The same as indices of the matrices of single heads, [num_pairs, num_kv_heads]
     row_matrices: mx.array
     block_matrices: mx.array
 
@@ -44,13 +40,12 @@ class FormatKernels:
     """The Metal kernels for a format, by their names in ``kernels``."""
 
     attention: str
-    # Encodes rows into their slots and rotates queries; None where rows are numbers as they are,
-    # which attention takes itself.
+    # Encodes rows into their slots and rotates queries; None for dense rows, which the attention
+    # kernel writes.
     encode: str | None = None
-    # Gathers blocks and decodes them; None where rows are numbers as they are, which are copied
-    # whatever their widths.
+    # Gathers blocks and decodes them; None for dense rows, which are copied.
     dequantize: str | None = None
-    # What all are instantiated with beside the dtype and the width of a row.
+    # Template parameters of all, besides the dtype and the width of a row.
     template: tuple[tuple[str, int], ...] = ()
 
 
@@ -59,8 +54,8 @@ class RowFormat(ABC):
     """How rows of K, or of V, are stored.
 
     Args:
-        dtype: of dense rows, ``"float32"``, ``"float16"`` or ``"bfloat16"``: what :meth:`encode`
-            expects numbers to be exact in, what :meth:`decode` gives, and the dtype of scales.
+        dtype: of the activations, ``"float32"``, ``"float16"`` or ``"bfloat16"``: the dtype of
+            dense rows, of scales, and of what :meth:`decode` returns.
 
     Raises:
         ValueError: another dtype.
@@ -69,8 +64,8 @@ class RowFormat(ABC):
     dtype: str = "float32"
 
     part_names: ClassVar[tuple[str, ...]]
-    # How many numbers, each at most 1 where those that were encoded are, the value that is decoded
-    # is a sum of.
+    # A bound on the sum of the terms' magnitudes in a decoded value, for encoded values within
+    # -1..1.
     num_terms: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -88,18 +83,18 @@ class RowFormat(ABC):
 
     @abstractmethod
     def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
-        """Of a row of ``width`` numbers, the width and the dtype of each part.
+        """The width and the dtype of each part of a row of ``width`` numbers.
 
         Raises:
             ValueError: rows of this width can't be stored.
         """
 
     def row_nbytes(self, width: int) -> int:
-        """Bytes that a row of ``width`` numbers takes."""
+        """Bytes of a row of ``width`` numbers."""
         return sum(part_width * dtype.size for part_width, dtype in self.part_shapes(width))
 
     def zeros(self, shape: tuple[int, ...]) -> Parts:
-        """Storage for rows, ``[..., width]`` each, that hold zeros."""
+        """Storage for rows of zeros, ``[..., width]``."""
         *leading, width = shape
         return tuple(
             mx.zeros((*leading, part_width), dtype) for part_width, dtype in self.part_shapes(width)
@@ -107,32 +102,32 @@ class RowFormat(ABC):
 
     @abstractmethod
     def width(self, parts: Parts) -> int:
-        """The width of the rows that are stored."""
+        """The width of the rows stored in these parts."""
 
     @abstractmethod
     def encode(self, rows: mx.array) -> Parts:
-        """Rows of any floating dtype, ``[..., width]``, as the storage holds them. On a CPU these
-        are the bits that the format's kernel leaves.
+        """Encode rows of any floating dtype, ``[..., width]``. On a CPU the result has the bits
+        that the format's kernel writes.
         """
 
     @abstractmethod
     def decode(self, parts: Parts) -> mx.array:
-        """What stored rows stand for, ``[..., width]`` in :attr:`dtype`."""
+        """Decode stored rows to ``[..., width]`` in :attr:`dtype`."""
 
     @abstractmethod
     def multiply_blocks(
         self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
     ) -> mx.array:
-        """Rows times blocks, which are read where they lie if MLX can do that.
+        """Multiply rows by blocks, in place in the slab if MLX supports it.
 
         Args:
-            rows: ``[n, num_kv_heads, group, width]``, or ``block_size`` in the place of ``width``.
+            rows: ``[n, num_kv_heads, group, width]``, or ``block_size`` in place of ``width``.
             slabs: the parts, ``[num_blocks, num_kv_heads, block_size, width of the part]`` each.
-            pairs: which of the ``n`` meets which block.
+            pairs: which of the ``n`` rows is multiplied by which block.
             transpose: whether each block is transposed: True for scores, False for values.
 
         Returns:
-            ``[num_pairs, num_kv_heads, group, block_size]``, or ``width`` in the place of
+            ``[num_pairs, num_kv_heads, group, block_size]``, or ``width`` in place of
             ``block_size``, in float32.
         """
 
@@ -142,31 +137,21 @@ class RowFormat(ABC):
         return False
 
     def kernels(self, values: RowFormat) -> FormatKernels:
-        """Those for K in this format and V in the format ``values``.
+        """The kernels for K in this format and V in the format ``values``.
 
         Raises:
-            ValueError: there are none, with the reason.
+            ValueError: there are none; the message has the reason.
         """
         raise ValueError("only plain MLX reads it")
 
     def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
-        """What mlx-lm's ``QuantizedKVCache`` is made with for K in this format and V in the format
-        ``values``; ``None`` where mlx-lm's other caches hold such rows.
+        """The arguments of mlx-lm's ``QuantizedKVCache`` for K in this format and V in the format
+        ``values``; ``None`` for rows that its other caches store.
 
         Raises:
-            ValueError: mlx-lm has no cache for them, with the reason.
+            ValueError: mlx-lm has no cache for them; the message has the reason.
         """
         raise ValueError("mlx-lm has no such format")
-
-    def to_host(self, parts: Parts) -> HostParts:
-        """A copy of stored rows in host memory, bit for bit."""
-        # numpy has no bfloat16.
-        return tuple(np.array(p.view(mx.uint16) if p.itemsize == 2 else p) for p in parts)
-
-    def from_host(self, copy: HostParts) -> Parts:
-        """What :meth:`to_host` copied, as the storage holds it."""
-        parts = map(mx.array, copy)
-        return tuple(p.view(self.mx_dtype) if p.itemsize == 2 else p for p in parts)
 
 
 @dataclass(frozen=True)
@@ -224,7 +209,7 @@ class AffineFormat(RowFormat):
     and biases, ``[..., width / group_size]`` in :attr:`dtype`.
 
     Raises:
-        ValueError: bits or a group size that there are not, or another dtype.
+        ValueError: unsupported bits, group size or dtype.
     """
 
     bits: int = 8
@@ -252,9 +237,9 @@ class AffineFormat(RowFormat):
             if width % group_size == 0:
                 return cls(dtype, bits, group_size)
         raise ArgumentError(
-            f"[kv cache] kv_format can't be {bits} bits for this model, whose rows of K/V have "
-            f"{width} numbers: groups are of {' or '.join(map(str, GROUP_SIZES))}, and neither "
-            f"divides {width}; leave it out",
+            f"[kv cache] kv_format can't be {bits} bits for this model: its rows of K/V have "
+            f"{width} numbers, and no group size ({' or '.join(map(str, GROUP_SIZES))}) divides "
+            f"{width}; leave it out",
             "kv_format",
         )
 
@@ -287,7 +272,8 @@ class AffineFormat(RowFormat):
     def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
         if width % self.group_size:
             raise ValueError(
-                f"[kv cache] rows of {width} numbers have no whole groups of {self.group_size}"
+                f"[kv cache] rows of {width} numbers can't be divided into groups of "
+                f"{self.group_size}"
             )
         groups = (width // self.group_size, self.mx_dtype)
         return ((width * self.bits // 32, mx.uint32), groups, groups)
@@ -300,14 +286,14 @@ class AffineFormat(RowFormat):
         if self.bits > 4:
             values, scales, biases = mx.quantize(rows, self.group_size, self.bits)
         else:
-            # MLX moves the range of a group until zero is one of its steps, which is up to one step
-            # too far. Of 15 steps that is much (see the benchmark `kv_formats`), so here the range
-            # is that of the numbers, in steps down from its upper end.
+            # MLX shifts the range of a group by up to a step, so that zero is one of its steps.
+            # With 15 steps that costs much precision (see the benchmark `kv_formats`), so here the
+            # range is that of the numbers, in steps down from its upper end.
             groups = rows.reshape(*rows.shape[:-1], -1, self.group_size)
             high = groups.max(-1, keepdims=True)
             scale = (groups.min(-1, keepdims=True) - high) / 15
             numbers = mx.round((groups - high) / mx.where(scale == 0, 1, scale))
-            # MLX finds these integers again, counting down from 15, and packs them.
+            # Quantising these integers, counted down from 15, returns them packed.
             values, *_ = mx.quantize((15 - numbers).reshape(rows.shape), self.group_size, self.bits)
             scales, biases = scale.squeeze(-1), high.squeeze(-1)
         return values, scales.astype(self.mx_dtype), biases.astype(self.mx_dtype)
@@ -333,8 +319,8 @@ class AffineFormat(RowFormat):
                 bits=self.bits,
             )
             return out.astype(mx.float32)
-        # On a CPU, MLX adds up in the dtype of the scales, and to convert those of a whole slab
-        # would cost as much as the pool is large: of 16-bit scales take those that are needed.
+        # On a CPU, MLX accumulates in the dtype of the scales. Converting all scales of a slab
+        # would cost time in proportion to the pool, so gather the needed blocks first.
         values, scales, biases = (part[pairs.block_ids] for part in slabs)
         rows = rows if pairs.row_ids is None else rows[pairs.row_ids]
         return mx.quantized_matmul(
@@ -349,12 +335,12 @@ class AffineFormat(RowFormat):
 
 
 def dtype_name(dtype: str | mx.Dtype) -> str:
-    """The name that numpy has for a dtype, too, such as ``"float16"``."""
+    """The name of a dtype as in numpy, such as ``"float16"``."""
     return str(dtype).removeprefix("mlx.core.")
 
 
 def affine_name(bits: int, group_size: int) -> str:
-    """How affine rows are named in messages and files, those of other packages among them."""
+    """The name of an affine format in messages and files."""
     return f"{bits} bits in groups of {group_size}"
 
 
@@ -371,7 +357,7 @@ class KVFormat:
 
     @classmethod
     def dense(cls, dtype: str | mx.Dtype = "float32") -> KVFormat:
-        """K and V as they are; raises ``ValueError`` for a dtype that is not floating."""
+        """Unquantised K and V; raises ``ValueError`` for an unsupported dtype."""
         rows = DenseFormat(dtype_name(dtype))
         return cls(rows, rows)
 
@@ -380,13 +366,13 @@ class KVFormat:
         """For rows of these widths and activations of this dtype.
 
         Raises:
-            ArgumentError: there are no such groups, or no rotation, for a width.
+            ArgumentError: no group size divides a width, or there is no rotation for it.
         """
         key = AffineFormat.for_width(key_dim, bits.key, dtype)
         made = cls(key, AffineFormat.for_width(value_dim, bits.value, dtype))
         if made.rotates_keys and not _has_hadamard_matrix(key_dim):
             raise ArgumentError(
-                f"[kv cache] kv_format can't be 4 bits of K for this model: there is no Hadamard "
+                f"[kv cache] kv_format can't be 4 bits of K for this model: MLX has no Hadamard "
                 f"matrix for rows of {key_dim} numbers; use 8 bits of K",
                 "kv_format",
             )
@@ -395,15 +381,15 @@ class KVFormat:
     def __post_init__(self) -> None:
         if self.key.dtype != self.value.dtype:
             raise ValueError(
-                f"[kv cache] K of {self.key.dtype} beside V of {self.value.dtype}: both must have "
-                "the dtype of the activations"
+                f"[kv cache] K and V must both have the dtype of the activations, got "
+                f"{self.key.dtype} and {self.value.dtype}"
             )
 
     def __str__(self) -> str:
         return str(self.key) if self.key == self.value else f"K {self.key}, V {self.value}"
 
     def __hash__(self) -> int:
-        return self._hash  # Each layer of each step asks for it.
+        return self._hash  # used by each layer in each step
 
     @cached_property
     def _hash(self) -> int:
@@ -411,12 +397,12 @@ class KVFormat:
 
     @cached_property
     def is_as_computed(self) -> bool:
-        """Whether rows are stored as the model computes them, a number of :attr:`dtype` each."""
+        """Whether rows are stored as the model computes them, in :attr:`dtype`."""
         return self == KVFormat.dense(self.dtype)
 
     @property
     def description(self) -> str:
-        """The name, with all else that the stored bytes depend on."""
+        """The name, with whatever else the stored bytes depend on."""
         if self.is_as_computed:
             return str(self)
         return f"stored as {self}, with {self.key.dtype} scales"
@@ -432,21 +418,21 @@ class KVFormat:
 
     @property
     def stock_quantisation(self) -> dict[str, int] | None:
-        """Of :meth:`RowFormat.stock_quantisation`, and raises what that does."""
+        """See :meth:`RowFormat.stock_quantisation`."""
         return self.key.stock_quantisation(self.value)
 
     @property
     def num_terms(self) -> int:
-        """The most that :attr:`RowFormat.num_terms` is for K or V."""
+        """The larger :attr:`RowFormat.num_terms` of K and V."""
         return max(self.key.num_terms, self.value.num_terms)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of what is encoded and decoded, the activations."""
+        """The dtype of the activations, which are encoded and decoded."""
         return self.key.mx_dtype
 
     def encode(self, k: mx.array, v: mx.array) -> tuple[Parts, Parts]:
-        """Rows of K, ``[..., key_dim]``, and V, in any floating dtype, as slabs hold them."""
+        """Encode rows of K, ``[..., key_dim]``, and V, of any floating dtype."""
         k, v = k.astype(self.dtype), v.astype(self.dtype)
         if self.rotates_keys:
             # Not rounded before they are encoded.
@@ -454,20 +440,12 @@ class KVFormat:
         return self.key.encode(k), self.value.encode(v)
 
     def decode(self, k: Parts, v: Parts) -> tuple[mx.array, mx.array]:
-        """What stored rows stand for, in :attr:`dtype`; K is rotated where :attr:`rotates_keys`."""
+        """Decode stored rows to :attr:`dtype`; K stays rotated where :attr:`rotates_keys`."""
         return self.key.decode(k), self.value.decode(v)
-
-    def to_host(self, k: Parts, v: Parts) -> tuple[HostParts, HostParts]:
-        """Copies of stored rows in host memory, bit for bit."""
-        return self.key.to_host(k), self.value.to_host(v)
-
-    def from_host(self, k: HostParts, v: HostParts) -> tuple[Parts, Parts]:
-        """What :meth:`to_host` copied, as slabs hold it."""
-        return self.key.from_host(k), self.value.from_host(v)
 
     def rotated(self, rows: mx.array) -> mx.array:
         """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix, in float32 and
-        rounded once; as they are where K is not rotated.
+        rounded once; unchanged where K is not rotated.
         """
         if not self.rotates_keys:
             return rows
@@ -475,7 +453,7 @@ class KVFormat:
         return mx.hadamard_transform(wide, scale=rows.shape[-1] ** -0.5).astype(rows.dtype)
 
     def unrotated(self, keys: mx.array) -> mx.array:
-        """Keys before :meth:`rotated`."""
+        """The inverse of :meth:`rotated`."""
         if not self.rotates_keys:
             return keys
         identity = mx.eye(keys.shape[-1])

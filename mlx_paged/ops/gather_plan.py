@@ -1,4 +1,4 @@
-"""What the gather kernel must know of the sequences whose K and V it copies, in one int32 array."""
+"""``GatherPlan``: the sequences whose K and V a gather kernel copies, in one int32 array."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import mlx.core as mx
 from mlx_paged.ops.attention_plan import plan_size
 from mlx_paged.ops.metadata import AttentionMetadata, Rows, rounded_up
 
-# Sizes of results from one power of two to the next: more of them waste less, and come back less
+# Sizes of results per power of two: more of them waste less memory, but buffers are reused less
 # often while a context grows.
 NUM_OUT_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """The sequences of one dispatch, and one of null blocks behind them that fills up the
-    result.
-    """
+    """The sequences of one dispatch, followed by one of null blocks that pads the result."""
 
     array: mx.array  # int32: 2 numbers per block, then 3 per sequence, then zeros
     num_blocks: int  # over all sequences
-    num_tokens: list[int]  # of each sequence but the last one
+    num_tokens: list[int]  # of each sequence, without the padding
 
     @classmethod
     def of(cls, step: AttentionMetadata) -> GatherPlan:
@@ -39,9 +37,9 @@ class GatherPlan:
         cls, block_tables: Sequence[Sequence[int]], num_tokens: list[int], block_size: int
     ) -> GatherPlan:
         """Per block its id and its sequence; per sequence its first block, its first token, and its
-        tokens.
+        number of tokens.
 
-        Sizes are rounded up, so that those of a context that grows come back.
+        Sizes are rounded up, so that a growing context reuses buffers.
         """
         total = sum(num_tokens)
         num_filling = rounded_up(total, NUM_OUT_STEPS) - total
@@ -63,12 +61,12 @@ class GatherPlan:
 
     @property
     def num_out_tokens(self) -> int:
-        """Of the result, with those that fill it up."""
+        """Tokens of the result, including the padding."""
         return rounded_up(sum(self.num_tokens), NUM_OUT_STEPS)
 
     def split(self, keys: mx.array, values: mx.array, num_kv_heads: int) -> list[Rows]:
-        """Each sequence's K and V, ``[num_kv_heads, num_tokens, width]``, of what the kernel wrote,
-        ``[num_out_tokens * num_kv_heads, width]``.
+        """Split the kernel's outputs, ``[num_out_tokens * num_kv_heads, width]``, into each
+        sequence's K and V, ``[num_kv_heads, num_tokens, width]``.
         """
         ends = [num_kv_heads * end for end in itertools.accumulate(self.num_tokens)]
         starts = [0, *ends[:-1]]

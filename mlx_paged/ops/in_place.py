@@ -1,5 +1,5 @@
-"""Whether this device writes slabs in place, in the order of the fences: tried once, before the
-first real write.
+"""The check that kernels write slabs in place on this device, in the order of the fences. It runs
+once, before the first real write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = KVFormat.dense("float16")
 def _try_writes_in_place(go_on: GoOn) -> Found[bool]:
     try:
         failure = check_writes_in_place()
-    except Exception as error:  # whatever a compiler or a driver raises
+    except Exception as error:  # any error of a compiler or a driver
         failure = f"a write in place raised {type(error).__name__}: {error}"
     if failure is None:
         return Found(True)
@@ -31,15 +31,14 @@ def _try_writes_in_place(go_on: GoOn) -> Found[bool]:
 
 
 writes_in_place = TriedOnce(_try_writes_in_place)
-"""Whether :func:`check_writes_in_place` found nothing; a warning says what failed."""
+"""Whether :func:`check_writes_in_place` succeeds; a warning says what failed."""
 
 
 def check_writes_in_place() -> str | None:
-    """Write and read a slab of a megabyte in turns, in one graph; what went wrong, or ``None``.
+    """Write and read a slab of a megabyte in turns, in one graph; returns the failure, or ``None``.
 
-    Each turn writes another number to every slot and gathers all of them, so a write that is lost,
-    that comes before an earlier read or after a later one shows in what was gathered. A slab that
-    was copied shows in the memory counters.
+    Each turn writes another number to every slot and gathers all slots, so a write that is lost or
+    out of order is visible in the results. A copied slab is visible in the memory counters.
     """
     kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, FORMAT)
     before = kv.k[0]
@@ -63,23 +62,23 @@ def check_writes_in_place() -> str | None:
         turns = f"(turns {wrong} of {NUM_TURNS})"
         return f"writes in place are lost or out of order on this device {turns}"
     if kv.k[0] is not before or not mx.all(before == NUM_TURNS).item():
-        return "the last write in place is not seen by MLX on this device"
+        return "the last write in place is not visible to MLX on this device"
     return _check_no_copy(kv)
 
 
 def _check_no_copy(kv: KVHandle) -> str | None:
-    # Weights may be read beside this, in another thread. A copy would show each time.
+    # Another thread may be reading weights. A copy would be visible every time.
     limit = kv.k[0].nbytes // 2
     if any(_nbytes_of_a_write(kv) < limit for _ in range(NUM_LOOKS)):
         return None
     return (
-        f"each write of one row in place takes {limit} bytes or more, "
-        f"so MLX copies the slab of {kv.k[0].nbytes}"
+        f"each write of one row in place allocates {limit} bytes or more, "
+        f"so MLX copies the slab of {kv.k[0].nbytes} bytes"
     )
 
 
 def _nbytes_of_a_write(kv: KVHandle) -> int:
-    """What the process takes meanwhile."""
+    """The memory that the process allocates during a write of one row."""
     row = mx.zeros((1, NUM_KV_HEADS, HEAD_DIM), kv.dtype)
     mx.eval(row)
     mx.synchronize()
@@ -88,5 +87,5 @@ def _nbytes_of_a_write(kv: KVHandle) -> int:
     (kv.fence,) = kernels.write_slots((row,), (row,), kv, padded([0]))()
     mx.eval(kv.fence)
     mx.synchronize()
-    # What was freed again is kept for reuse. Nothing resets the peak, which is the process's.
+    # Freed memory is in MLX's cache. Its peak counter is not used: that would need a reset.
     return mx.get_active_memory() + mx.get_cache_memory() - base

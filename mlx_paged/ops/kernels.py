@@ -1,7 +1,7 @@
 """The Metal kernels of ``metal/``: one function each that returns a launch, to be called once.
 
-Kernels write slabs in place, which MLX does not see. So a launch that reads or writes the slabs of
-a handle binds the handle's fence, and its last result is the next fence, which the caller leaves in
+Kernels write slabs in place without MLX's knowledge. So a launch that reads or writes the slabs of
+a handle binds the handle's fence, and its last result is the next fence, which the caller stores in
 the handle::
 
     *results, kv.fence = launch()
@@ -29,12 +29,12 @@ from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)  # of K and of V
 BLOCK_SIZES = (8, 16, 32, 64)
-# Of a KV head in a query run, for the attention kernel: eight threadgroups share 128 of them. Those
-# of more are the work of a matmul.
+# The most query rows per KV head of a query run in the attention kernel: eight threadgroups share
+# 128 of them. For more rows a matmul is better.
 MAX_QUERY_ROWS = 128
-# Of latents and of their rotated keys. A query row of bfloat16 issues 81 slots for a key, by Mesa's
-# compiler: on an M1 Max 32 of them take 0.92 of the time of the 6,784 bytes that it takes to
-# gather, join and multiply one, and 40 would take longer (docs/internals/kernels.md, "Latents").
+# Widths of latents and of their rotated keys. By Mesa's compiler a query row of bfloat16 issues 81
+# slots per key: on an M1 Max 32 rows take 0.92 of the time in which a key is gathered, joined and
+# multiplied (6,784 bytes), and 40 would take longer (docs/internals/kernels.md, "Latents").
 LATENT_WIDTHS = ((512, 64), (256, 64))
 MAX_LATENT_ROWS = 32
 
@@ -62,8 +62,8 @@ KERNELS = {
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
 }
-# The files that a body is made of, where they are not one of its name: what K and V look like comes
-# first.
+# The files of a kernel's body, if it is not a single file with its name. The format of K and V
+# comes first.
 BODIES = {
     "paged_attention": ("dense_rows", "paged_attention"),
     "paged_attention_affine": ("affine_slabs", "paged_attention"),
@@ -74,7 +74,7 @@ HEADERS = ("paged_kv.h", "row_formats.h", "encoded_rows.h", "affine_rows.h", "la
 
 MAX_THREADS = 256
 MAX_PIECE = 16  # bytes that a thread copies at a time
-# Of fewer bytes 32 bits number all loads, of which the smallest, eight numbers of 4 bits, has four.
+# Below this size all loads have 32-bit indices: the smallest one, eight 4-bit numbers, has 4 bytes.
 LARGE_SLAB_BYTES = 4 * 2**32
 
 Launch: TypeAlias = Callable[[], list[mx.array]]
@@ -85,7 +85,7 @@ FENCE: Output = ((MIN_ELEMENTS,), mx.int32)
 
 
 class MetalKernel(Protocol):
-    """The part of what ``mx.fast.metal_kernel`` returns that is used here."""
+    """The type of what ``mx.fast.metal_kernel`` returns, as far as it is used here."""
 
     def __call__(
         self,
@@ -101,8 +101,8 @@ class MetalKernel(Protocol):
 
 @cache
 def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFormat) -> str | None:
-    """What of a slab's shape or format no kernel can write and read, or ``None``. Rows that are
-    numbers as they are are copied whatever their widths.
+    """Why no kernel can write and read slabs of this shape and format, or ``None``. Dense rows are
+    copied, so their widths don't matter.
     """
     if block_size not in BLOCK_SIZES:
         return _no_kernel("block_size", block_size, BLOCK_SIZES)
@@ -114,35 +114,39 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFor
 
 
 @cache
-def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
-    """What the attention kernel is not made for, or ``None``: K and V are gathered for MLX's own
-    attention then.
+def why_no_attention(
+    key_dim: int, value_dim: int, group: int, holds_latents: bool, rotates_keys: bool
+) -> str | None:
+    """Why the attention kernel does not support a layer, or ``None``. Without it, K and V are
+    gathered for MLX's own attention.
 
     Args:
         group: query heads per KV head.
+        holds_latents: whether K holds latents and V their rotated keys.
+        rotates_keys: of the layer's :class:`KVFormat`.
     """
+    if holds_latents:
+        return _why_no_latents(key_dim, value_dim, group, rotates_keys)
     lack = _why_no_width(key_dim, value_dim)
-    if lack is not None:
-        return lack
-    if group > MAX_QUERY_ROWS:
-        return (
-            f"{group} query heads per KV head are more than the attention kernel is made for "
-            f"({MAX_QUERY_ROWS})"
+    if lack is None and group > MAX_QUERY_ROWS:
+        lack = (
+            f"the attention kernel supports up to {MAX_QUERY_ROWS} query heads per KV head, "
+            f"got {group}"
         )
-    return None
+    return lack
 
 
-@cache
-def why_no_latents(latent_dim: int, rope_dim: int, num_heads: int, format: KVFormat) -> str | None:
-    """What the kernel for latents is not made for, or ``None``: they are gathered then."""
+def _why_no_latents(
+    latent_dim: int, rope_dim: int, num_heads: int, rotates_keys: bool
+) -> str | None:
     if (latent_dim, rope_dim) not in LATENT_WIDTHS:
-        return f"latents of {latent_dim} beside {rope_dim} have no Metal kernel"
-    if format.rotates_keys:
-        return "latents of 4 bits are rotated, and to rotate what is attended back is a launch more"
+        return f"latents of width {latent_dim} with rotated keys of {rope_dim} have no Metal kernel"
+    if rotates_keys:
+        return "4-bit latents are rotated, and rotating the output back would take another launch"
     if num_heads > MAX_LATENT_ROWS:
         return (
-            f"{num_heads} heads that share latents are more than pay in the attention kernel "
-            f"({MAX_LATENT_ROWS})"
+            f"{num_heads} heads on shared latents are slower in the attention kernel, which takes "
+            f"up to {MAX_LATENT_ROWS}"
         )
     return None
 
@@ -165,7 +169,7 @@ def write_slots(
     slots: mx.array,  # [max(num_tokens, 8)] int32, below 0 for padding
     part: int = 0,
 ) -> Launch:
-    """Of one part of the rows. Returns the fence."""
+    """Write one part of stored rows into their slots. Returns the fence."""
     _, key_pieces, value_pieces = pieces = _pieces(kv, part)
     width = max(key_pieces, value_pieces, MIN_ELEMENTS)
     return _chained(
@@ -184,9 +188,9 @@ def encode(
     kv: KVHandle,
     slots: mx.array | None,  # [max(num_tokens, 8)] int32, below 0 for padding
 ) -> Launch:
-    """Writes ``rows`` into the slots as the format of ``kv`` stores them, and rotates ``queries``.
-    All in the dtype of ``kv``; what is ``None`` is left out. Returns the rotated queries (eight
-    zeros where there are none), and the fence.
+    """Write ``rows`` into the slots as the format of ``kv`` stores them, and rotate ``queries``;
+    either may be ``None``. All are in the dtype of ``kv``. Returns the rotated queries (eight zeros
+    if there are none), and the fence.
     """
     num_kv_heads = kv.num_kv_heads
     num_tokens = 0 if rows is None else rows[0].shape[0]
@@ -195,13 +199,13 @@ def encode(
     if queries is not None:
         num_slices += queries.shape[0] * queries.shape[1] // num_kv_heads
         out = (queries.shape, kv.dtype)
-    # Arrays that no thread reads stand for those that are not there.
+    # Missing inputs are replaced by arrays that no thread reads.
     given = queries if rows is None else rows[0]
     assert given is not None, "there are rows, queries or both"
     k, v = (given, given) if rows is None else rows
     num_lanes = max(_lanes_of(kv.key_dim), _lanes_of(kv.value_dim), MIN_ELEMENTS)
     name = kv.format.kernels.encode
-    assert name is not None, "the rows are numbers as they are"
+    assert name is not None, "dense rows are not encoded"
     return _chained(
         name,
         kv,
@@ -223,7 +227,7 @@ def encode(
 
 
 def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
-    """Of one part of the slabs. Returns keys and values, ``[num_out_tokens * num_kv_heads,
+    """Gather one part of the slabs. Returns keys and values, ``[num_out_tokens * num_kv_heads,
     width]`` each, for :meth:`GatherPlan.split`; and the fence.
     """
     _, key_pieces, value_pieces = pieces = _pieces(kv, part)
@@ -242,8 +246,8 @@ def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
 
 
 def gather_numbers(kv: KVHandle, plan: GatherPlan) -> Launch:
-    """What :func:`gather` does, of what the rows stand for: ``[num_out_tokens * num_kv_heads,
-    key_dim or value_dim]``, in the dtype of ``kv``.
+    """:func:`gather` with decoded rows: ``[num_out_tokens * num_kv_heads, key_dim or value_dim]``,
+    in the dtype of ``kv``.
     """
     name = kv.format.kernels.dequantize
     if name is None:
@@ -262,7 +266,7 @@ def gather_numbers(kv: KVHandle, plan: GatherPlan) -> Launch:
 
 
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], part: int = 0) -> Launch:
-    """Of one part of the slabs. Returns the fence."""
+    """Copy blocks in one part of the slabs. Returns the fence."""
     ids = [block_id for pair in src_dst_pairs for block_id in pair]
     _, key_pieces, value_pieces = pieces = _pieces(kv, part)
     num_pieces = kv.num_kv_heads * kv.block_size * max(key_pieces, value_pieces)
@@ -285,14 +289,14 @@ def attention(
     params: AttentionParams,
     sinks: mx.array,  # of sink_logits
 ) -> Launch:
-    """Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials that
-    :func:`merge` takes where the plan has any; and the fence.
+    """Attention. Returns the result, ``[num_tokens, num_heads, value_dim]``, or the partials for
+    :func:`merge` if the plan has any; and the fence.
 
-    Where K holds latents and V their rotated keys, queries have parts for both, and the values are
-    the latents.
+    If K holds latents and V their rotated keys, queries have parts for both, and the values are the
+    latents.
 
-    All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given,
-    which is for dense slabs.
+    All arrays are in the dtype of ``kv``, except partials in float32. ``rows``, for dense slabs
+    only, are written into their slots.
     """
     num_tokens, num_heads, key_dim = queries.shape
     num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
@@ -306,7 +310,7 @@ def attention(
     new_rows: tuple[mx.array, ...] = ()
     plan_array = plan.array
     if kv.format.kernels.encode is None:
-        new_rows = rows or slabs  # which stand for arrays that no thread reads
+        new_rows = rows or slabs  # without rows, arrays that no thread reads
         plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
         kv.format.kernels.attention,
@@ -332,7 +336,7 @@ def attention(
 
 
 def merge(partials: mx.array, queries: mx.array, plan: AttentionPlan, sinks: mx.array) -> Launch:
-    """Returns what :func:`attention` of these queries left in parts."""
+    """Merge the partials that :func:`attention` returned for these queries."""
     num_tokens, num_heads, _ = queries.shape
     value_dim = partials.shape[2] - 4
     return _launch(
@@ -362,7 +366,7 @@ def _chained(
     threadgroup: Size,
     outputs: Sequence[Output] = (),
 ) -> Launch:
-    """A launch that touches the slabs of ``kv``: after all earlier ones, before all later ones.
+    """A launch on the slabs of ``kv``, ordered after all earlier ones and before all later ones.
 
     Raises:
         ValueError: no kernel is made for the shape of the slabs.
@@ -395,7 +399,7 @@ def _launch(
 
 @cache
 def _bits(number: float | None) -> int:
-    """Of a float in 32 bits, which a template takes; 0 for none."""
+    """The bits of a 32-bit float, as a template parameter; 0 for none."""
     return 0 if number is None else struct.unpack("i", struct.pack("f", number))[0]
 
 
@@ -407,16 +411,14 @@ def _format_of(format: KVFormat, key_dim: int, value_dim: int, is_large: bool) -
 
 
 def _format(kv: KVHandle) -> Template:
-    """What the structs of a format in ``metal/row_formats.h`` are instantiated with, and what their
-    rows are numbered with.
-    """
+    """The template parameters of a format in ``metal/row_formats.h``, and the row index type."""
     is_large = max(kv.k[0].nbytes, kv.v[0].nbytes) >= LARGE_SLAB_BYTES
     return _format_of(kv.format, kv.key_dim, kv.value_dim, is_large)
 
 
 def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:
-    """The most bytes that a thread can copy at a time, and how many times that a row of this part
-    of K and of V has.
+    """The size in bytes of the largest piece that a thread can copy, and how many pieces a row has
+    in this part of K and of V.
     """
     key_bytes, value_bytes = (slab.shape[3] * slab.dtype.size for slab in (kv.k[part], kv.v[part]))
     piece = math.gcd(key_bytes, value_bytes, MAX_PIECE)
@@ -428,7 +430,7 @@ def _named(pieces: tuple[int, int, int]) -> Template:
 
 
 def _in_device_memory(array: mx.array) -> mx.array:
-    """An array of at least as many elements as MLX passes in device memory, the others zeros."""
+    """The array, padded with zeros to the size from which on MLX passes it in device memory."""
     if array.size >= MIN_ELEMENTS:
         return array
     return mx.pad(array.reshape(-1), (0, MIN_ELEMENTS - array.size))
@@ -445,7 +447,7 @@ def _rows_per_threadgroup(width: int) -> Size:
 
 @cache
 def kernel(name: str) -> MetalKernel:
-    """What ``mx.fast.metal_kernel`` makes of the sources of a kernel."""
+    """The kernel that ``mx.fast.metal_kernel`` makes of the sources of this name."""
     input_names, output_names = KERNELS[name]
     made = mx.fast.metal_kernel(
         name=f"mlx_paged_{name}",
@@ -470,8 +472,8 @@ def header() -> str:
     return "\n".join(map(read_source, HEADERS))
 
 
-# What follows is kept for the whole process and used by every thread. MLX's streams belong to
-# threads, so an array that one thread leaves lazy is one that no other thread can evaluate.
+# The following arrays are shared by all threads for the whole process. They are evaluated, because
+# MLX's streams belong to threads: no thread can evaluate an array that another one left lazy.
 
 
 @cache

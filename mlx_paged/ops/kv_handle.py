@@ -1,4 +1,4 @@
-"""The handle of one layer's K and V slabs: what every operation reads or writes."""
+"""``KVHandle``: one layer's K and V slabs, which every operation reads or writes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ DENSE = KVFormat.dense()
 
 @dataclass(slots=True, eq=False)
 class KVHandle:
-    """One layer's K, rows of ``key_dim``, and its V, which may have another width, ``value_dim``.
+    """One layer's K, rows of ``key_dim``, and V, rows of ``value_dim``.
 
     Each is stored as the parts of its ``format``, slabs
     ``[num_blocks, num_kv_heads, block_size, width of the part]``.
 
-    Operations that write change the arrays of ``k`` and ``v`` in place. A slab is written without a
-    copy only while it has no other reference, so read it through a handle and do not keep
+    Writes change the arrays of ``k`` and ``v`` in place. A slab is written without a copy only
+    while there is no other reference to it, so read it through the handle and don't keep
     ``handle.k[0]`` across a write.
 
-    Kernels write slabs behind MLX's back. ``fence`` is the last link of the chain of kernel calls
-    that touch these slabs: each call binds it and leaves its own. It is ``None`` where MLX sees all
+    Kernels write slabs without MLX's knowledge. ``fence`` is the last link of the chain of kernel
+    calls on these slabs: each call binds it and replaces it. It is ``None`` where MLX tracks all
     writes.
 
     Raises:
-        ValueError: slabs that don't fit each other or the format.
+        ValueError: the slabs don't match each other or the format.
     """
 
     k: Parts
@@ -89,7 +89,7 @@ class KVHandle:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of dense rows and of queries."""
+        """The dtype of dense rows and of queries."""
         return self.format.dtype
 
     @property
@@ -103,19 +103,19 @@ class KVHandle:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What has to be evaluated for every write so far to have happened."""
+        """The arrays whose evaluation completes all writes so far."""
         return self.slabs if self.fence is None else (*self.slabs, self.fence)
 
     def grow(self, num_new_blocks: int) -> None:
-        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep
-        their meaning.
+        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids stay
+        valid.
 
         Raises:
-            RuntimeError: MLX's, when memory runs out; the slabs are as they were.
+            RuntimeError: from MLX, when memory runs out; the slabs are unchanged then.
         """
         self.leave_chain()
         num_blocks = self.num_blocks
-        # One slab after the other: the transient is one slab, not all.
+        # One slab after the other, so that the peak is one extra slab.
         try:
             self._replace_each(lambda slab: _grown(slab, num_new_blocks))
         except RuntimeError:
@@ -123,7 +123,7 @@ class KVHandle:
             raise
 
     def shrink_to(self, num_blocks: int) -> None:
-        """Drop the blocks with id >= ``num_blocks``. Copies what stays, one slab after the other.
+        """Drop the blocks with id >= ``num_blocks``. Copies the others, one slab after the other.
 
         Raises:
             ValueError: unless 1 <= ``num_blocks`` <= the present number.
@@ -137,25 +137,24 @@ class KVHandle:
         self._replace_each(lambda slab: _cut(slab, num_blocks))
 
     def after_writes(self, out: mx.array) -> mx.array:
-        """``out``, computed once all writes so far have happened. What reads the slabs waits for
-        them anyway.
+        """``out``, made to depend on all writes so far; readers of the slabs do so anyway.
 
-        MLX begins what nothing waits for last: the rows to be written of all layers would stay in
-        memory until the end of the step.
+        MLX schedules writes without dependants last, so that the new rows of all layers would stay
+        in memory until the end of the step.
         """
         writes = self.slabs if self.fence is None else [self.fence]
         waiting: mx.array = mx.depends([out], list(writes))[0]
         return waiting
 
     def _replace_each(self, change: Callable[[mx.array], mx.array]) -> None:
-        """Put ``change`` of each slab in its place, one after the other, evaluated."""
+        """Replace each slab by ``change`` of it, evaluated, one after the other."""
         for i in range(len(self.k)):
             self.k = (*self.k[:i], evaluated(change(self.k[i])), *self.k[i + 1 :])
         for i in range(len(self.v)):
             self.v = (*self.v[:i], evaluated(change(self.v[i])), *self.v[i + 1 :])
 
     def leave_chain(self) -> None:
-        """Wait for the kernels called so far: no fence orders MLX's own operations after them."""
+        """Wait for the kernels called so far: MLX's own operations are not ordered by the fence."""
         if self.fence is not None:
             mx.eval(self.fence)
             self.fence = None
@@ -167,8 +166,8 @@ def _grown(slab: mx.array, num_new_blocks: int) -> mx.array:
 
 
 def _cut(slab: mx.array, num_blocks: int) -> mx.array:
-    """The first blocks; the slab itself where it has no more."""
-    # A slice alone would be a view, and keep the whole slab. The product is exact and never shares
+    """The first blocks; the slab itself if it has no others."""
+    # A slice alone would be a view that keeps the whole slab. The product is exact and never shares
     # memory.
     return slab if slab.shape[0] == num_blocks else slab[:num_blocks] * 1
 
@@ -178,6 +177,6 @@ def _shown(slabs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
 
 
 def evaluated(array: mx.array) -> mx.array:
-    """Evaluate, so that a failure comes before the array takes another one's place."""
+    """Evaluate, so that a failure is raised before the array replaces another one."""
     mx.eval(array)
     return array

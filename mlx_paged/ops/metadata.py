@@ -1,10 +1,8 @@
-"""What the operations need to know of a step: which slots its rows go to and which blocks its
-queries read.
+"""``AttentionMetadata``: the slots that a step's rows go to and the blocks that its queries read.
 
 A step is described once, on the host, for all layers. Its lists are plain lists of integers: a step
 has few sequences and most have one new token, where a call into numpy costs more than the loop that
-it replaces. The operations compare it with a slab in O(1), and nothing is read back from the device
-to be checked.
+it replaces. The operations check it against a slab in O(1), without reading from the device.
 """
 
 from __future__ import annotations
@@ -27,21 +25,21 @@ T = TypeVar("T")
 Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
 StoredRows: TypeAlias = tuple[Parts, Parts]  # K and V, as slabs hold them
 
-# MLX hands a kernel inputs of fewer elements in another address space: another kernel to compile.
+# MLX passes smaller inputs in another address space, which would be another kernel to compile.
 MIN_ELEMENTS = 8
 
 
 def padded(values: Sequence[int], filler: int = 0) -> mx.array:
-    """``[max(len(values), MIN_ELEMENTS)] int32`` for a kernel; no thread reads what was added."""
+    """``[max(len(values), MIN_ELEMENTS)] int32`` for a kernel; no thread reads the padding."""
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
 def rounded_up(count: int, steps: int) -> int:
-    """``count``, at least 1, rounded up to one of ``steps`` sizes from one power of two to the
-    next; as it is up to ``2 * steps``.
+    """``count``, at least 1, rounded up to one of ``steps`` sizes per power of two; unchanged up to
+    ``2 * steps``.
 
-    Sizes that grow with a context come back this way, so that MLX finds buffers that it has. Less
-    than one in ``steps`` is empty.
+    Sizes that grow with a context repeat this way, so that MLX can reuse buffers. The padding is
+    less than ``1 / steps``.
     """
     step = max(1, (1 << (count - 1).bit_length()) // (2 * steps))
     return -(-count // step) * step
@@ -55,7 +53,7 @@ class SlotMapping:
     vLLM: ``slot_mapping``.
     """
 
-    slots: list[int]  # [num_tokens], none twice but those of padding
+    slots: list[int]  # [num_tokens], unique except for padding
     block_size: int
     _places: dict[int, tuple[mx.array, mx.array, mx.array]] = field(
         default_factory=dict, init=False, repr=False
@@ -67,7 +65,7 @@ class SlotMapping:
 
     @cached_property
     def packed(self) -> mx.array:
-        """``[max(num_tokens, 8)] int32``, filled up with padding: what a kernel takes."""
+        """``[max(num_tokens, 8)] int32`` with padding, for a kernel."""
         return padded(self.slots, -1)
 
     @cached_property
@@ -76,7 +74,7 @@ class SlotMapping:
 
     @cached_property
     def only_slot(self) -> tuple[int, int] | None:
-        """Block id and offset of the only row, if one sequence decodes; else ``None``."""
+        """Block id and offset of the row if there is only one, as in a single decode."""
         is_one = len(self.slots) == 1 and self.slots[0] >= 0
         return divmod(self.slots[0], self.block_size) if is_one else None
 
@@ -89,7 +87,7 @@ class SlotMapping:
 
     def places(self, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
         """Block id, head and offset of each row that is not padding, ``[num_live, num_kv_heads]
-        uint32`` each: MLX would make these of anything less in every scatter.
+        uint32`` each: the form to which MLX would convert the indices of every scatter.
         """
         found = self._places.get(num_kv_heads)
         if found is None:
@@ -114,19 +112,19 @@ class AttentionParams:
     # Scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2); no sinks.
     softcap: float | None = None
     # Whether K holds latents and V their rotated keys (MLA, DeepSeek-V2): queries have a part for
-    # either, ``[num_tokens, num_heads, key_dim + value_dim]``, and values are the latents again.
+    # each, ``[num_tokens, num_heads, key_dim + value_dim]``, and the values are the latents.
     holds_latents: bool = False
 
 
 class StepPart(NamedTuple):
-    """The sequences of a step whose query runs have a length in common."""
+    """The sequences of a step whose query runs share a kernel."""
 
-    capacity: int  # the smallest given length that holds their runs; 0 for runs that none holds
+    capacity: int  # the smallest supported length that holds their runs; 0 if they are longer
     step: AttentionMetadata
     rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
 
     def take(self, q: mx.array, kv_rows: Rows | None) -> tuple[mx.array, Rows | None]:
-        """The part's rows of the step's packed queries, and of its K and V if there are any."""
+        """The part's rows of the step's packed queries, and of its K and V if given."""
         rows = self.rows
         if rows is None:
             return q, kv_rows
@@ -141,9 +139,10 @@ class AttentionMetadata:
     """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, and its last
     ``query_lens[s]`` are new.
 
-    The lists are not checked: the manager of a cache guarantees that they fit one another. Names
-    are vLLM's where it has them, but nothing is padded: the new tokens of all sequences share one
-    flat axis ``[num_tokens]``, where sequence ``s`` has ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
+    The lists are not checked: the :class:`KVCacheManager` guarantees that they are consistent.
+    Names are vLLM's where it has them, but nothing is padded: the new tokens of all sequences share
+    one flat axis ``[num_tokens]``, where sequence ``s`` has
+    ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
     """
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context and no more, int32
@@ -153,21 +152,21 @@ class AttentionMetadata:
     # Whether a sequence reads blocks that another one writes in this step, as when both begin with
     # the same prompt. Then all rows are written before any is read, which costs a dispatch.
     shares_new_blocks: bool = False
-    # Per sequence, of how many of its last tokens the logits are wanted: more than one for
-    # speculation, none for a prompt that is not complete. None for one of each.
+    # Per sequence, how many of its last tokens need logits: more than one for speculation, none for
+    # an incomplete prompt. None for one each.
     num_logit_rows: list[int] | None = None
-    # False where the one row that num_logit_rows asks for is not read.
+    # False if the single row of num_logit_rows is not read.
     wants_logits: bool = True
-    known_max_block_id: int | None = None  # saves looking at each
-    # Per sequence, by how much the positions of its tokens are higher than their places in its
-    # context, since others have left it; None for 0 everywhere.
+    known_max_block_id: int | None = None  # saves a search through the tables
+    # Per sequence, how much the positions of its tokens exceed their indices in its context, after
+    # evictions; None for 0 everywhere.
     position_offsets: list[int] | None = None
     # Per sequence, for models with recurrent layers only.
     states: list[StepState] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What a backend makes of this step for its first layer and uses for all of them."""
+        """A value that is made for the first layer of this step and reused by the others."""
         if key not in self._derived:
             self._derived[key] = make()
         return cast(T, self._derived[key])
@@ -197,7 +196,7 @@ class AttentionMetadata:
 
     @cached_property
     def positions(self) -> mx.array:
-        """``[num_tokens] int32``, of each new token in its sequence."""
+        """``[num_tokens] int32``, the position of each new token in its sequence."""
         ends: Iterable[int] = self.context_lens
         if self.position_offsets is not None:
             ends = map(operator.add, ends, self.position_offsets)
@@ -206,7 +205,7 @@ class AttentionMetadata:
 
     @property
     def first_position(self) -> int:
-        """Of the first new token of the first sequence, in that sequence."""
+        """The position of the first new token of the first sequence."""
         num_before = self.context_lens[0] - self.query_lens[0]
         return (
             num_before if self.position_offsets is None else num_before + self.position_offsets[0]
@@ -214,7 +213,7 @@ class AttentionMetadata:
 
     @cached_property
     def slot_mapping(self) -> SlotMapping:
-        """Where the new tokens go: the last ``query_lens[s]`` positions of each sequence."""
+        """The slots of the new tokens: the last ``query_lens[s]`` of each sequence."""
         block_size = self.block_size
         if self.max_query_len == 1:
             slots = [
@@ -237,8 +236,8 @@ class AttentionMetadata:
 
     @property
     def with_history(self) -> AttentionMetadata:
-        """The step of the sequences that had tokens before it."""
-        # A step that kept itself would hold its arrays until the next garbage collection.
+        """The step restricted to sequences with earlier tokens."""
+        # A reference to itself would keep a step's arrays until the next garbage collection.
         return self.derived("with_history", self._select_with_history) or self
 
     def _select_with_history(self) -> AttentionMetadata | None:
@@ -249,7 +248,7 @@ class AttentionMetadata:
 
     @cached_property
     def logit_rows(self) -> mx.array | None:
-        """``[num_rows] int32``, the rows of the tokens whose logits are wanted; ``None`` for all.
+        """``[num_rows] int32``, the rows of the tokens that need logits; ``None`` for all.
 
         vLLM: ``logits_indices``.
         """
@@ -261,7 +260,7 @@ class AttentionMetadata:
 
     @property
     def logit_queries(self) -> AttentionMetadata:
-        """The step with the queries of :attr:`logit_rows` only; other sequences are left out."""
+        """The step restricted to the queries of :attr:`logit_rows` and their sequences."""
         return self if self.logit_rows is None else self._logit_queries
 
     @cached_property
@@ -270,21 +269,20 @@ class AttentionMetadata:
         return self._select([seq for seq, count in enumerate(counts) if count], counts)
 
     def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
-        """Cut the step by the length of its query runs.
+        """Divide the step by the length of its query runs.
 
-        A run's part depends on nothing but its own length, so that the bits of its result don't
-        depend on what else is in the batch.
+        The part of a run depends only on its own length, so that the bits of its result don't
+        depend on the rest of the batch.
 
         Args:
-            capacities: lengths up to which a run belongs to a part, ascending; longer runs are a
-                part of their own.
+            capacities: the longest run of each part, ascending; longer runs are a separate part.
 
         Returns:
-            The parts, and the order ``[num_tokens] int32`` that puts their rows, one part after
-            another, back in place; ``None`` where there is one part.
+            The parts, and the order ``[num_tokens] int32`` that restores the order of their
+            concatenated rows; ``None`` if there is one part.
         """
         cut = self.derived(("parts", capacities), lambda: self._cut_into_parts(capacities))
-        # A step that kept itself would hold its arrays until the next garbage collection.
+        # A reference to itself would keep a step's arrays until the next garbage collection.
         return ([StepPart(cut, self, None)], None) if isinstance(cut, int) else cut
 
     def _cut_into_parts(
@@ -310,7 +308,7 @@ class AttentionMetadata:
     def runs_of(
         self, seqs: Sequence[int], begins: Sequence[int], ends: Sequence[int]
     ) -> AttentionMetadata:
-        """The step of these sequences, each with only the new tokens ``begin : end`` of its own."""
+        """The step of these sequences, each restricted to its new tokens ``begin : end``."""
         context_lens = [
             self.context_lens[seq] - self.query_lens[seq] + end
             for seq, end in zip(seqs, ends, strict=True)
@@ -329,11 +327,11 @@ class AttentionMetadata:
 
     @property
     def logit_counts(self) -> list[int]:
-        """Of each sequence, of how many of its last tokens the logits are wanted."""
+        """How many of the last tokens of each sequence need logits."""
         return [1] * self.num_seqs if self.num_logit_rows is None else self.num_logit_rows
 
     def _select(self, seqs: list[int], query_lens: list[int]) -> AttentionMetadata:
-        """The step of ``seqs`` only, each with its last ``query_lens[seq]`` queries."""
+        """The step restricted to ``seqs``, each with its last ``query_lens[seq]`` queries."""
         return AttentionMetadata(
             [self.block_tables[seq] for seq in seqs],
             [self.context_lens[seq] for seq in seqs],

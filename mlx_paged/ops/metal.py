@@ -1,4 +1,4 @@
-"""The backend of Metal kernels: which kernel runs for which query run."""
+"""The Metal backend: which kernel runs for which query run."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from mlx_paged.ops.reference import ReferenceBackend
 
 Queries = TypeVar("Queries", mx.array, None)
 
-# Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
+# Query tokens per sequence for which the attention kernel is compiled: a decode, and speculation.
 DECODE_RUNS = (1, 2, 4, 8)
 
 
 @cache
-def decode_runs_of(group: int, max_rows: int = kernels.MAX_QUERY_ROWS) -> tuple[int, ...]:
-    """Those of :data:`DECODE_RUNS` whose query rows are not too many for the kernel.
+def decode_runs_of(group: int, holds_latents: bool = False) -> tuple[int, ...]:
+    """The :data:`DECODE_RUNS` whose query rows fit the attention kernel.
 
     Args:
         group: query heads per KV head.
     """
+    max_rows = kernels.MAX_LATENT_ROWS if holds_latents else kernels.MAX_QUERY_ROWS
     return tuple(run for run in DECODE_RUNS if run * group <= max_rows)
 
 
 class MetalBackend(Backend):
-    """Nothing but kernels on the chain of a handle touches its slabs.
+    """Only kernels on the chain of a handle touch its slabs.
 
     Args:
-        writes_in_place: the outcome of the device's check (``in_place``). On a device that failed
-            it, rows are written by donated scatter, which MLX sees, and kernels only read.
-        decode_runs: per group size, which of :func:`decode_runs_of` the decode kernel works for on
-            this device (``self_check``); all of them by default.
+        writes_in_place: the result of the device's check (``in_place``). If it failed, rows are
+            written by donated scatter, which MLX tracks, and kernels only read.
+        decode_runs: per group size, the :func:`decode_runs_of` for which the attention kernel works
+            on this device (``self_check``); all of them by default.
     """
 
     name = "metal"
@@ -87,12 +88,12 @@ class MetalBackend(Backend):
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
-        """A decode writes its rows and attends in one dispatch, or encodes them in one and attends
-        in the next; a prefill writes them, then gathers the sequences that have a history, all in
-        one dispatch.
+        """A decode writes its rows and attends in one dispatch, or encodes in one and attends in
+        the next; a prefill writes its rows, then gathers all sequences with a history in one
+        dispatch.
 
-        Without ``k`` and ``v`` the rows are in the slabs already. This one function launches the
-        kernels, so that a decode takes as few calls as can be.
+        Without ``k`` and ``v`` the rows are in the slabs already. A single function launches the
+        kernels to save Python calls in a decode.
         """
         num_heads, dtype = q.shape[1], q.dtype
         rows, is_written = None, True
@@ -105,8 +106,8 @@ class MetalBackend(Backend):
             if is_written:
                 q = self._store(q, rows, kv, step.slot_mapping)
             if is_encoded:
-                # They are gathered with the rest, so that a row has the same bits in whatever
-                # chunks its prompt comes.
+                # Gather them with the rest, so that a row has the same bits however its prompt is
+                # chunked.
                 rows = None
         else:
             q = self._store(q, None, kv, None)
@@ -140,8 +141,8 @@ class MetalBackend(Backend):
     def _store(
         self, q: Queries, rows: Rows | None, kv: KVHandle, slot_mapping: SlotMapping | None
     ) -> Queries:
-        """Write ``rows`` into their slots as the format stores them, and return ``q`` as attention
-        takes it; one dispatch at most does both.
+        """Write ``rows`` into their slots as the format stores them, and return ``q`` as the
+        attention kernel expects it, in at most one dispatch.
         """
         if kv.format.kernels.encode is None or self._scatter:
             if rows is not None and slot_mapping is not None:
@@ -195,7 +196,7 @@ class MetalBackend(Backend):
         self.reshape_and_cache(k_rows, v_rows, kv, SlotMapping(slots, size))
 
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
-        # No kernel: a cache on this backend has no block that needs it.
+        # There is no kernel: no cache on this backend needs it.
         ReferenceBackend().zero_blocks(kv, block_ids)
 
     def decode_plans(
@@ -206,13 +207,10 @@ class MetalBackend(Backend):
         return [AttentionPlan.of(step, key) for key in keys]
 
     def _decode_runs(self, kv: KVHandle, group: int, params: AttentionParams) -> tuple[int, ...]:
-        if params.holds_latents:
-            if kernels.why_no_latents(kv.key_dim, kv.value_dim, group, kv.format) is not None:
-                return ()
-            return self._checked_runs.get(group, decode_runs_of(group, kernels.MAX_LATENT_ROWS))
-        if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
+        holds_latents, rotates_keys = params.holds_latents, kv.format.rotates_keys
+        if kernels.why_no_attention(kv.key_dim, kv.value_dim, group, holds_latents, rotates_keys):
             return ()
-        return self._checked_runs.get(group, decode_runs_of(group))
+        return self._checked_runs.get(group, decode_runs_of(group, holds_latents))
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:

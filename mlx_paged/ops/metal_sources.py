@@ -1,5 +1,5 @@
-"""The Metal sources: a resource of the package in a wheel, beside the package in a checkout. Apart
-from the launches in ``kernels.py``, as tests, the cost model and the gate read them as texts.
+"""The Metal sources: a resource of the package in a wheel, a folder next to the package in a
+checkout. Tests and the cost model read them as text, without the launches in ``kernels.py``.
 """
 
 from __future__ import annotations

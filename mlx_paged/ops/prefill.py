@@ -1,6 +1,4 @@
-"""Attention of long query runs, by any backend: dense K and V of each sequence, then MLX's own
-SDPA.
-"""
+"""Attention of long query runs, for all backends: dense K and V per sequence, then MLX's SDPA."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import mlx.core as mx
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows
 
-# Capped scores are an array, of this many queries at a time: at 32,768 tokens of context and 16
-# heads it takes 256 MiB.
+# Capped scores are materialised for this many queries at a time: 256 MiB at 32,768 tokens of
+# context and 16 heads.
 CAPPED_QUERIES = 128
 
 
@@ -24,13 +22,12 @@ def prefill(
     params: AttentionParams,
     gather: Callable[[KVHandle, AttentionMetadata], list[Rows]],
 ) -> mx.array:
-    """``[num_tokens, num_heads, value_dim]``. A sequence whose tokens are all new takes its rows as
-    they are; the others' K and V are gathered.
+    """``[num_tokens, num_heads, value_dim]``. A sequence without earlier tokens uses its new rows
+    directly; for the others, K and V are gathered.
 
     Args:
-        rows: K and V of the step's tokens, which are in the slabs, too; ``None`` where the caller
-            has them no more.
-        gather: the dense K and V of each sequence of a step, out of the slabs,
+        rows: K and V of the step's tokens, also in the slabs; ``None`` to gather them as well.
+        gather: returns the dense K and V of each sequence of a step from the slabs,
             ``[num_kv_heads, context_len, key_dim or value_dim]``.
     """
     stored = step if rows is None else step.with_history
@@ -58,8 +55,8 @@ def attend_with_sdpa(
     step: AttentionMetadata,
     params: AttentionParams,
 ) -> mx.array:
-    """MLX's own SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
-    value_dim]``. It caps no scores, so where they are capped, products and a softmax.
+    """MLX's SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
+    value_dim]``. SDPA does not support capped scores, which take matmuls and a softmax instead.
     """
     outputs = []
     starts = step.cu_seqlens_q
@@ -67,7 +64,7 @@ def attend_with_sdpa(
     for seq, (keys, values) in enumerate(seq_kv):
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = attend(queries.astype(keys.dtype), keys, values, params)
-        # An index would be a gather, and so a launch.
+        # Indexing would be a gather, which is a launch.
         outputs.append(out.squeeze(0).swapaxes(0, 1))
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
@@ -78,15 +75,15 @@ def attend_to_latents(
     step: AttentionMetadata,
     params: AttentionParams,
 ) -> mx.array:
-    """:func:`attend_with_sdpa` where latents stand for the first part of K, and for V (MLA);
-    ``[num_tokens, num_heads, key_dim]``.
+    """:func:`attend_with_sdpa` with latents as the first part of K and as V (MLA); ``[num_tokens,
+    num_heads, key_dim]``.
     """
     rows = [(mx.concatenate([latents, keys], axis=-1), latents) for latents, keys in seq_kv]
     return attend_with_sdpa(q, rows, step, params)
 
 
 def capped(scores: mx.array, softcap: float | None) -> mx.array:
-    """``softcap * tanh(scores / softcap)``, or the scores as they are."""
+    """``softcap * tanh(scores / softcap)``, or the unchanged scores without a cap."""
     return scores if softcap is None else mx.tanh(scores / softcap) * softcap
 
 
@@ -109,7 +106,7 @@ def _sdpa(
 def _attend_capped(
     queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams
 ) -> mx.array:
-    """What :func:`_sdpa` does, in float32: half precision would round a score of 50 by 0.02."""
+    """:func:`_sdpa` with capped scores, in float32: half precision rounds a score of 50 by 0.02."""
     _, num_heads, query_len, _ = queries.shape
     context_len, dtype = keys.shape[2], values.dtype
     heads = (keys.shape[1], num_heads // keys.shape[1])

@@ -1,8 +1,8 @@
-"""The backend of plain MLX, for any device: the formula that every kernel is held against.
+"""The backend of plain MLX, for any device: the reference that every kernel is tested against.
 
-Slots are written by *donated scatters*: MLX writes a slab in place as long as it has no other
-reference, at the cost of the rows alone. So evaluate a step before the next one is built, and keep
-no view of a slab across a write.
+Slots are written by *donated scatters*: MLX writes a slab in place as long as there is no other
+reference to it, and the cost depends on the rows alone. So evaluate a step before building the next
+one, and keep no view of a slab across a write.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DECODE_RUNS = (1,)
 
 
 class ReferenceBackend(Backend):
-    """MLX's own operations. Where kernels wrote before, each operation waits for them first.
+    """MLX's own operations. Each waits for earlier kernels on the same slabs first.
 
     Args:
-        decode_runs: lengths up to which query runs are decoded block-parallel; K and V of longer
-            ones are gathered.
+        decode_runs: lengths up to which query runs are decoded block-parallel; for longer ones K
+            and V are gathered.
     """
 
     name = "reference"
@@ -81,7 +81,7 @@ class ReferenceBackend(Backend):
     def _attend(
         self,
         q: mx.array,
-        stored: StoredRows | None,  # rows of the step's tokens, which are in the slabs, too
+        stored: StoredRows | None,  # rows of the step's tokens, also in the slabs
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -124,7 +124,7 @@ class ReferenceBackend(Backend):
         kv.leave_chain()
         sources, destinations = mx.array(list(zip(*src_dst_pairs, strict=True)), dtype=mx.int32)
         blocks = [slab[sources] for slab in kv.slabs]
-        # The gather must be done before the scatter is built: while it holds the slab, the scatter
+        # Evaluate the gather before the scatter is built: while it references the slab, the scatter
         # would copy it whole.
         mx.eval(blocks)
         for slab, copied in zip(kv.slabs, blocks, strict=True):
@@ -152,7 +152,7 @@ class ReferenceBackend(Backend):
 
 
 def _runs_of(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where runs of adjacent ids begin and end."""
+    """The begin and end of each run of adjacent ids."""
     start = 0
     for end in range(1, len(block_ids) + 1):
         if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
@@ -179,8 +179,7 @@ def _decode(
     """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a
     segment softmax, one matmul with the values.
 
-    What lies past the end of a sequence in its last block gets a weight of 0, and has to be
-    finite for that.
+    Slots past the end of a sequence in its last block get a weight of 0, and must be finite.
     """
     num_tokens, num_heads, key_dim = q.shape
     num_kv_heads = kv.num_kv_heads
@@ -190,15 +189,13 @@ def _decode(
         lambda: _PairsOfStep(step, params.window, num_kv_heads),
     )
 
-    # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
-    # it.
+    # Scores of each block for the query that reads it, [num_pairs, num_kv_heads, group, block_size]
     queries = (q * params.scale).reshape(num_tokens, num_kv_heads, group, key_dim)
     scores = kv.format.key.multiply_blocks(queries, kv.k, pairs.of_tokens, True)
     # -inf where a query must not see a key.
     scores = capped(scores, params.softcap) + pairs.bias
 
-    # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
-    # too.
+    # Softmax of each query token over all of its blocks, normalised after the values are summed.
     highest = pairs.segment_max(scores)
     sink_logits: mx.array | None = None
     if params.sinks is not None:
@@ -222,8 +219,8 @@ def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
 
 def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> StoredRows:
     first, num_blocks = block_table[0], len(block_table)
-    # The pieces of one head adjacent, [num_kv_heads, num_blocks]: a gather of whole blocks would be
-    # copied once more, to put heads first.
+    # Gather heads first, [num_kv_heads, num_blocks]: whole blocks would have to be transposed by
+    # another copy.
     ids = None
     if block_table != list(range(first, first + num_blocks)):
         heads = mx.arange(kv.num_kv_heads)[:, None]
@@ -241,7 +238,7 @@ class _PairsOfStep:
     """All (query token, block) pairs of a step, and the segment operations that reduce them per
     query token.
 
-    A pair is in when the block holds at least one key that the query may see. Pairs of one query
+    There is a pair for each block with at least one key that the query sees. Pairs of one query
     token are adjacent, in the order of its block table.
     """
 
@@ -263,14 +260,14 @@ class _PairsOfStep:
                 counts.append(last + 1 - first)
                 if last_offset + 1 < block_size:
                     hidden.append((len(block_ids) - 1, slice(last_offset + 1, None)))
-        # 0 where the query sees the key, else -inf; adding is cheaper than choosing.
+        # 0 where the query sees the key, else -inf; an addition is cheaper than mx.where.
         bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
         for pair, slots in hidden:
             bias[pair, 0, 0, slots] = -np.inf
         self.bias = mx.array(bias)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
-        # Unsigned, as mx.gather_mm would make them in each call.
+        # Unsigned: mx.gather_mm would convert them in each call.
         tokens = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         self._tokens = mx.array(tokens)  # [num_pairs]
         num_pairs = len(block_ids)
@@ -281,14 +278,14 @@ class _PairsOfStep:
         row_ids = None if self._num_tokens == 1 else self._tokens
         blocks = np.array(block_ids, dtype=np.uint32)
         block_matrices = by_head(blocks)
-        # For what each query token has, and for what each pair has.
+        # For rows per query token, and for rows per pair.
         self.of_tokens = BlockPairs(row_ids, mx.array(blocks), by_head(tokens), block_matrices)
         each = by_head(np.arange(num_pairs, dtype=np.uint32))
         self.of_pairs = BlockPairs(None, self.of_tokens.block_ids, each, block_matrices)
 
     def segment_max(self, values: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token,
-        ``[num_tokens, ..., 1]``.
+        """The maximum per query token, from ``[num_pairs, num_kv_heads, group, n]`` to
+        ``[num_tokens, num_kv_heads, group, 1]``.
         """
         if self._num_tokens == 1:
             return values.max(axis=(0, 3), keepdims=True)
@@ -300,8 +297,8 @@ class _PairsOfStep:
         )
 
     def segment_sum(self, values: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens,
-        ..., n]``.
+        """The sum per query token, from ``[num_pairs, num_kv_heads, group, n]`` to
+        ``[num_tokens, num_kv_heads, group, n]``.
         """
         if self._num_tokens == 1:
             return values.sum(axis=0, keepdims=True)
@@ -311,11 +308,10 @@ class _PairsOfStep:
                 .at[self._tokens]
                 .add(values)
             )
-        # Pairs of a token are adjacent; sums of slices take a third of the time of a scatter of
-        # rows.
+        # Pairs of a token are adjacent, and sums of slices take a third of the time of a scatter.
         segments = mx.split(values, self._ends[:-1])
         return mx.concatenate([segment.sum(axis=0, keepdims=True) for segment in segments])
 
     def spread(self, per_token: mx.array) -> mx.array:
-        """What each query token has, for each of its pairs; one token's broadcasts by itself."""
+        """Values per query token repeated for each of its pairs; those of one token broadcast."""
         return per_token if self._num_tokens == 1 else per_token[self._tokens]

@@ -1,9 +1,9 @@
-"""Whether the kernels that a model needs work on this device: before the first cache of a shape is
-made, each is compiled, and held against plain MLX on a random step. That may be done beside the
-reading of the model's weights, in another thread.
+"""The start-up check of kernels: before the first cache of a shape is made, each kernel is compiled
+and compared with plain MLX on a random step. This may run in another thread while the model's
+weights are read.
 
-So no answer waits for a compiler later on, and a kernel that this device's compiler refuses or gets
-wrong is not used.
+So no request waits for compilation later, and a kernel that this device's compiler rejects or
+miscompiles is not used.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
-from mlx_paged.ops.kernels import MAX_LATENT_ROWS, MAX_QUERY_ROWS
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.reference import ReferenceBackend
 from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
 
-# Tokens that no threadgroup attends to alone, so that partitions are merged.
+# Lengths of more than one partition, so that partitions are merged.
 LONG, LONG_WINDOW = 280, 260
 
 
 @dataclass(frozen=True)
 class WorkingKernels:
-    """What works for one shape."""
+    """The kernels that work for one shape."""
 
-    writes: bool  # of rows and of whole blocks, in place
+    writes: bool  # rows and whole blocks, in place
     gathers: bool
-    decode_runs: tuple[int, ...]  # of those that its group may have
+    decode_runs: tuple[int, ...]  # of :func:`decode_runs_of`
 
 
 def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
-    """The Metal backend with the kernels that work for all ``shapes``; plain MLX where not even
-    gathers do.
+    """The Metal backend with the kernels that work for all ``shapes``; plain MLX if gathers fail.
 
-    Rows are written by donated scatter where a kernel can't, and runs that no kernel attends to are
-    gathered for MLX's own SDPA. A warning says what failed, once per process and shape.
+    If the writing kernels fail, rows are written by donated scatter, and runs without a working
+    attention kernel are gathered for MLX's own SDPA. A warning says what failed, once per process
+    and shape.
     """
     decode_runs: dict[int, tuple[int, ...]] = {}
     writes = writes_in_place()
@@ -58,16 +57,16 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
         writes = writes and found.writes
         if shape.why_no_attention is not None:
             continue
-        runs = decode_runs.get(shape.group, _runs_of(shape))
+        runs = decode_runs.get(shape.group, decode_runs_of(shape.group, shape.holds_latents))
         decode_runs[shape.group] = tuple(run for run in runs if run in found.decode_runs)
     return MetalBackend(writes, decode_runs)
 
 
 def try_beforehand(shapes: Iterable[AttentionShape], go_on: GoOn) -> None:
-    """Try what :func:`working_backend` will ask for, and say nothing about it.
+    """Run the trials of :func:`working_backend` in advance, without warnings.
 
     Raises:
-        TrialStoppedError: ``go_on`` did.
+        TrialStoppedError: raised by ``go_on``.
     """
     for shape in shapes:
         try_kernels.quietly(shape, go_on=go_on)
@@ -94,7 +93,9 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
         warn(" or ".join(filter(None, names)), failure, instead)
 
-    runs = _runs_of(shape) if shape.why_no_attention is None else ()
+    runs: tuple[int, ...] = ()
+    if shape.why_no_attention is None:
+        runs = decode_runs_of(shape.group, shape.holds_latents)
     failures = {run: _failure_of_attention(shape, run, writes, go_on) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
@@ -106,16 +107,11 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
 
 
 try_kernels = TriedOnce(_try_kernels)
-"""Which kernels work for a shape: each is tried, and a warning says which fail."""
-
-
-def _runs_of(shape: AttentionShape) -> tuple[int, ...]:
-    most = MAX_LATENT_ROWS if shape.holds_latents else MAX_QUERY_ROWS
-    return decode_runs_of(shape.group, most)
+"""Tries each kernel of a shape; warnings say which ones fail."""
 
 
 def _failure_of_attention(shape: AttentionShape, run: int, writes: bool, go_on: GoOn) -> str | None:
-    """Of runs of up to ``run`` tokens, at once and in partitions that are merged."""
+    """Try runs of up to ``run`` tokens, in one partition and in several that are merged."""
     metal, query_lens = MetalBackend(writes, {shape.group: (run,)}), [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
     for context_lens, params in (
@@ -133,7 +129,7 @@ def _failure_of_attention(shape: AttentionShape, run: int, writes: bool, go_on: 
 
 
 class _Layer(NamedTuple):
-    """Queries and rows of a step, and the slabs before it, whose last block no sequence has."""
+    """Queries and rows of a step, and the slabs before it, whose last block is unused."""
 
     step: AttentionMetadata
     q: mx.array
@@ -143,14 +139,14 @@ class _Layer(NamedTuple):
 
 
 def _move(backend: Backend, layer: _Layer) -> list[mx.array]:
-    """Write a row of padding and those of the step, copy a block, write one as it is stored, and
-    gather the sequences, as they are stored and as numbers.
+    """Write a row of padding and those of the step, copy a block, gather the sequences stored and
+    decoded, and write a stored block.
     """
     step, _, k, v, kv = layer
     k, v = (mx.concatenate([rows[:1], rows]) for rows in (k, v))
     backend.update(k, v, kv, SlotMapping([-1, *step.slot_mapping.slots], step.block_size))
     backend.copy_blocks(kv, [(step.block_tables[0][0], kv.num_blocks - 1)])
-    # Plain MLX would round between the product and the sum of which a number consists.
+    # Plain MLX would round between scale * n and the bias.
     numbers = kv if backend.name == "metal" else _in_float32(kv)
     gathered: list[mx.array] = []
     for table, num_tokens in zip(step.block_tables, step.context_lens, strict=True):
@@ -165,7 +161,7 @@ def _move(backend: Backend, layer: _Layer) -> list[mx.array]:
 
 
 def _attend(params: AttentionParams, backend: Backend, layer: _Layer) -> list[mx.array]:
-    """Write and attend; plain MLX does the second in float32, on what it has written."""
+    """Write and attend; plain MLX attends in float32 to the rows that it has written."""
     step, q, k, v, kv = layer
     if backend.name == "metal":
         return [backend.update_and_attend(q, k, v, kv, step, params)]
@@ -181,8 +177,8 @@ def _failure_of(
     context_lens: list[int],
     query_lens: list[int],
 ) -> str | None:
-    """What is wrong with what ``metal`` makes of a random layer, or ``None``: slabs must hold the
-    bits that plain MLX leaves on a CPU.
+    """Why the result of ``metal`` for a random layer is wrong, or ``None``: slabs must have the
+    bits that plain MLX writes on a CPU, results must be within the bound of rounding.
     """
     try:
         layer = _random_layer(shape, context_lens, query_lens)
@@ -190,31 +186,31 @@ def _failure_of(
         with mx.stream(mx.cpu):
             k, v = (tuple(part * 1 for part in parts) for parts in (kv.k, kv.v))
             twin = KVHandle(k, v, kv.format)
-            # Decodes would read slots without a token, which are NaN.
+            # Decodes would read unused slots, which are NaN.
             expected = operate(ReferenceBackend(decode_runs=()), layer._replace(kv=twin))
             mx.eval(expected, twin.arrays)
         found = operate(metal, layer)
         mx.eval(found, kv.arrays)
-    except Exception as error:  # whatever a compiler or a driver raises
+    except Exception as error:  # any error of a compiler or a driver
         return f"raised {type(error).__name__}: {error}"
-    # With numbers within -1..1 the terms of a score add up to sqrt(head_dim) at most, so a float
-    # sum of them is wrong by head_dim^1.5 roundings at most, and a sum over the context by one per
-    # token. Where a number is scale * n + bias, its two terms are 3 at most together.
+    # With numbers within -1..1 the terms of a score add up to at most sqrt(head_dim), so a float
+    # sum of them has an error of at most head_dim^1.5 roundings, and a sum over the context one
+    # rounding per token. The two terms of scale * n + bias are at most 3 together.
     num_roundings = (shape.key_dim**1.5 + max(context_lens)) * shape.format.num_terms
     with mx.stream(mx.cpu):
         slabs = zip(_widened(kv.slabs), _widened(twin.slabs), strict=True)
         if not all(mx.array_equal(*pair, equal_nan=True).item() for pair in slabs):
-            return "leaves other slabs than it should"
+            return "writes wrong bits into the slabs"
         for pair in zip(found, expected, strict=True):
             excess = _error(*pair, num_roundings)
             if not excess <= 1:  # NaN, too
-                return f"is wrong by {excess:.3g} times what rounding may cost"
+                return f"has {excess:.3g} times the error that rounding allows"
     return None
 
 
 def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: list[int]) -> _Layer:
-    """Two sequences in shuffled blocks, of numbers within -1..1. In slots without a token every bit
-    is set, so that floats are NaN.
+    """Two sequences in shuffled blocks, with numbers within -1..1. All bits of unused slots are
+    set, so that floats are NaN.
     """
     rng, size, heads = np.random.default_rng(0), shape.block_size, shape.num_kv_heads
     first, num_blocks = np.cumsum([-(-length // size) for length in context_lens]).tolist()
@@ -249,14 +245,14 @@ def _in_float32(kv: KVHandle) -> KVHandle:
 
 
 def _widened(parts: Parts) -> Parts:
-    """Copies, of floats in float32."""
+    """Copies, with floats widened to float32."""
     wide = (part if part.dtype == mx.uint32 else part.astype(mx.float32) for part in parts)
     return tuple(part * 1 for part in wide)
 
 
 def _error(found: mx.array, exact: mx.array, num_roundings: float) -> float:
-    """The largest error as a multiple of what is allowed: ``num_roundings`` of floats up to 1, then
-    one to the dtype of what was found. Integers must be equal.
+    """The largest error as a multiple of the allowed one: ``num_roundings`` of floats up to 1, then
+    one to the dtype of ``found``. Integers must be equal.
     """
     if not mx.issubdtype(found.dtype, mx.floating):
         return 0.0 if mx.array_equal(found, exact).item() else math.inf

@@ -1,8 +1,7 @@
-"""What recurrent layers keep of sequences: states that lie in stacks, and what a step does with
-them.
+"""Recurrent states of sequences, in stacks, and how a step reads and writes them.
 
-The state of a sequence is a row of a stack, whose arrays hold those of all sequences that ran
-together. A step that runs the same ones again takes the stack as it lies.
+The state of a sequence is a row of a stack, whose arrays hold the states of all sequences that ran
+together. A step that runs the same sequences again reads the stack without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-# By recurrent cache of the model and its slot; None for one that is not set.
+# By recurrent cache of the model and its slot; None for a slot that is not set.
 StateArrays: TypeAlias = Sequence[Sequence[mx.array | None]]
 # What a step reads: the array of a cache and a slot, [num_sequences, ...].
 ReadState: TypeAlias = Callable[[int, int], mx.array | None]
@@ -27,7 +26,7 @@ class StateStack:
 
     Args:
         arrays: ``[num_states, ...]`` each.
-        num_states: of as many sequences.
+        num_states: one per sequence.
     """
 
     def __init__(self, arrays: StateArrays, num_states: int):
@@ -37,11 +36,13 @@ class StateStack:
 
     @classmethod
     def of(cls, rows: Sequence[StateRow]) -> StateStack:
-        """The states of these rows, whose :attr:`shapes` are equal: as they lie, if they are all of
-        one stack, else in a new one.
+        """A stack of these rows, whose :attr:`shapes` are equal: their own stack if they are the
+        whole of it, in order, else a new one.
         """
         stack = rows[0].stack
-        if _is_whole(stack, rows):
+        if len(rows) == stack.num_states and all(
+            row.stack is stack and row.index == index for index, row in enumerate(rows)
+        ):
             return stack
         read = reader_of(rows)
         arrays = [
@@ -52,7 +53,7 @@ class StateStack:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Of one state, array by array: only states that agree can be in a stack."""
+        """The shape of each array of one state: only states with equal shapes can share a stack."""
         return tuple(
             None if array is None else tuple(array.shape[1:])
             for slots in self.arrays
@@ -61,14 +62,14 @@ class StateStack:
 
     @classmethod
     def of_leaves(cls, leaves: Iterable[mx.array], num_slots: Sequence[int]) -> StateStack:
-        """All of these arrays, of caches with as many slots."""
+        """A stack of these arrays, for recurrent caches with these numbers of slots."""
         taken = iter(leaves)
         arrays = [list(itertools.islice(taken, size)) for size in num_slots]
         return cls(arrays, len(arrays[0][0]))
 
     @property
     def num_slots(self) -> list[int]:
-        """Of each recurrent cache."""
+        """The number of slots of each recurrent cache."""
         return [len(slots) for slots in self.arrays]
 
     @property
@@ -90,8 +91,8 @@ class StateStack:
         return len({row.index for row in self._held}) == self.num_states
 
     def part(self) -> list[mx.array]:
-        """Unless the stack is whole, copy each state that is still held to a stack of its own, so
-        that this one can go.
+        """Unless the stack is whole, copy each state that is still held to a separate stack, so
+        that this one can be freed.
 
         Returns:
             The copies, to be evaluated.
@@ -105,7 +106,7 @@ class StateStack:
 
 
 class StateRow:
-    """The state of one sequence. What it stands for never changes; where it lies may."""
+    """The state of one sequence. Its value never changes; the stack that holds it may."""
 
     __slots__ = ("__weakref__", "index", "stack")
 
@@ -114,7 +115,7 @@ class StateRow:
         stack._rows.append(weakref.ref(self))
 
     def alone(self) -> StateRow:
-        """The same state in a stack of its own."""
+        """The same state in a separate stack."""
         stack = self.stack
         if stack.num_states == 1:
             return self
@@ -128,16 +129,15 @@ class StateRow:
 
 @dataclass(slots=True, eq=False)
 class StepState:
-    """What a model with recurrent layers keeps of a sequence, before a step and after it.
+    """The recurrent state of a sequence before and after a step.
 
     Attributes:
-        before: what the model left in :attr:`after` in the last step of the sequence; ``None``
-            where the sequence begins.
-        cuts: after how many of the new tokens, ascending, the model is to leave a state that others
-            may begin with.
-        num_drafts: of the new tokens, the last ones, which may be taken back.
-        at_cuts: these states, in stacks of their own, to be added by the model.
-        after: the state after all new tokens, to be set by the model.
+        before: :attr:`after` of the previous step of the sequence; ``None`` at its beginning.
+        cuts: after how many of the new tokens, ascending, the model has to leave a state as a
+            checkpoint.
+        num_drafts: how many of the last new tokens are drafts, which may be rejected.
+        at_cuts: the states at the cuts, in separate stacks, added by the model.
+        after: the state after all new tokens, set by the model.
     """
 
     before: StateRow | None
@@ -148,8 +148,8 @@ class StepState:
 
 
 def reader_of(rows: Sequence[StateRow]) -> ReadState:
-    """Reads these states together, one array at a time: a stack as it lies, where they are all of
-    one.
+    """A function that reads these states together, one array at a time; without a copy if they are
+    a whole stack.
     """
     pieces: list[tuple[StateStack, list[int]]] = []
     for row in rows:
@@ -175,19 +175,14 @@ def reader_of(rows: Sequence[StateRow]) -> ReadState:
 
 
 def part_ways(stacks: Sequence[StateStack]) -> list[StateStack]:
-    """After a step that went on from these stacks: what others still hold of them goes to stacks of
-    its own, since a whole one would stay for each sequence that is left behind.
+    """After a step that continued from these stacks, move states that are still held to separate
+    stacks: one held state would keep its whole stack in memory.
 
     Returns:
-        Those that are whole: all of their sequences may fall back to them, if drafts are rejected.
+        The stacks of which every state is held: if drafts are rejected, all of their sequences may
+        fall back to them.
     """
     copies = [array for stack in stacks for array in stack.part()]
     if copies:
         mx.async_eval(copies)
     return [stack for stack in stacks if stack.is_whole]
-
-
-def _is_whole(stack: StateStack, rows: Sequence[StateRow]) -> bool:
-    return len(rows) == stack.num_states and all(
-        row.stack is stack and row.index == index for index, row in enumerate(rows)
-    )

@@ -1,4 +1,4 @@
-"""A decode without numbers of the host, for tracing."""
+"""A decode step without host values, for tracing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ def traced_decode(
     slots: mx.array | None = None,
     states: list[StepState] | None = None,
 ) -> AttentionMetadata:
-    """A step of single tokens of which only arrays are known.
+    """A step of single tokens that consists of arrays only.
 
-    A trace is run again with the arrays of other steps, so whatever it reads of the host would stay
-    that of one step. Here lengths, block ids and slots are not there: to read one raises
-    ``RuntimeError``.
+    A trace is replayed with the arrays of other steps, so any host value that it reads would be
+    baked in. Here lengths, block ids and slots are missing: reading one raises ``RuntimeError``.
 
     Args:
-        derived: what :meth:`AttentionMetadata.derived` has of the step.
+        derived: the values that :meth:`AttentionMetadata.derived` returns, by key.
         slots: :attr:`SlotMapping.packed`, if it is read.
-        states: of arrays of the trace, for a model with recurrent layers.
+        states: with arrays of the trace, for a model with recurrent layers.
     """
     num_tokens = positions.shape[0]
     unknown: list[Any] = cast(Any, _Unknown(num_tokens))
@@ -36,8 +35,8 @@ def traced_decode(
         unknown, unknown, query_lens, block_size, known_max_block_id=0, states=states
     )
     slot_mapping = SlotMapping(unknown, block_size)
-    # Known before they are asked for. Their numbers were checked against the slabs when the step
-    # was planned.
+    # Set the cached properties. The values were checked against the slabs when the step was
+    # planned.
     vars(slot_mapping)["max_slot"] = -1
     if slots is not None:
         vars(slot_mapping)["packed"] = slots
@@ -48,7 +47,7 @@ def traced_decode(
 
 
 class _Unknown(Sequence[int]):
-    """A length, and no numbers."""
+    """A sequence with a length whose items can't be read."""
 
     def __init__(self, length: int):
         self._length = length
@@ -57,4 +56,4 @@ class _Unknown(Sequence[int]):
         return self._length
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise RuntimeError("[traced step] a trace can't read numbers that differ from step to step")
+        raise RuntimeError("[traced step] a trace can't read host values, which change every step")

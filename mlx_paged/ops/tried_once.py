@@ -1,4 +1,4 @@
-"""``TriedOnce``: what is tried on this device once per process."""
+"""``TriedOnce``: a trial that runs once per process for each set of arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-# How long a wait may overlook an interrupt.
+# How often a wait checks for an interrupt.
 LOOK_SECONDS = 0.1
 
 
@@ -18,23 +18,23 @@ class TrialStoppedError(Exception):
     """Raised by ``go_on`` of a trial whose outcome is not needed any more."""
 
 
-# Called between two pieces of a trial; raises TrialStoppedError to end it.
+# Called between two steps of a trial; raises TrialStoppedError to end it.
 GoOn: TypeAlias = Callable[[], None]
 
 
 class Found(NamedTuple, Generic[T]):
-    """What came of a trial, and the warnings that there are to say of it."""
+    """The outcome of a trial, and the warnings to issue."""
 
     outcome: T
     warnings: tuple[str, ...] = ()
 
 
 class TriedOnce(Generic[T]):
-    """The outcome of a trial, by its arguments: tried in the thread that asks first, while others
-    that ask wait. Warnings are said by the first call that is not :meth:`quietly`.
+    """The outcome of a trial by its arguments. The first thread that calls runs the trial while
+    others wait. The first call that is not :meth:`quietly` issues the warnings.
 
     Args:
-        attempt: what is tried, given the arguments and ``go_on``.
+        attempt: the trial, called with the arguments and ``go_on``.
     """
 
     def __init__(self, attempt: Callable[..., Found[T]]):
@@ -52,7 +52,7 @@ class TriedOnce(Generic[T]):
         return outcome
 
     def quietly(self, *arguments: Hashable, go_on: GoOn = lambda: None) -> T:
-        """The outcome; its warnings are left to a later call."""
+        """The outcome; its warnings are left for a later call."""
         while True:
             with self._lock:
                 trial = self._trials.get(arguments)
@@ -64,10 +64,10 @@ class TriedOnce(Generic[T]):
             try:
                 return _wait_for(trial).outcome
             except CancelledError:
-                continue  # It was stopped, or it raised, in another thread.
+                continue  # The trial was stopped or raised in another thread.
 
     def forget(self) -> None:
-        """Try all again."""
+        """Drop all outcomes."""
         self._trials.clear()
         self._unsaid.clear()
 

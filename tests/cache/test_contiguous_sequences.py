@@ -91,7 +91,7 @@ def test_blocks_without_rows_are_refused_by_name():
     seqs.manager.fork("a", "b")
     assert seqs.manager.allocate_slots("b", 1) is not None
     with (
-        pytest.raises(RuntimeError, match="20 tokens of a sequence have blocks and no rows"),
+        pytest.raises(RuntimeError, match="20 tokens of a sequence have blocks but no rows"),
         scheduled_step(seqs, {"b": 1}),
     ):
         pass

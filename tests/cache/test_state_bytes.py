@@ -67,5 +67,5 @@ def with_header(header: object, rest: bytes = b"") -> bytes:
     ],
 )
 def test_other_bytes_are_no_state(content: bytes):
-    with pytest.raises(ValueError, match=r"these bytes are not a state|a state has"):
+    with pytest.raises(ValueError, match=r"these bytes are not a state|a state must have"):
         state_from_bytes(content)

@@ -73,7 +73,7 @@ MESSAGES = {
     "reserve first": lambda: half_filled_fork().advance(1),
     "BlockTable.free: the table was freed before": lambda: freed_table().free(),
     "BlockTable.reserve: the table was freed": lambda: freed_table().reserve(1),
-    "FreeKVCacheBlockQueue.popleft_n: 1 blocks wanted, 0 are free": lambda: (
+    "FreeKVCacheBlockQueue.popleft_n: 1 blocks requested, 0 are free": lambda: (
         FreeKVCacheBlockQueue().popleft_n(1)
     ),
 }

@@ -219,10 +219,10 @@ TABLE_CORRUPTION = {
     r"block table: 2 blocks cached, 4 // 4 = 1 are full": set_attribute("num_cached_blocks", 2),
     r"block table: freed, and holds 2 blocks, 4 tokens": set_attribute("is_freed", True),
     r"block table: block 4 is in the table, its ref_cnt is 0": lambda table: table.pool.free_blocks(
-        [table.last]
+        [table.blocks[-1]]
     ),
     r"block table: empty block 4 has ref_cnt 2, hashed: False": lambda table: table.pool.touch(
-        [table.last]
+        [table.blocks[-1]]
     ),
     r"block table: empty block 4 has ref_cnt 1, hashed: True": (
         lambda table: table.pool.cache_full_blocks(table.blocks, [A, C], 1, 2)

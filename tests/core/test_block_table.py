@@ -59,7 +59,7 @@ def test_a_new_table_is_empty():
         table.capacity,
         table.num_unfilled_slots,
     ) == (0, 0, 0, 0, 0)
-    assert (table.block_ids, list(table), table.last, table.is_freed) == ([], [], None, False)
+    assert (table.block_ids, list(table), table.is_freed) == ([], [], False)
     assert table.slot_mapping(0, 0) == []
 
 
@@ -68,7 +68,7 @@ def test_a_table_knows_its_blocks_and_what_is_free_in_them():
     assert (table.num_tokens, len(table)) == (9, 3)
     assert (table.capacity, table.num_unfilled_slots) == (12, 3)
     assert (table.block_ids, ids(table), ids(table.blocks)) == ([1, 2, 3], [1, 2, 3], [1, 2, 3])
-    assert (table.last.block_id, table.num_full_blocks) == (3, 2)
+    assert (table.blocks[-1].block_id, table.num_full_blocks) == (3, 2)
 
 
 def test_appending_takes_one_block_in_every_block_size_tokens_and_copies_nothing():
@@ -285,7 +285,7 @@ def test_after_trimming_into_an_unhashed_full_block_it_is_written_in_place():
 
 def test_after_trimming_into_a_hashed_block_the_next_append_copies_it():
     table = make_cached(8)
-    hashed = table.last
+    hashed = table.blocks[-1]
     table.trim_to(6)
     assert [table.num_new_blocks(n) for n in (0, 1, 2, 3, 6)] == [0, 1, 1, 2, 2]
     assert append_token_slot(table) == TokenSlot(14, [(2, 3)])
@@ -299,7 +299,7 @@ def test_a_copy_of_a_hashed_tail_needs_a_block_and_evicting_the_tail_is_the_way_
     before = state(table)
     assert append_token_slot(table) is None
     assert state(table) == before == (7, [1, 2], [], {1: 1, 2: 1})
-    table.pool.evict_blocks([table.last.block_id])
+    table.pool.evict_blocks([table.blocks[-1].block_id])
     assert append_token_slot(table) == TokenSlot(11, [])
 
 
@@ -463,8 +463,8 @@ def test_a_hit_capped_at_one_token_less_copies_the_last_block_before_writing():
     second.advance(1)
     # The copy holds the same content: both are in the index, the first is found.
     assert second.cache_full_blocks(hash_token_blocks(range(8), 4)) == 1
-    assert first.pool.get_cached_block(first.last.block_hash) is first.last
-    assert second.last.block_hash == first.last.block_hash
+    assert first.pool.get_cached_block(first.blocks[-1].block_hash) is first.blocks[-1]
+    assert second.blocks[-1].block_hash == first.blocks[-1].block_hash
     assert state(second) == (8, [1, 3], [4, 5, 6, 7, 8, 9], {1: 2, 2: 1, 3: 1})
 
 

@@ -35,7 +35,7 @@ def test_popleft_n_takes_all_or_raises():
     assert [block.block_id for block in queue.popleft_n(3)] == [0, 1, 2]
     assert queue.popleft_n(0) == []
     for n in 3, -1:
-        with pytest.raises(BlockError, match=rf"popleft_n: {n} blocks wanted, 2 are free"):
+        with pytest.raises(BlockError, match=rf"popleft_n: {n} blocks requested, 2 are free"):
             queue.popleft_n(n)
     assert state(queue) == [3, 4]
     assert [block.block_id for block in queue.popleft_n(2)] == [3, 4]

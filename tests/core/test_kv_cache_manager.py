@@ -250,7 +250,7 @@ def test_misuse_is_refused_by_name():
         manager.allocate_slots("a", 0)
     with pytest.raises(
         BlockTableError,
-        match="request 'a' has 6 tokens already, so its 4 computed ones have no place",
+        match="request 'a' already has 6 tokens, so its 4 computed ones can't be added",
     ):
         manager.allocate_slots("a", 1, computed)
     with pytest.raises(ValueError, match="fork: request 'a' exists already"):

@@ -514,5 +514,5 @@ def test_a_traced_step_has_arrays_and_counts_and_no_numbers_of_the_host():
         lambda: step.slot_mapping.places(1),
         lambda: step.with_history,
     ):
-        with pytest.raises(RuntimeError, match="can't read numbers that differ from step to step"):
+        with pytest.raises(RuntimeError, match="can't read host values, which change every step"):
             read()

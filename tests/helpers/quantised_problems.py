@@ -66,11 +66,11 @@ def _slabs(problem: PagedProblem, rows: RowFormat, sequences: Sequence[Parts]) -
     kv = problem.kv
     shape = kv.num_blocks, kv.num_kv_heads, kv.block_size
     slabs = []
-    for part in zip(*map(rows.to_host, sequences), strict=True):
-        width = part[0].shape[-1]
-        slab = np.full((*shape, width * part[0].itemsize), 0xFF, np.uint8).view(part[0].dtype)
+    for part in zip(*sequences, strict=True):
+        slab = np.full((*shape, part[0].shape[-1] * part[0].itemsize), 0xFF, np.uint8)
         for table, row in zip(problem.tables, part, strict=True):
             blocks, offsets = np.divmod(np.arange(len(row)), kv.block_size)
-            slab[np.array(table)[blocks], :, offsets] = row
-        slabs.append(slab)
-    return rows.from_host(tuple(slabs))
+            # Bytes: numpy has no bfloat16.
+            slab[np.array(table)[blocks], :, offsets] = np.array(row.view(mx.uint8))
+        slabs.append(mx.array(slab).view(part[0].dtype))
+    return tuple(slabs)

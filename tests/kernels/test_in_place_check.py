@@ -88,7 +88,7 @@ def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
         .k[0]
         .nbytes
     )
-    assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
+    assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab} bytes")
 
 
 def test_what_another_thread_takes_meanwhile_is_no_copy(metal, monkeypatch):

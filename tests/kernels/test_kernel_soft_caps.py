@@ -93,5 +93,5 @@ def test_the_check_at_start_up_tries_the_cap(compiler, plant):
     assert caps == {0x40A00000}
     with emulated_metal(tries_kernels=True):
         plant("paged_attention.metal", "capped<SOFTCAP>(sum_of_all", "capped<0>(sum_of_all")
-        with pytest.warns(UserWarning, match=r"scores capped at 5\) is wrong by"):
+        with pytest.warns(UserWarning, match=r"scores capped at 5\) has .* times the error"):
             assert try_kernels(replace(shape, num_kv_heads=1)).decode_runs == ()

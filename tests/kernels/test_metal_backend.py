@@ -131,22 +131,22 @@ NO_ATTENTION = {
     ),
     "latents": (
         AttentionShape(1, 2, 448, 64, 16, KVFormat.dense("float32"), holds_latents=True),
-        "latents of 448 beside 64 have no Metal kernel",
+        "latents of width 448 with rotated keys of 64 have no Metal kernel",
     ),
     "rotated_latents": (
         AttentionShape(
             *(1, 2, 512, 64, 16, KVFormat.quantised(KVBits(4, 8), 512, 64, "float32")),
             holds_latents=True,
         ),
-        "latents of 4 bits are rotated, and to rotate what is attended back is a launch more",
+        "4-bit latents are rotated, and rotating the output back would take another launch",
     ),
     "many_heads_of_latents": (
         AttentionShape(1, 33, 512, 64, 16, KVFormat.dense("float32"), holds_latents=True),
-        "33 heads that share latents are more than pay in the attention kernel (32)",
+        "33 heads on shared latents are slower in the attention kernel, which takes up to 32",
     ),
     "large_group": (
         AttentionShape(1, 129, 64, 64, 16, KVFormat.dense("float32")),
-        "129 query heads per KV head are more than the attention kernel is made for (128)",
+        "the attention kernel supports up to 128 query heads per KV head, got 129",
     ),
 }
 

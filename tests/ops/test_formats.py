@@ -72,27 +72,6 @@ def test_decoded_rows_are_those_of_the_definition_and_near_what_was_encoded(
     assert error.mean() <= 0.27 * np.abs(scale).mean() + eps * largest
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        *(DenseFormat(name) for name in ("float32", "float16", "bfloat16")),
-        AffineFormat("bfloat16", 4),
-        AffineFormat("float32", 8, 32),
-    ],
-    ids=str,
-)
-def test_host_copies_come_back_bit_for_bit(rows):
-    given = random_rows(3, 5, 64)
-    given[1, 2, 3:9] = mx.array([mx.nan, mx.inf, -mx.inf, -0.0, 1e-30, 65504.0])
-    parts = rows.encode(given)
-    host = rows.to_host(parts)
-    assert all(isinstance(array, np.ndarray) for array in host)
-    back = rows.from_host(host)
-    assert [part.dtype for part in back] == [part.dtype for part in parts]
-    for one, other in zip(back, parts, strict=True):
-        assert np.array_equal(np.array(one.view(mx.uint8)), np.array(other.view(mx.uint8)))
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_groups_of_one_number_of_zeros_and_of_tiny_numbers_are_kept(bits: int, dtype: mx.Dtype):
@@ -131,7 +110,9 @@ def test_8_bit_keys_are_not_rotated(bits: tuple[int, int]):
 
 @pytest.mark.parametrize("width", [8, 72, 80, 48, 1])
 def test_a_width_that_no_group_divides_is_refused_by_name(width: int):
-    with pytest.raises(ArgumentError, match=rf"kv_format .* {width} numbers: .* 64 or 32") as error:
+    with pytest.raises(
+        ArgumentError, match=rf"kv_format .* {width} numbers, .* \(64 or 32\) divides"
+    ) as error:
         KVFormat.quantised(KVBits(8, 8), 64, width, "float16")
     assert error.value.argument == "kv_format"
 
@@ -164,8 +145,14 @@ def test_a_format_says_what_it_is(form: KVFormat, text: str):
         (lambda: AffineFormat("float16", 3), r"bits of K/V must be one of \(8, 4\), got 3"),
         (lambda: AffineFormat("float16", 8, 16), "group_size of K/V must be one of .*, got 16"),
         (lambda: AffineFormat("int8"), "dtype must be one of .*, got 'int8'"),
-        (lambda: KVFormat(DenseFormat("float16"), DenseFormat()), "both must have the dtype"),
-        (lambda: AffineFormat("float16").part_shapes(96), "96 numbers have no whole groups of 64"),
+        (
+            lambda: KVFormat(DenseFormat("float16"), DenseFormat()),
+            "must both have the dtype .* float16 and float32",
+        ),
+        (
+            lambda: AffineFormat("float16").part_shapes(96),
+            "96 numbers can't be divided into groups of 64",
+        ),
     ],
     ids=["bits", "group_size", "dtype", "two_dtypes", "width"],
 )
