@@ -56,7 +56,7 @@ def test_what_was_asked_for_at_once_is_not_given_back(demo: nn.Module):
 
 
 def test_a_basic_cache_refuses_it(demo: nn.Module):
-    message = "preallocate needs the paged cache: a basic one has arrays of each sequence's own"
+    message = "preallocate needs the paged cache: a basic one has separate arrays for each sequence"
     with pytest.raises(ArgumentError, match=message) as refused:
         Engine(demo, **BUDGET, kv="basic", preallocate=True)
     assert refused.value.argument == "preallocate"
