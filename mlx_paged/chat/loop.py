@@ -108,7 +108,7 @@ def complete(typed: str) -> Iterable[str]:
     if len(words) == 1:
         return sorted(COMMANDS)
     name = words[0].lower()
-    if name in ("/save", "/save!", "/load"):
+    if name in COMMANDS and COMMANDS[name].argument == "FILE":
         return ["path"]
     if name == "/set" and len(words) == 2:
         return VARIABLES
@@ -260,7 +260,6 @@ class Command(NamedTuple):
     argument: str
     help: str
     run: Callable[[Dialogue, str], None]
-    aliases: tuple[str, ...] = ()
 
     @property
     def usage(self) -> str:
@@ -268,28 +267,26 @@ class Command(NamedTuple):
 
 
 COMMAND_TABLE = (
-    Command("/help", "", "this text", _help),
-    Command("/regenerate", "", "answer the last message once more", _regenerate),
-    Command("/edit", "[TEXT]", "change the last message, and answer it again", _edit),
-    Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
-    Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
-    Command("/save", "FILE", "write the conversation to a file (JSON), its K/V beside it", _save),
+    Command("/help", "", "list the commands and keys", _help),
+    Command("/regenerate", "", "answer the last message again", _regenerate),
+    Command("/edit", "[TEXT]", "replace the last message, and answer it", _edit),
+    Command("/system", "[TEXT]", 'show, set or (with "") remove the system prompt', _system),
+    Command("/set", "[NAME VALUE]", "show the settings or change one: /set temp 0.7", _set),
+    Command("/save", "FILE", "save the conversation as JSON, and its K/V in a second file", _save),
     Command(
-        "/save!", "FILE", "the same, over what was saved there", partial(_save, overwrites=True)
+        "/save!", "FILE", "the same, over a saved conversation", partial(_save, overwrites=True)
     ),
-    Command("/load", "FILE", "go on with a conversation that was saved", _load),
-    Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
-    Command("/back", "", "leave the branch, and go on where it began", _back),
-    Command("/reset", "", "forget the conversation (the system prompt stays)", _reset),
+    Command("/load", "FILE", "continue a saved conversation", _load),
+    Command("/fork", "", "continue in a branch, which shares the K/V so far", _fork),
+    Command("/back", "", "leave the branch and return to where it began", _back),
+    Command("/reset", "", "start a new conversation; the system prompt stays", _reset),
     Command(
-        "/stats",
-        "",
-        "what the K/V cache holds, how often it was hit, what the branches share",
-        _stats,
+        "/stats", "", "K/V in use, hits of the prefix cache, blocks that branches share", _stats
     ),
-    Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
+    Command("/exit", "", "leave the chat (also /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
+COMMANDS = {command.name: command for command in COMMAND_TABLE}
+COMMANDS["/quit"] = COMMANDS["/exit"]
 
 
 # Saved conversations
