@@ -14,6 +14,7 @@ from os import terminal_size
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from rich.cells import chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.style import Style
@@ -131,18 +132,25 @@ class MarkdownWriter:
             self._is_first, self._follows_thinking = False, self._is_thinking
 
     def _draw(self, lines: list[str]) -> None:
-        """Replace the lines that stand there by these."""
-        same = 0
+        """Replace the lines of the unfinished block on the screen by these."""
+        num_same = 0
         for before, now in zip(self._lines, lines, strict=False):
             if before != now:
                 break
-            same += 1
-        # What has left the screen stays as it was.
-        same = min(max(same, len(self._lines) - (self._size().lines - 1)), len(lines))
-        up = len(self._lines) - same
-        if up or lines[same:]:
-            begin = f"\x1b[{up}A\x1b[J" if up > 0 else ""
-            self._write(begin + "".join(f"{line}\n" for line in lines[same:]))
+            num_same += 1
+        columns, rows = self._size()
+        up, first = 0, len(self._lines)
+        while first > num_same:
+            # A terminal that was made narrower has wrapped the lines that are longer. xterm cuts
+            # them instead, which can't be told apart.
+            text = Text.from_ansi(self._lines[first - 1]).plain
+            num_rows = max(1, len(chop_cells(text, columns)))
+            if up + num_rows > rows - 1:
+                break  # The line has left the screen, and stays as it was.
+            up, first = up + num_rows, first - 1
+        if up or lines[first:]:
+            begin = f"\x1b[{up}A\x1b[J" if up else ""
+            self._write(begin + "".join(f"{line}\n" for line in lines[first:]))
         self._lines = lines
 
     def _lines_of(self, text: str) -> list[str]:
