@@ -165,7 +165,7 @@ class Dialogue:
                         if interrupted:
                             break
             except KeyboardInterrupt:
-                screen.show_progress(
+                screen.announce(
                     "[stopping when this step is done; Ctrl-C again leaves]",
                     "[stopping; Ctrl-C again leaves]",
                 )

@@ -185,7 +185,7 @@ def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
     file = save_messages(argument, conversation.messages)
     done = f"saved to {file}: messages: {len(conversation.messages)}"
     if conversation.tokens:
-        dialogue.screen.show_progress("[saving the K/V ...]")
+        dialogue.screen.announce("[saving the K/V ...]")
         try:
             done += f"; {save_kv(conversation, file)}"
         except (ValueError, OSError) as error:
@@ -202,7 +202,7 @@ def _load(dialogue: Dialogue, argument: str) -> None:
         raise ValueError(f"{file} can't be gone on with: {_said(error)}") from error
     done = f"loaded from {file}: messages: {len(conversation.messages)}"
     if kv_file is not None:
-        dialogue.screen.show_progress("[loading the K/V ...]")
+        dialogue.screen.announce("[loading the K/V ...]")
         try:
             done += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
         except (ValueError, CacheFullError) as error:

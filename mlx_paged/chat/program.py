@@ -109,10 +109,10 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
 
 def _say_loading(args: argparse.Namespace, screen: Screen) -> None:
     loading = f"[loading {args.model or 'the bundled demo model'} ...]"
-    if args.verbose or (screen.stderr_is_terminal and screen.is_plain):
+    if args.verbose:
         screen.say(loading)
     else:
-        screen.show_progress(loading, "[loading ...]")
+        screen.announce(loading, "[loading ...]")
 
 
 def _answer_or_converse(

@@ -23,8 +23,11 @@ LONG_PROMPT = 128
 # The rate is that of the last reports, since a token costs more the more stand before it.
 NUM_REPORTS = 16
 
+# Seconds between two lines of progress on a plain terminal, which are not replaced.
+PLAIN_PAUSE = 5.0
+
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-_CLEAR_REST = "\033[K"  # of the line
+_CLEAR_REST = "\033[J"  # of the screen: a terminal that was made narrower has wrapped the line
 _CLEAR_LINE = f"\r{_CLEAR_REST}"
 
 # What is shown
@@ -44,13 +47,19 @@ class Screen:
             or replaced.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ):
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.can_move = environ.get("TERM") != "dumb"
         self.is_plain = False
         self.stdout_is_terminal = is_terminal(sys.stdout)
         self.stderr_is_terminal = is_terminal(sys.stderr)
         self._wants_colour = not environ.get("NO_COLOR")
+        self._clock = clock
         self._progress_width = 0
+        self._next_plain_progress: float | None = None  # while there is some
         self._drawing: MarkdownWriter | None = None  # of an answer
         self._is_in_line = False  # of one that is not drawn, on a terminal
         self._held_warnings: list[str] = []
@@ -130,7 +139,8 @@ class Screen:
     @property
     def _width(self) -> int | None:
         """That of what is said; ``None`` where nothing is folded."""
-        return num_columns(sys.stderr) if self.stderr_is_terminal and not self.is_plain else None
+        is_folded = self.stderr_is_terminal and not self.is_plain
+        return size_of(sys.stderr).columns if is_folded else None
 
     def _folded(self, text: str) -> str:
         if self._width is None:
@@ -153,18 +163,27 @@ class Screen:
         write_codes(f"{_DIM}{self._folded(harmless(text))}{_PLAIN}\n")
 
     def show_progress(self, *forms: str) -> None:
-        """A line that the next one replaces; nothing if stderr is not a terminal or a plain one, or
-        in the middle of a line of the answer, which would be cleared with it.
+        """Show a line that the next output replaces. A plain terminal gets such a line every
+        ``PLAIN_PAUSE`` seconds, and it stays. Nothing is shown where stderr is not a terminal, and
+        within a line of the answer, which would be cleared with it.
 
         Args:
-            forms: of the same text, the longest first. The first is shown that fits into a line,
+            forms: of the same text, the longest first. The first that fits into a line is shown,
                 or the beginning of the last one: two lines could not be cleared.
         """
-        if self._width is None or not forms or self._is_in_answer:
+        if not (self.stderr_is_terminal and forms) or self._is_in_answer:
+            return
+        if self.is_plain:
+            now = self._clock()
+            if self._next_plain_progress is None:
+                self._next_plain_progress = now + PLAIN_PAUSE
+            elif now >= self._next_plain_progress:
+                say(forms[0])
+                self._next_plain_progress = now + PLAIN_PAUSE
             return
         from rich.cells import cell_len, set_cell_size
 
-        most = self._width - 1
+        most = size_of(sys.stderr).columns - 1
         texts = list(map(harmless, forms))
         fitting = (text for text in texts if cell_len(text) <= most)
         text = next(fitting, None) or set_cell_size(texts[-1], most)
@@ -174,7 +193,17 @@ class Screen:
         write_codes(f"\r{text}{rest}\r")
         self._progress_width = max(self._progress_width, cell_len(text))
 
+    def announce(self, *forms: str) -> None:
+        """Say what takes a while and begins now: a line of progress, which a plain terminal gets at
+        once.
+        """
+        if self.stderr_is_terminal and self.is_plain and not self._is_in_answer:
+            self.say(forms[0])
+        else:
+            self.show_progress(*forms)
+
     def clear_progress(self) -> None:
+        self._next_plain_progress = None
         if self._progress_width:
             write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
             self._progress_width = 0
@@ -223,10 +252,6 @@ def size_of(stream: TextIO | None) -> os.terminal_size:
     except (OSError, ValueError):
         columns = rows = 0
     return os.terminal_size((columns or 80, rows or 24))
-
-
-def num_columns(stream: TextIO | None) -> int:
-    return size_of(stream).columns
 
 
 def is_terminal(stream: TextIO | None) -> bool:
