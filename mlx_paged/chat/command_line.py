@@ -5,19 +5,22 @@ name them. No MLX here.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.declarations import Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, Domain, one_of, such
+from mlx_paged.errors import one_line
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.standard_streams import write
 
 _TEXT = such("a text", lambda value: isinstance(value, str))
 OPTIONS = {
@@ -49,7 +52,7 @@ OPTIONS = {
     ),
 }
 # Arguments of the library that flags are passed on as. Errors say kv='basic', as in the library.
-_FLAGS = {
+FLAGS = {
     **flags.FLAGS,
     **{name: flag for name, flag in flags.engine_flags("chat").items() if name != "kv"},
     "max_num_batched_tokens": "--prefill-step-size",
@@ -58,10 +61,10 @@ _FLAGS = {
 
 def setup_arg_parser(prog: str | None = None) -> parser.Parser:
     """The argument parser of the chat, for a program of this name."""
-    chat = parser.Parser(
+    chat = _Parser(
         prog=prog or _name_as_called(),
         description="Chat with a model in the terminal, or ask it once.",
-        flags=flags.SAMPLING | _FLAGS,
+        flags=flags.SAMPLING | FLAGS,
         usage="%(prog)s [options] [message]",
     )
     chat.add_argument(
@@ -76,7 +79,27 @@ def setup_arg_parser(prog: str | None = None) -> parser.Parser:
 
 def error_line(error: BaseException) -> str:
     """What an error says, on one line, with the flag in place of the argument it is about."""
-    return parser.error_line(error, _FLAGS)
+    return parser.error_line(error, FLAGS)
+
+
+def write_json(content: Mapping[str, Any]) -> None:
+    """Write one line of JSON to stdout, in ASCII, which every locale can write."""
+    write(json.dumps(content) + "\n")
+
+
+class _Parser(parser.Parser):
+    """With ``--json``, errors in the arguments are also written to stdout as JSON."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        self._writes_json = "--json" in (sys.argv if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if self._writes_json:
+            write_json({"error": one_line(message, parser.MAX_ERROR)})
+        super().error(message)
 
 
 def _name_as_called() -> str:

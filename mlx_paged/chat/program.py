@@ -6,14 +6,19 @@ Nothing heavy is imported until the arguments are known to be right.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import Settings, error_line, setup_arg_parser
+from mlx_paged.chat.command_line import (
+    FLAGS,
+    Settings,
+    error_line,
+    setup_arg_parser,
+    write_json,
+)
 from mlx_paged.chat.terminal import (
     PipeReader,
     Reader,
@@ -23,18 +28,9 @@ from mlx_paged.chat.terminal import (
     without_line_end,
 )
 from mlx_paged.command_line.imports import import_first
+from mlx_paged.command_line.program import run_program
 from mlx_paged.launch import is_follower, say_errors_only
-from mlx_paged.standard_streams import (
-    NO_STDOUT,
-    OutputLostError,
-    discard_output,
-    finish_output,
-    open_closed_streams,
-    read_all,
-    say,
-    warnings_as_lines,
-    write,
-)
+from mlx_paged.standard_streams import NO_STDOUT, OutputLostError, read_all, warnings_as_lines
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
@@ -54,36 +50,18 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments, without the program's name; those of this process by default.
         prog: the program's name in help and errors.
     """
-    open_closed_streams()
-    parser = setup_arg_parser(prog)
     screen = Screen()
-    try:
-        try:
-            args = parser.parse_args(argv)
-        except SystemExit as end:  # --help and --version, too
-            if end.code == 2 and "--json" in (sys.argv if argv is None else argv):
-                _write_json({"error": parser.mistake})
-            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+
+    def run(args: argparse.Namespace) -> int:
         screen.is_plain = args.plain
-        with warnings_as_lines(screen.warn):
-            return _run(args, screen)
-    except OutputLostError as error:
-        screen.clear_progress()
-        discard_output()
-        say(f"{parser.prog}: error: {error}")
-        return 1
-    except (ValueError, RuntimeError) as error:  # the user's mistake
-        screen.clear_progress()
-        say(f"{parser.prog}: error: {error_line(error)}")
-        return 2
-    except KeyboardInterrupt:
-        screen.clear_progress()
-        say("")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output left (| head): nothing more to say, and nowhere to say it.
-        discard_output()
-        return 1
+        try:
+            with warnings_as_lines(screen.warn):
+                return _run(args, screen)
+        finally:
+            screen.clear_progress()
+
+    mistakes = (ValueError, RuntimeError)
+    return run_program(setup_arg_parser(prog), argv, run, FLAGS, mistakes=mistakes)
 
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
@@ -103,7 +81,7 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     except (ValueError, RuntimeError, KeyboardInterrupt) as error:
         if args.json:
             is_interrupt = isinstance(error, KeyboardInterrupt)
-            _write_json({"error": "interrupted" if is_interrupt else error_line(error)})
+            write_json({"error": "interrupted" if is_interrupt else error_line(error)})
         raise
 
 
@@ -136,18 +114,13 @@ def _answer_or_converse(
     dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
     if message is not None and args.json:
         answer = dialogue.answer_in_full(message)
-        _write_json({"model": args.model or "demo", **answer})
+        write_json({"model": args.model or "demo", **answer})
         return 130 if answer["finish_reason"] == "interrupted" else 0
     if message is not None:
         return 130 if dialogue.ask(message) else 0
     if not converse(dialogue) and not reader.is_interactive:
         raise ValueError(f"standard input is empty; {NO_INPUT}")
     return 0
-
-
-def _write_json(content: dict[str, Any]) -> None:
-    # In ASCII, whatever the locale can write.
-    write(json.dumps(content) + "\n")
 
 
 def _make_reader(screen: Screen) -> Reader:

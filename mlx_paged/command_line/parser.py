@@ -14,7 +14,7 @@ from mlx_paged.errors import one_line
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
 from mlx_paged.standard_streams import write
 
-_MAX_ERROR = 2000  # characters
+MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
 
 
@@ -28,9 +28,6 @@ class Parser(argparse.ArgumentParser):
         flags: arguments of the library, and names that other programs have for them; and the flags
             that stand for them here, of which a program may lack some.
         usage: the first line of the help, where all flags would be too many for it.
-
-    Attributes:
-        mistake: what was wrong with the arguments, in one line.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
         self._flags = {} if flags is None else flags
-        self.mistake = ""
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -97,9 +93,8 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        # The values in the message are the user's, and may hold line ends.
-        self.mistake = one_line(message, _MAX_ERROR)
-        self.exit(2, f"{self.prog}: error: {self.mistake} (see --help)\n")
+        # The values in the message are the user's, and may contain line breaks.
+        self.exit(2, f"{self.prog}: error: {one_line(message, MAX_ERROR)} (see --help)\n")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -126,7 +121,7 @@ def error_line(error: BaseException, flags: Mapping[str, str]) -> str:
     Args:
         flags: arguments of the library, and the flags that are passed on as them.
     """
-    text = one_line(error, _MAX_ERROR)
+    text = one_line(error, MAX_ERROR)
     argument = getattr(error, "argument", None)
     if argument not in flags:
         return text
