@@ -1,6 +1,6 @@
-"""The chat as a program: what runs before the first message, and the exit status at the end.
+"""The chat as a program, from its arguments to its exit status.
 
-Nothing heavy is imported until the arguments are known to be right.
+MLX is not imported until the arguments are checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_INPUT = (
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the chat and return its exit status.
 
-    That is 0, 1 when output was lost, 2 for the user's mistakes, or 130 when Ctrl-C ended it.
+    It is 0, 1 if output was lost, 2 for a mistake of the user, or 130 after Ctrl-C.
 
     Args:
         argv: the arguments, without the program's name; those of this process by default.
@@ -101,10 +101,10 @@ def _answer_or_converse(
     screen: Screen,
     reader: Reader,
 ) -> int:
-    """Answer the message, or take messages where there is none; returns the exit status.
+    """Answer the message, or else read messages; returns the exit status.
 
     Raises:
-        ValueError: a pipe had no message.
+        ValueError: there was no message in the pipe.
     """
     from mlx_paged.chat.dialogue import Dialogue, describe_start
     from mlx_paged.chat.loop import converse
@@ -134,7 +134,7 @@ def _make_reader(screen: Screen) -> Reader:
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
-    """The message to answer once, ``None`` for a dialogue; raises ``ValueError`` where there is
+    """The message to answer once, or ``None`` for a dialogue; raises ``ValueError`` if there can be
     neither.
     """
     if args.message is None:
@@ -155,16 +155,13 @@ def _read_message(args: argparse.Namespace) -> str | None:
 
 
 def _is_known_to_be_empty(stdin: Any) -> bool:
-    """Whether stdin is a file or a device that is not typed into, and is empty."""
+    """Whether stdin is an empty file or device, and not a terminal."""
     try:
         mode = os.fstat(stdin.fileno()).st_mode
         waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
         return not waits and not stdin.buffer.peek(1)
-    except (OSError, ValueError, AttributeError):  # no file at all
+    except (OSError, ValueError, AttributeError):  # not a file
         return False
-
-
-# What a conversation needs
 
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
@@ -193,8 +190,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     if args.prompt_cache_file is not None:
         if args.system_prompt is not None:
             raise ValueError(
-                "--system-prompt can't be combined with --prompt-cache-file, in which the "
-                "conversation has begun; put it into the prompt that is cached"
+                "--system-prompt can't be combined with --prompt-cache-file, which already begins "
+                "the conversation; make it part of the cached prompt"
             )
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model)
@@ -212,7 +209,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
+    # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
     settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
     engine = Engine(
@@ -222,7 +219,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         **with_step_seconds(
             {
                 **options,
-                # One answer at a time; the branches wait in the prefix cache.
+                # One answer at a time; the branches stay in the prefix cache.
                 "max_num_seqs": 1,
                 "max_num_batched_tokens": args.prefill_step_size,
             }

@@ -118,7 +118,7 @@ def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_bega
     if kind == "paged":
         # The conversation's blocks are the branch's first ones.
         long, taken = map(
-            int, re.findall(r"1 branch are (\d+) blocks long and take (\d+)$", err, re.M)[0]
+            int, re.findall(r"1 branch have (\d+) blocks, (\d+) of them distinct$", err, re.M)[0]
         )
         assert long - taken == held // 16 > 0
 
