@@ -70,6 +70,7 @@ class LineEditor:
         quiet = [iflag & ~termios.ICRNL, oflag, cflag, lflag, *rest]
         termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
         signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGTSTP, self._suspend)
 
     def read(self, text: str = "") -> str | None:
         try:
@@ -93,6 +94,15 @@ class LineEditor:
         self.close()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+    def _suspend(self, number: int, frame: object) -> None:
+        """Restore the terminal for the shell while this process is stopped (Ctrl-Z)."""
+        mode = termios.tcgetattr(sys.stdin)
+        self.close()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # It returns when the process continues.
+        signal.signal(number, self._suspend)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
 
 def _continuation(width: int, line_number: int, is_soft_wrap: int) -> str:

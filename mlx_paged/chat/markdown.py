@@ -16,9 +16,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.cells import chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.markdown import CodeBlock, Heading, Markdown
+from rich.markdown import CodeBlock, Heading, Markdown, TableElement
 from rich.style import Style
 from rich.syntax import ANSISyntaxTheme, Syntax
+from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -209,7 +210,19 @@ class _CodeBlock(CodeBlock):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = Syntax("", self.lexer_name, theme=_CODE).highlight(str(self.text))
         code.rstrip()
+        code.no_wrap = False  # rich would cut off what is longer than a line.
         yield code
+
+
+class _Table(TableElement):
+    """Long words are folded, where rich would cut them off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table)
+            for column in table.columns:
+                column.overflow = "fold"
+            yield table
 
 
 class _Markdown(Markdown):
@@ -217,4 +230,5 @@ class _Markdown(Markdown):
         "heading_open": _Heading,
         "fence": _CodeBlock,
         "code_block": _CodeBlock,
+        "table_open": _Table,
     }

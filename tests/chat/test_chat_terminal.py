@@ -5,10 +5,12 @@ edit, type ahead; and what it shows, whole screens of it.
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import stat
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -272,6 +274,41 @@ def test_the_terminal_is_left_as_it_was_by_sigterm(tmp_path: Path):
         assert terminal.process.wait() == -signal.SIGTERM
         assert termios.tcgetattr(terminal.master) == before
         terminal.close()
+
+
+@pytest.mark.slow
+def test_the_shell_has_its_terminal_while_the_chat_is_stopped(tmp_path: Path):
+    program = tmp_path / "chat.py"
+    program.write_text(ANSWERS)
+    shell = Terminal(state=tmp_path, columns=80, environ={"PS1": "SHELL: "}, command=["sh", "-i"])
+    shell.wait_for("SHELL: ")
+    before = termios.tcgetattr(shell.master)
+    shell.type(f"{shlex.join([sys.executable, str(program)])}\n")
+    shell.wait_for(READY)
+    shell.type("hello\r")
+    shell.wait_for("wait")
+    answering = termios.tcgetattr(shell.master)
+    for _ in range(2):
+        shell.type("\x1a")  # Ctrl-Z
+        shell.wait_for("SHELL: ")
+        assert termios.tcgetattr(shell.master) == before
+        shell.type("fg; echo left\n")
+        shell.wait_for("chat.py")
+        while termios.tcgetattr(shell.master) != answering:
+            time.sleep(0.01)
+    shell.type("again\r")
+    # To the prompt after the second answer.
+    shell.wait_for(lambda text: re.search(r"use\].*use\].*>>", text, re.DOTALL) is not None)
+    shell.type("\x1a")  # at a prompt
+    shell.wait_for("SHELL: ")
+    assert termios.tcgetattr(shell.master) == before
+    shell.type("fg; echo left\n")
+    shell.wait_for(READY)
+    shell.type(CTRL_D)
+    shell.wait_for("left")
+    assert termios.tcgetattr(shell.master) == before
+    shell.type("exit 0\n")
+    assert shell.close() == 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
@@ -116,6 +117,19 @@ def test_a_block_that_is_taller_than_the_screen_loses_no_line(rows: int):
     written = Written(answer(*f"Look:\n\n```\n{code}\n```\n\nThat is all."), 40, rows)
     expected = ["Look:", "", *code.split("\n"), "", "That is all."]
     assert screen_lines("".join(written), 40, rows) == expected
+
+
+@pytest.mark.parametrize("columns", [16, 20, 40, 80, 120])
+def test_an_answer_that_is_wider_than_the_screen_loses_no_character(columns: int):
+    code = "value = function(first_argument, second_argument)  # a remark of some length"
+    row = ["internationalisation_of_names", "https://example.org/a/long/path", "1234567890" * 3]
+    header = ["a", "configuration", "c"]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * 3, row))
+    word = "supercalifragilisticexpialidocious" * 4
+    written = Written(answer(f"```python\n{code}\n```\n\n{table}\n\n{word}\n"), columns, rows=99)
+    drawn = "".join(screen_lines("".join(written), columns, rows=99))
+    expected = "".join([code, *header, *row, word])
+    assert Counter(re.findall(r"\w", drawn)) == Counter(re.findall(r"\w", expected))
 
 
 def test_a_table_that_is_taller_than_the_screen_shows_each_row_once():

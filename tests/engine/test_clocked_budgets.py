@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -60,8 +61,9 @@ def bits_of(engine: Engine) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_budgets_that_are_given_again_make_the_same_steps_and_the_same_bits(
-    model: qwen3.Model, run_ahead: bool
+    model: qwen3.Model, run_ahead: bool, caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.DEBUG, "mlx_paged.engine")
     options = {"run_ahead": run_ahead, "kv_cache_bytes": "400blocks"}
     first = make_engine(model, mixed_step_seconds=0.1, prefill_step_seconds=0.7, **options)
     clock = SimulatedSteps(first, per_token=0.002)
@@ -69,6 +71,9 @@ def test_budgets_that_are_given_again_make_the_same_steps_and_the_same_bits(
     bits = bits_of(first)
     chosen = first.token_budgets
     assert len({each.mixed for each in chosen}) > 1 and len({each.prefill for each in chosen}) > 1
+    assert [record.message for record in caplog.records if "from step" in record.message] == [
+        f"from step {each.step} on: {TokenBudgets(each.prefill, each.mixed)}" for each in chosen[1:]
+    ]
     again = make_engine(model, token_budgets=chosen, **options)
     steps = SimulatedSteps(again, 0.0)
     assert bits_of(again) == bits

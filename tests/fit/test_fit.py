@@ -293,6 +293,30 @@ def test_its_status_says_the_verdict(
     assert capsys.readouterr().out.splitlines()[-1] == verdict
 
 
+def test_the_flags_that_it_offers_make_the_model_fit(
+    large: Path, capsys: pytest.CaptureFixture[str]
+):
+    machine = ["--memory", "48G", "--parallel", "6"]
+    for flags in WAYS_OUT.split(", or "):
+        assert main([str(large), *machine, *flags.split()]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "yes"
+
+
+def test_bits_of_k_and_v_are_in_the_sum_and_in_the_list(
+    large: Path, capsys: pytest.CaptureFixture[str]
+):
+    nbytes, lists = [], []
+    for flags in ([], ["--kv-bits", "8"], ["--kv-bits", "K:8,V:4"], ["--kv-bits", "4"]):
+        assert main([str(large), "--json", *flags]) in (0, 1)
+        nbytes.append(json.loads(capsys.readouterr().out)["kv_per_token"])
+        assert main_of_list([str(large.parent), "--memory", "32G", *flags]) == 0
+        lists.append(capsys.readouterr().out)
+    # 48 layers of 4 KV heads: 128 values of 2 bytes, or packed with 8 bytes of scales and biases.
+    each = [(256, 256), (128 + 8, 128 + 8), (128 + 8, 64 + 8), (64 + 8, 64 + 8)]
+    assert nbytes == [48 * 4 * (key + value) for key, value in each]
+    assert len(set(lists)) == 4
+
+
 def test_json_has_the_same_in_bytes(large: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(large), "--memory", "64G", "--parallel", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
