@@ -1,4 +1,4 @@
-"""How a program that prints what it found runs: from arguments to output and an exit status."""
+"""``run_program``: runs a program from its arguments to its exit status."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def run_program(
         say("")
         return 130
     except BrokenPipeError:
-        # The reader of our output left (| head): nothing more to say, and nowhere to say it.
+        # The reader of the output has left (| head).
         discard_output()
         return lost
