@@ -1,5 +1,5 @@
-"""What ``mlx.launch`` tells this process. Imports no MLX, so that the programs can ask before they
-load it.
+"""What the environment says about ``mlx.launch``. Imports no MLX, so that the programs can check it
+before they load MLX.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import warnings
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process, perhaps beside others."""
+    """Whether a launcher started this process."""
     return "MLX_RANK" in os.environ
 
 
 def is_follower() -> bool:
-    """Whether another process, rank 0, hears the user: this one prints nothing but errors."""
+    """Whether this process follows rank 0, which alone talks to the user."""
     return os.environ.get("MLX_RANK", "0") != "0"
 
 
 def say_errors_only() -> None:
-    """Leave notices to rank 0, which has the same ones."""
+    """Suppress warnings, which rank 0 shows."""
     warnings.simplefilter("ignore")

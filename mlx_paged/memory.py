@@ -1,5 +1,5 @@
-"""How much memory there is, how much of it the K/V take by default, what stays wired, and how many
-freed buffers MLX keeps.
+"""The memory of the machine: its size, the default K/V budget, the wired limit, and the limit of
+MLX's buffer cache.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import mlx.core as mx
 from mlx_paged.config import WIRED_LIMIT
 from mlx_paged.errors import ArgumentError
 
-# The share of the recommended (on a Mac) or physical memory that weights and K/V may take together.
+# The share of recommended (on a Mac) or physical memory that weights and K/V may take together.
 DEVICE_SHARE = 0.8
 HOST_SHARE = 0.5
 MIN_KV_CACHE_BYTES = 64 * 2**20
-# How many times the activations of a step MLX may keep in freed buffers: two, since they are an
-# estimate, and a Mac frees those of several layers at a time, when a command buffer ends.
+# How many times a step's activations MLX's buffer cache may hold: two, because the size is an
+# estimate and a Mac frees those of several layers at once, when a command buffer ends.
 CACHED_STEPS = 2
 
 
 def default_kv_cache_bytes(weight_nbytes: int) -> int:
-    """:func:`usable_memory` less the weights.
+    """:func:`usable_memory` minus the weights, at least ``MIN_KV_CACHE_BYTES``.
 
-    At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
+    It is a limit, not an allocation: a paged cache grows into it.
     """
     return max(usable_memory() - weight_nbytes, MIN_KV_CACHE_BYTES)
 
 
 def why_too_large(weight_nbytes: int, has_default_budget: bool) -> str | None:
-    """What of this machine these weights are too large for, in words; ``None`` where they fit.
+    """Which limit of this machine these weights exceed, in words; ``None`` if they fit.
 
     Args:
         has_default_budget: whether the K/V budget is :func:`default_kv_cache_bytes`. Then weights
-            have to leave ``MIN_KV_CACHE_BYTES`` of :func:`usable_memory`; else it is for the user
-            to say what share is left to others, and they have to fit into the whole.
+            have to leave ``MIN_KV_CACHE_BYTES`` of :func:`usable_memory`. Otherwise the user has
+            chosen a budget, and they only have to fit into the recommended or physical memory.
     """
     recommended = recommended_memory()
     nbytes, share = (recommended, DEVICE_SHARE) if recommended else (memory_size(), HOST_SHARE)
@@ -57,42 +57,42 @@ def why_too_large(weight_nbytes: int, has_default_budget: bool) -> str | None:
 
 
 def usable_memory() -> int:
-    """Bytes that weights and K/V may take together by default: ``DEVICE_SHARE`` of what Metal
-    recommends as working set, else ``HOST_SHARE`` of physical memory.
+    """Bytes that weights and K/V may take together by default: ``DEVICE_SHARE`` of Metal's
+    recommended working set, or ``HOST_SHARE`` of physical memory without Metal.
     """
     return usable_share(recommended_memory(), memory_size())
 
 
 def usable_share(recommended: int, memory: int) -> int:
-    """:func:`usable_memory` of a machine with ``memory`` bytes, of which Metal recommends
-    ``recommended``; 0 of these is no Metal.
+    """:func:`usable_memory` of a machine with ``memory`` bytes, whose recommended working set is
+    ``recommended``; 0 for a machine without Metal.
     """
     return int(DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory)
 
 
 def recommended_memory() -> int:
-    """Bytes that Metal recommends as working set; 0 where there is no Metal."""
+    """Metal's recommended working set in bytes; 0 without Metal."""
     return _metal_info("max_recommended_working_set_size")
 
 
 def memory_size() -> int:
-    """Bytes of physical memory of this machine."""
+    """This machine's physical memory in bytes."""
     size = _metal_info("memory_size")
     return size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_available(nbytes: int) -> None:
-    """Ask the system for this much memory at once, and give it back untouched. On a CPU, MLX does
-    not look whether it got what it asked for, and the process ends where it writes.
+    """Check that the system grants this much memory in one allocation, which is freed untouched. On
+    a CPU, MLX does not check its own allocations, and the process crashes when it writes.
 
     Raises:
-        OSError, OverflowError: there is less, or this process may not have it.
+        OSError, OverflowError: the system does not grant it.
     """
     mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
 
 
 def _metal_info(name: str) -> int:
-    """A size that Metal says of the device; 0 where there is no Metal, or it does not say."""
+    """A size that Metal reports of the device; 0 without Metal, or if it is not reported."""
     size = mx.device_info().get(name) if mx.metal.is_available() else None
     return size if isinstance(size, int) else 0
 
@@ -102,25 +102,26 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def read_wired_limit(value: str | int | None) -> int:
-    """Bytes that may stay wired: a number of them in the notation of budgets, ``"recommended"``,
-    or 0 for ``None``. Without Metal it is 0, and a warning says so.
+    """The wired limit in bytes.
+
+    Args:
+        value: a number of bytes in the notation of budgets, ``"recommended"``, or ``None`` for 0.
+            Without Metal the limit is 0, with a warning.
 
     Raises:
-        ArgumentError: it has none of these forms, or is more than Metal recommends.
+        ArgumentError: another value, or more than Metal recommends.
     """
     if value is None:
         return 0
     given, recommended = WIRED_LIMIT.check("engine", "wired_limit", value), recommended_memory()
     if not recommended:
-        warnings.warn(
-            "[engine] wired_limit does nothing here: only Metal wires memory", stacklevel=3
-        )
+        warnings.warn("[engine] wired_limit has no effect without Metal", stacklevel=3)
         return 0
     nbytes = given if isinstance(given, int) else recommended
     if nbytes > recommended:
         raise ArgumentError(
             f"[engine] wired_limit: {nbytes:,} bytes are more than the {recommended:,} that Metal "
-            "recommends on this machine; give less, or raise the system's limit with "
+            "recommends on this machine; use less, or raise the system's limit with "
             "sudo sysctl iogpu.wired_limit_mb=N",
             "wired_limit",
         )
@@ -128,12 +129,12 @@ def read_wired_limit(value: str | int | None) -> int:
 
 
 class _HeldLimits:
-    """A limit of MLX's, which is the process's, while engines want one.
+    """A limit of MLX for the whole process, combined from those that engines request.
 
     Args:
-        set_limit: gives MLX a limit, and returns the one before.
-        join: of all limits that are held, the one that counts.
-        is_default: whether a limit that was there before the first may be changed.
+        set_limit: sets MLX's limit and returns the previous one.
+        join: combines the requested limits.
+        is_default: whether a limit that was set before the first request may be changed.
     """
 
     def __init__(
@@ -142,12 +143,12 @@ class _HeldLimits:
         join: Callable[[Iterable[int]], int],
         is_default: Callable[[int], bool] = lambda before: True,
     ) -> None:
-        # Finalizers run wherever the garbage collector does, also inside the lock.
+        # Reentrant, since the garbage collector may run a finalizer while the lock is held.
         self._lock = threading.RLock()
         self._set_limit, self._join, self._is_default = set_limit, join, is_default
         self._keys = itertools.count()
         self._held: dict[int, int] = {}
-        self._before = 0  # what was set when there were none
+        self._before = 0  # the limit before the first request
 
     def acquire(self, nbytes: int) -> Callable[[], None]:
         with self._lock:
@@ -164,7 +165,7 @@ class _HeldLimits:
     def _release(self, key: int) -> None:
         with self._lock:
             if self._held.pop(key, None) is not None:
-                mx.synchronize()  # MLX wants no step in flight while the limit changes.
+                mx.synchronize()  # The limit must not change while a step is in flight.
                 held = self._held.values()
                 self._set_limit(self._join(held) if held else self._before)
 
@@ -180,27 +181,27 @@ _cache_limits = _HeldLimits(
 
 
 def acquire_wired_limit(nbytes: int) -> Callable[[], None]:
-    """Let ``nbytes`` of MLX's memory stay wired until the function that is returned is called, for
-    the first time; 0 changes nothing.
+    """Wire up to ``nbytes`` of MLX's memory; returns a function that releases the limit, which does
+    nothing when called again. 0 changes nothing.
 
-    The only place that sets the limit. It is MLX's own and the process's: while several are held,
-    the largest counts, and after the last one it is again what it was before the first.
+    MLX's limit belongs to the process. While several are acquired, the largest is set; after the
+    last release, the limit before the first is restored.
 
-    A wired limit beside allocations that come and go panics macOS's kernel within minutes on
-    several machines (ml-explore/mlx#3186 and #3346), which is why it is off by default.
+    With memory allocated and freed all the time, a wired limit panics macOS's kernel within minutes
+    on several machines (ml-explore/mlx#3186 and #3346), so it is off by default.
     """
     return _wired_limits.acquire(nbytes) if nbytes else _no_op
 
 
 def acquire_cache_limit(activation_nbytes: int) -> Callable[[], None]:
-    """Have MLX keep at most ``CACHED_STEPS`` times these bytes of freed buffers for reuse, until
-    the function that is returned is called, for the first time.
+    """Limit MLX's buffer cache to ``CACHED_STEPS`` times these bytes; returns a function that
+    releases the limit, which does nothing when called again.
 
-    What one step frees is what the next one takes, so more than the activations of the largest step
-    are buffers of sizes that do not come back. MLX itself keeps as many as there is memory. The
-    limit is the process's: of several engines it is the sum, and after the last one it is again
-    what it was before the first. One below what Metal recommends as working set is the user's, and
-    stays as it is. Nothing changes without Metal, where MLX keeps 32 MiB.
+    A step reuses the buffers that the previous one has freed; anything beyond the activations of
+    the largest step has sizes that are not needed again, and by default MLX keeps it as long as
+    memory lasts. The limit belongs to the process: the limits of several engines add up, and after
+    the last release the one before the first is restored. A limit below Metal's recommended working
+    set was set by the user and is not changed. Without Metal nothing changes; MLX keeps 32 MiB.
     """
     if not recommended_memory():
         return _no_op

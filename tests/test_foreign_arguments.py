@@ -13,8 +13,7 @@ from mlx_paged import foreign_arguments
 from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine.options import passed_on_names
-from mlx_paged.engine_options import CacheOptions
+from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -42,7 +41,7 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
 # What has a **options of its own takes these, too.
 ALSO = {
     "LLM": engine_option_names(),
-    "Engine": passed_on_names(),
+    "Engine": frozenset(ENGINE_OPTIONS),
     "AsyncEngine": engine_option_names(),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),

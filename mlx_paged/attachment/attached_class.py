@@ -1,4 +1,6 @@
-"""The class of a model while it is attached: its own, with other caches and other calls."""
+"""The class of a model while it is attached: a subclass of its own with another ``make_cache`` and
+``__call__``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PromptCaches = Sequence[PromptCache | FollowingCache]
 
 
 class Runner(Protocol):
-    """What an attached model calls."""
+    """What the class of an attached model calls."""
 
     model: Module
 
@@ -33,8 +35,8 @@ def is_attached(model: Module) -> bool:
 
 
 def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
-    """A subclass of a model's class. Calls with prompt caches of an attached model go to
-    ``attachment``, all others are as before.
+    """A subclass of a model's class that passes calls with prompt caches of an attached model to
+    ``attachment``, and all others to the model's own class.
     """
     stock_call: Callable[..., mx.array] = stock_class.__call__
     names = list(inspect.signature(stock_call).parameters)[1:]
@@ -71,7 +73,7 @@ def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
 def _check_same(model: Module, attached: Module) -> None:
     if model is not attached:
         raise ArgumentError(
-            "[attach] model is a copy of an attached one; copy it before it is attached", "model"
+            "[attach] model is a copy of an attached model; copy it before attaching", "model"
         )
 
 
@@ -82,13 +84,13 @@ def _are_ours(caches: Any) -> bool:
 
 
 def _refuse_max_kv_size() -> None:
-    """mlx-lm's ``make_prompt_cache`` drops ``max_kv_size`` where a model makes its own cache."""
-    # A frame that knew itself would keep the variables of its callers alive.
+    """mlx-lm's ``make_prompt_cache`` ignores ``max_kv_size`` if a model makes its own cache."""
+    # Not kept in a variable of its own frame: such a cycle would keep the callers' variables alive.
     caller = sys._getframe(2)
     is_asked = caller.f_code is make_prompt_cache.__code__
     if is_asked and caller.f_locals.get("max_kv_size") is not None:
         raise ArgumentError(
             "[attach] max_kv_size can't be combined with an attached model, which keeps all tokens "
-            "that its layers see; leave it out: kv_cache_bytes bounds what all sequences hold",
+            "that its layers attend to; leave it out: kv_cache_bytes limits all sequences together",
             "max_kv_size",
         )

@@ -1,4 +1,4 @@
-"""``attach``: a model of mlx-lm whose callers use paged blocks from then on without any change."""
+"""``attach``: a model of mlx-lm whose K/V are in paged blocks, with no change to its callers."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.loaded import config_of, is_called_as_mlx_lm
-from mlx_paged.models.mlx_lm.module_calls import put_back
+from mlx_paged.models.mlx_lm.module_calls import ModuleClasses
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.snapshots import export_prompt_cache
 
-# Tokens of a step that computes again what was given up, as mlx-lm cuts its prompts.
+# The chunk size for recomputing a sequence, that of mlx-lm's prompts.
 MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True)
 class AttachStats:
-    """What an attached model holds now, and what its prefix cache has done so far.
+    """The memory of an attached model now, and the counters of its prefix cache.
 
     Attributes:
         num_seqs: prompt caches that hold tokens.
         num_blocks: the budget.
-        num_used_blocks: held by a sequence.
-        num_cached_blocks: that can be found, in use or free.
-        num_evictions: cached blocks that were given to other tokens.
-        nbytes_used: of the blocks in use.
-        nbytes_held: allocated for K/V.
-        num_tokens: that calls have brought.
-        num_hit_tokens: of these, found in the prefix cache and not computed.
-        num_recomputed_tokens: computed once more, since the blocks of their sequence were given up.
+        num_used_blocks: blocks in use by a sequence.
+        num_cached_blocks: blocks in the prefix cache, in use or free.
+        num_evictions: cached blocks that were reused for other tokens.
+        nbytes_used: bytes of the blocks in use.
+        nbytes_held: bytes allocated for K/V.
+        num_tokens: new tokens in all calls so far.
+        num_hit_tokens: those that were found in the prefix cache and not computed.
+        num_recomputed_tokens: tokens computed again because their blocks had been evicted.
     """
 
     num_seqs: int
@@ -63,10 +63,10 @@ class AttachStats:
 
 
 class Attachment:
-    """A model that is attached; close it, or leave its ``with`` statement, to detach the model.
+    """An attached model. ``close``, or the end of a ``with`` statement, detaches it.
 
     Attributes:
-        model: the one that was given, which mlx-lm's own functions take.
+        model: the model that was passed to :func:`attach`, for mlx-lm's own functions.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Attachment:
         model: Module,
         packed: LanguageModel,
         cache: KVCache,
-        stock_classes: Sequence[tuple[Module, type[Module]]],
+        stock_classes: ModuleClasses,
     ):
         self.model = model
         self._packed_model: LanguageModel | None = packed
@@ -98,30 +98,30 @@ class Attachment:
         self.close()
 
     def close(self) -> None:
-        """Detach the model, and give back all K/V. The model and mlx-lm's functions are as before
-        from now on, unless another model runs packed, which needs the latter. Prompt caches that
-        were made meanwhile can't be used any more. A second call does nothing.
+        """Detach the model and free all K/V. The model's classes are restored, and so are mlx-lm's
+        functions unless another model that runs packed needs them. Prompt caches made while it was
+        attached can't be used any more. A second call does nothing.
         """
         if type(self.model) is self._attached_class:
-            put_back(self._stock_classes)
+            self._stock_classes.restore()
         with self._sequences.lock:
             self._sequences.close()
             self._packed_model = None
 
     @property
     def cache(self) -> KVCache:
-        """The K/V of all sequences; raises ``RuntimeError`` when the model was detached."""
+        """The K/V of all sequences; raises ``RuntimeError`` if the model was detached."""
         return self._sequences.cache
 
     @property
     def _packed(self) -> LanguageModel:
-        """Raises ``RuntimeError`` when the model was detached."""
+        """Raises ``RuntimeError`` if the model was detached."""
         if self._packed_model is None:
             raise RuntimeError("[attach] the model was detached; attach it again")
         return self._packed_model
 
     def stats(self) -> AttachStats:
-        """Figures of this moment; raises ``RuntimeError`` when the model was detached."""
+        """Current figures; raises ``RuntimeError`` if the model was detached."""
         with self._sequences.lock:
             self._sequences.free_released()
             held = self._sequences.held
@@ -146,17 +146,17 @@ class Attachment:
         *,
         model_name: str | None = None,
     ) -> int:
-        """Write a prompt cache to a file, as mlx-lm's ``save_prompt_cache`` writes its own; returns
-        its number of tokens. ``load_prompt_cache`` reads it.
+        """Write a prompt cache to a file in the format of mlx-lm's ``save_prompt_cache``, for
+        ``load_prompt_cache``; returns its number of tokens.
 
         Args:
             prompt_cache: of this model, with one sequence.
             model_name: the folder or hub id that ``mlx_lm.generate`` loads.
 
         Raises:
-            ArgumentError: a prompt cache of another model, without tokens or with several
-                sequences; tokens that have left a window; or K/V that mlx-lm's caches can't hold.
-            SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+            ArgumentError: the prompt cache is of another model, has no tokens or several sequences;
+                tokens have left a window; or mlx-lm's caches can't hold its K/V.
+            SnapshotError: the file can't be written; an older file is not changed.
         """
         prompt = self._checked(prompt_cache)
         with self._sequences.lock:
@@ -164,7 +164,7 @@ class Attachment:
             if len(prompt.rows) != 1 or prompt.empty():
                 raise ArgumentError(
                     f"[attach] prompt_cache has {len(prompt.rows)} sequences and up to "
-                    f"{prompt.size()} tokens; one with tokens can be exported",
+                    f"{prompt.size()} tokens; only a single sequence with tokens can be exported",
                     "prompt_cache",
                 )
             (sequence,) = prompt.rows
@@ -179,10 +179,10 @@ class Attachment:
                 token_ids=sequence.state.tokens.read(),
             )
 
-    # What the model's class does meanwhile
+    # What the class of the attached model calls
 
     def make_cache(self) -> list[PromptCache | FollowingCache]:
-        """mlx-lm's ``model.make_cache``: an entry per layer, the first of which does it all."""
+        """mlx-lm's ``model.make_cache``: one entry per layer; the first does everything."""
         primary = PromptCache(self._sequences)
         return [primary, *[FollowingCache(primary) for _ in range(self._num_caches - 1)]]
 
@@ -197,7 +197,7 @@ class Attachment:
 
         Raises:
             ArgumentError: tokens of another shape or dtype, or caches of another model.
-            CacheFullError: the budget can't hold the tokens; nothing was changed.
+            CacheFullError: the tokens exceed the budget; nothing was changed.
         """
         prompt = self._checked(caches)
         if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
@@ -234,19 +234,19 @@ class Attachment:
             if self.cache.can_run_ahead:
                 mx.async_eval(logits, self.cache.arrays)
             else:
-                # A step that is built while this one runs would copy each slab that it writes.
+                # A step that is built while this one runs would copy every slab it writes to.
                 mx.eval(logits, self.cache.arrays)
         return logits
 
     def _compute_again(self, sequence: CachedSequence, kept: set[CachedSequence]) -> None:
-        """Let a sequence whose blocks were given up have them again."""
+        """Recompute the K/V of a sequence whose blocks were evicted."""
         tokens, again = sequence.state.tokens.read(), self._sequences.new()
         for begin in range(0, len(tokens), MAX_CHUNK):
             chunk = mx.array(tokens[begin : begin + MAX_CHUNK], dtype=mx.int32)[None]
             run = Run(again, 0, 0, chunk.shape[1])
             self._compute(chunk, [run], {*kept, again})
             self._num_recomputed_tokens += run.num_computed
-        # Its old id has no blocks.
+        # The two exchange their ids: the old one has no blocks.
         old, new = sequence.state, again.state
         old.seq_id, new.seq_id = new.seq_id, old.seq_id
         old.block_hashes = new.block_hashes
@@ -264,7 +264,9 @@ class Attachment:
                 "cache",
             )
         if primary.sequences is not self._sequences:
-            raise ArgumentError("[attach] cache is of another model, or of a detached one", "cache")
+            raise ArgumentError(
+                "[attach] cache belongs to another model, or to one that was detached", "cache"
+            )
         last = caches[-1]
         if isinstance(last, FollowingCache) and last.primary is not primary:
             for follower in caches[1:]:
@@ -282,9 +284,9 @@ def attach(
     kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
 ) -> Attachment:
-    """Let mlx-lm's own programs keep the K/V of this model in paged blocks, and share those of
-    equal beginnings: ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator`` and
-    whatever else calls ``model(tokens, cache=make_prompt_cache(model))``::
+    """Have mlx-lm's own programs keep the K/V of this model in paged blocks with a prefix cache:
+    ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator`` and everything else
+    that calls ``model(tokens, cache=make_prompt_cache(model))``::
 
         model, tokenizer = mlx_lm.load("mlx-community/Llama-3.2-1B-Instruct-4bit")
         with mlx_paged.attach(model, kv_cache_bytes="4G"):
@@ -292,14 +294,14 @@ def attach(
 
     Args:
         model: as ``mlx_lm.load`` returns it.
-        kv_cache_bytes, block_size, kv_format, backend: as :func:`make_kv_cache` has them.
+        kv_cache_bytes, block_size, kv_format, backend: see :func:`make_kv_cache`.
 
     Raises:
-        ArgumentError: the model is not one of mlx-lm's, is attached already, or can't run packed;
-            or an argument is wrong.
+        ArgumentError: the model is not one of mlx-lm, is attached already, or can't run packed; or
+            an argument is invalid.
     """
     if isinstance(model, Module) and is_attached(model):
-        raise ArgumentError("[attach] model is attached already; close that first", "model")
+        raise ArgumentError("[attach] model is attached already; close its attachment", "model")
     if not is_called_as_mlx_lm(model):
         raise ArgumentError(
             f"[attach] model must be one that mlx_lm.load returns, got {shown(type(model))}; those "
@@ -307,7 +309,7 @@ def attach(
             "model",
         )
     # To run packed, some of its modules get other classes.
-    stock_classes = [(module, type(module)) for module in model.modules()]
+    stock_classes = ModuleClasses(model.modules())
     try:
         packed = _packed(model)
         cache = make_kv_cache(
@@ -319,20 +321,20 @@ def attach(
             backend=backend,
         )
     except BaseException:
-        put_back(stock_classes)
+        stock_classes.restore()
         raise
     return Attachment(model, packed, cache, stock_classes)
 
 
 def _packed(model: Module) -> LanguageModel:
-    """The model on packed input, held against itself on mlx-lm's caches."""
+    """The model on packed input, tested against mlx-lm's own caches."""
     config = config_of(model)
     try:
         packed = Trial(model, config).run(PackedModel)
     except UnsuitableModelError as error:
         raise ArgumentError(
             f"[attach] model {config['model_type']} can't run on packed input: {one_line(error)}; "
-            "mlx_paged.load may run it a sequence at a time",
+            "mlx_paged.load may run it one sequence at a time",
             "model",
         ) from error
     if packed.state_nbytes:
@@ -345,7 +347,7 @@ def _packed(model: Module) -> LanguageModel:
 
 
 def _packed_tokens(tokens: mx.array, runs: Sequence[Run]) -> mx.array:
-    """``[num_computed] int32``, the tokens that the step computes, one run after another."""
+    """The tokens that the step computes, run by run, ``[num_computed] int32``."""
     batch_size, length = tokens.shape
     flat = tokens.reshape(-1)
     if sum(run.num_computed for run in runs) < batch_size * length:

@@ -1,4 +1,4 @@
-"""The logits of a call, ``[batch, length, vocab_size]``, of which most rows are never looked at."""
+"""The logits of a call, ``[batch, length, vocab_size]``, most of which are never read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import mlx.core as mx
 
 from mlx_paged.attachment.steps import Run
 
-# [batch, length] token ids to the logits [batch, length, vocab_size], by nothing but the weights.
+# From token ids [batch, length] to logits [batch, length, vocab_size], without a cache.
 Recompute = Callable[[mx.array], mx.array]
 
 
 class Logits(mx.array):
-    """Logits whose last column was computed, and whose other columns are computed when they are
-    read by them. ``logits[:, -1]`` and the like read the last column only; everything else reads
-    all.
+    """Logits whose last column was computed. ``logits[:, -1]`` and its like read that column only;
+    any other use evaluates all columns.
     """
 
     last_column: mx.array  # [batch, 1, vocab_size]
@@ -31,7 +30,7 @@ class Logits(mx.array):
 
 
 def _in_last_column(index: object, length: int) -> int | slice | None:
-    """An index of columns, as one of the last column alone; ``None`` if it names others."""
+    """The index into the last column alone; ``None`` if the index selects other columns."""
     if isinstance(index, int):
         return 0 if index in (-1, length - 1) else None
     if isinstance(index, slice) and index.indices(length) == (length - 1, length, 1):
@@ -47,15 +46,15 @@ def unpack(
 ) -> mx.array:
     """The logits of a call.
 
-    Rows of tokens that were found in the prefix cache, and those of prompts, are a graph of the
-    model without a cache over all tokens of their sequences. It holds no slab and costs nothing
-    until they are read, and mlx-lm does not. Columns of padding are 0.
+    Rows that were not computed, of prompts and of prefix hits, are a lazy graph of the model
+    without a cache over all tokens of their sequences. It references no slab and costs nothing
+    until it is read, which mlx-lm does not do. Columns of padding are 0.
 
     Returns:
         ``[batch, length, vocab_size]``
     """
     batch_size, length = shape
-    # Where the computed rows are on a flat axis
+    # The computed rows on the flattened [batch, length] axis
     places = [
         run.row * length + column
         for run in runs
@@ -82,11 +81,11 @@ def unpack(
 
 
 def _recomputed(runs: Sequence[Run], shape: tuple[int, int], recompute: Recompute) -> mx.array:
-    """``[batch, length, vocab_size]`` with the logits of all tokens of the runs, else 0."""
+    """``[batch, length, vocab_size]`` with the logits of the runs' tokens, and 0 elsewhere."""
     batch_size, length = shape
     token_ids = [run.sequence.state.tokens.read() for run in runs]
     longest = max(map(len, token_ids))
-    # What follows a token does not change its logits, so rows of different lengths go together.
+    # Attention is causal, so padding at the end does not change the logits before it.
     padded = [[*ids, *[0] * (longest - len(ids))] for ids in token_ids]
     positions = [[0] * length for _ in range(batch_size)]
     sources = [[0] for _ in range(batch_size)]

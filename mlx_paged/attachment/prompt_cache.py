@@ -1,4 +1,4 @@
-"""What mlx-lm holds in place of its own K/V caches."""
+"""The prompt caches that an attached model makes, with the interface of mlx-lm's K/V caches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mlx_paged.errors import ArgumentError, shown
 
 
 class NotSaved:
-    """Takes the place of a prompt cache's state, so that mlx-lm's ``save_prompt_cache`` fails with
-    this message.
+    """The state of a prompt cache, with which mlx-lm's ``save_prompt_cache`` fails with this text
+    in its message.
     """
 
     def __repr__(self) -> str:
         return (
-            "the K/V of an attached model are in shared blocks; what attach() returned "
-            "writes them with export_prompt_cache(path, prompt_cache), for load_prompt_cache"
+            "the K/V of an attached model are in shared blocks; to save them for "
+            "load_prompt_cache, call export_prompt_cache(path, prompt_cache) of the object that "
+            "attach() returned"
         )
 
 
 class _Cache:
-    """What the caches of all layers have in common."""
+    """What the prompt caches of all layers have in common."""
 
     def make_mask(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse_parts()
@@ -38,13 +39,13 @@ class _Cache:
 
     def _refuse_parts(self) -> NoReturn:
         raise RuntimeError(
-            "[attach] this prompt cache works with the model that was attached, called as a whole, "
-            "and neither with a part of it nor after it was detached"
+            "[attach] this prompt cache works only with the whole attached model, not with a part "
+            "of it and not after it was detached"
         )
 
     @property
     def to_quantized(self) -> NoReturn:
-        # mlx-lm asks whether it is there, for each step that is given kv_bits.
+        # mlx-lm looks for this attribute in each step with kv_bits.
         raise ArgumentError(
             "[attach] kv_bits can't be combined with an attached model; quantise its K/V with "
             "attach(model, kv_format=8)",
@@ -57,8 +58,8 @@ class _Cache:
 
 
 class FollowingCache(_Cache):
-    """Stands in the place of a further layer, so that a prompt cache has one entry per layer as in
-    mlx-lm. The first entry, its leader, does everything for all layers.
+    """An entry for a further layer: a prompt cache has one per layer, as in mlx-lm. The primary,
+    which is the first entry, does everything for all layers.
     """
 
     def __init__(self, primary: PromptCache | None = None):
@@ -77,10 +78,12 @@ class FollowingCache(_Cache):
     @property
     def _known_primary(self) -> PromptCache:
         if self.primary is None:
-            raise RuntimeError("[attach] ask the first cache of the prompt cache, for all layers")
+            raise RuntimeError(
+                "[attach] use the first entry of the prompt cache: it has all layers"
+            )
         return self.primary
 
-    # The leader counts and changes all layers.
+    # The primary counts and changes all layers.
 
     @property
     def nbytes(self) -> int:
@@ -113,13 +116,13 @@ class FollowingCache(_Cache):
 
 
 class PromptCache(_Cache):
-    """The sequences of a call, one per row; mlx-lm's ``KVCache`` and ``BatchKVCache`` in one.
+    """The sequences of a call, one per row: mlx-lm's ``KVCache`` and ``BatchKVCache`` in one.
 
-    Whatever copies (``copy.deepcopy``, ``merge``, ``extract``, ``extend``) forks, so that no two of
-    these ever have a sequence in common, and each may change its own.
+    Everything that copies (``copy.deepcopy``, ``merge``, ``extract``, ``extend``) forks sequences,
+    so that no two prompt caches share one.
 
     Args:
-        rows: none before the first call, which determines how many there are.
+        rows: empty before the first call, which determines their number.
         is_batch: whether rows may differ in length.
     """
 
@@ -132,14 +135,14 @@ class PromptCache(_Cache):
         self.sequences = sequences
         self.rows = list(rows)
         self._is_batch = is_batch
-        # Of the next columns: how many are padding, and then how many hold tokens; None for all.
+        # Of the next columns in each row: the number of padding, then of tokens; None for all.
         self._left_padding = [0] * len(self.rows)
         self._lengths: list[int] | None = None
 
     # What a call needs
 
     def runs(self, batch_size: int, length: int) -> list[Run]:
-        """The tokens of ``[batch_size, length]`` that are not padding, by rows that have any.
+        """The tokens of ``[batch_size, length]`` that are not padding, for each row that has any.
 
         Raises:
             ArgumentError: another batch size than that of the cache.
@@ -163,7 +166,7 @@ class PromptCache(_Cache):
         return runs
 
     def advance(self, length: int) -> None:
-        """A call of ``length`` columns is over."""
+        """Count the columns of a finished call of ``length`` as consumed."""
         skipped = [min(padding, length) for padding in self._left_padding]
         if self._lengths is not None:
             pairs = zip(self._lengths, skipped, strict=True)
@@ -175,7 +178,7 @@ class PromptCache(_Cache):
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens held: a number, or ``[batch] int32`` of a batch."""
+        """The number of tokens held; for a batch, ``[batch] int32``."""
         lengths = [sequence.num_tokens for sequence in self.rows]
         return mx.array(lengths, dtype=mx.int32) if self._is_batch else max(lengths, default=0)
 
@@ -187,7 +190,7 @@ class PromptCache(_Cache):
 
     @property
     def nbytes(self) -> int:
-        """Of the blocks that it holds in all layers; shared ones count for each holder."""
+        """Bytes of its blocks in all layers; shared blocks count for each holder."""
         with self.sequences.lock:
             groups = self.sequences.held.manager.groups
             tables = [groups.get(row.state.seq_id, ()) for row in self.rows]
@@ -196,15 +199,15 @@ class PromptCache(_Cache):
 
     @property
     def state(self) -> list[object]:
-        """Asking for it waits until all K/V are written, which is why mlx-lm asks. What comes back
-        holds no slab, because a reference to one would make the next write copy it.
+        """Evaluates all K/V, which is what mlx-lm reads it for. The result references no slab,
+        because the next write would copy a slab that is referenced.
         """
         with self.sequences.lock:
             mx.eval(self.sequences.cache.arrays)
         return [NotSaved()]
 
     def is_trimmable(self) -> bool:
-        """Always, behind a full window, too: what has left it is computed again."""
+        """True, even for a full window: tokens that have left it are recomputed."""
         return True
 
     def trim(self, n: int) -> int:
@@ -237,7 +240,7 @@ class PromptCache(_Cache):
         return PromptCache(self.sequences, [self.rows[idx].fork()])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep the sequences of these rows only, in this order."""
+        """Keep only the sequences of these rows, in this order."""
         kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
         indices = [int(index) for index in kept]  # type: ignore[arg-type, union-attr]
         self.rows = [self.rows[index] for index in indices]
@@ -264,11 +267,11 @@ class PromptCache(_Cache):
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Declare which of the next columns are padding and hold no tokens.
+        """Declare which of the next columns are padding.
 
         Args:
-            left_padding: columns of each row before its tokens.
-            lengths: tokens of each row. Needed with ``right_padding``, which is what follows them.
+            left_padding: per row, the number of columns before its tokens.
+            lengths: per row, the number of tokens; required with ``right_padding``.
         """
         for name, counts in (("left_padding", left_padding), ("lengths", lengths)):
             if counts is not None and len(counts) != len(self.rows):
@@ -281,10 +284,10 @@ class PromptCache(_Cache):
             self._left_padding = [int(count) for count in left_padding]
         if right_padding is not None and max(right_padding) > 0:
             if lengths is None:
-                raise ArgumentError("[attach] right_padding needs lengths beside it", "lengths")
+                raise ArgumentError("[attach] right_padding requires lengths", "lengths")
             self._lengths = [int(count) for count in lengths]
 
     def finalize(self) -> None:
-        """Nothing of what follows is padding."""
+        """Declare that none of the next columns is padding."""
         self._left_padding = [0] * len(self.rows)
         self._lengths = None

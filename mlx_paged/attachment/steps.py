@@ -1,8 +1,7 @@
-"""One call of an attached model as one step of its cache: which tokens are found, which are
-computed, and where they go. All of it happens, or none of it.
+"""One call of an attached model as one step of its cache: prefix hits, slots for the tokens to
+compute, and rollback if it fails.
 
-What can't be undone is forgotten: a sequence whose blocks are gone is computed again from its
-tokens when it is called.
+A sequence whose blocks were lost is recomputed from its tokens at its next call.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from mlx_paged.core import BlockHash, ComputedBlocks, extend_block_hashes
 from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata
 
-# Logits of all rows of a run are computed up to this length, as speculation wants them; of a longer
-# run, a part of a prompt, those of the last row.
+# The longest run whose logits are all computed, for speculation; of a longer one, a part of a
+# prompt, those of the last token are.
 MAX_LOGIT_ROWS = 16
 
 
 @dataclass(slots=True)
 class Run:
-    """The tokens that a call brings to one sequence: the columns ``begin : end`` of a row.
+    """The new tokens of one sequence in a call: the columns ``begin : end`` of a row.
 
-    The first ``num_hit_tokens`` of them are found in the prefix cache and not computed.
+    The first ``num_hit_tokens`` are found in the prefix cache and not computed.
     """
 
     sequence: CachedSequence
@@ -36,7 +35,7 @@ class Run:
     begin: int
     end: int
     num_hit_tokens: int = 0
-    seq_id: int = -1  # whose table has room for them
+    seq_id: int = -1  # whose block table has the slots for them
     block_hashes: list[BlockHash] = field(default_factory=list)
 
     @property
@@ -49,20 +48,20 @@ class Run:
 
     @property
     def num_logit_rows(self) -> int:
-        """Of how many of its last tokens the step computes the logits."""
+        """The number of last tokens whose logits the step computes."""
         return self.num_computed if self.num_computed <= MAX_LOGIT_ROWS else 1
 
     @property
     def is_moved(self) -> bool:
-        """Whether a longer prefix was found than the sequence had, in place of its own blocks."""
+        """Whether the sequence moves to cached blocks of a longer prefix than its own blocks."""
         return self.seq_id != self.sequence.state.seq_id
 
 
 class StepOfCall:
-    """Reserves slots for the runs of one call.
+    """Allocates slots for the runs of one call.
 
     Args:
-        kept: sequences whose blocks are not given up for it.
+        kept: sequences whose blocks must not be freed for it.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class StepOfCall:
 
     @contextmanager
     def open(self, runs: Sequence[Run]) -> Iterator[AttentionMetadata]:
-        """Open a step for what has to be computed of these runs, one at least.
+        """Open a step for the tokens of these runs that have to be computed; at least one run.
 
         Raises:
-            CacheFullError: the budget can't hold them.
+            CacheFullError: they exceed the budget.
         """
         try:
             for run in runs:
@@ -100,7 +99,8 @@ class StepOfCall:
             self._take_back()
             raise
         except BaseException:
-            # Ctrl-C may have torn anything but the lists of tokens, which are all that it takes.
+            # Ctrl-C may have left anything but the lists of tokens inconsistent; these are enough
+            # to recompute everything.
             self._sequences.held.reset()
             raise
 
@@ -132,8 +132,8 @@ class StepOfCall:
             self._new_block_ids.update(self._written_block_ids(run))
 
     def _find(self, run: Run) -> ComputedBlocks:
-        """What is cached of the sequence with its new tokens. Runs that can't fill a block are not
-        looked up, so that a decode and speculation never wait for their tokens.
+        """The cached blocks of the sequence with its new tokens. Runs shorter than a block are not
+        looked up, so that decodes and speculation never wait for their tokens to be read.
         """
         state, block_size = run.sequence.state, self._cache.config.block_size
         if run.num_tokens < block_size:
@@ -149,7 +149,7 @@ class StepOfCall:
             f"[attach] {run.num_tokens} more tokens of a sequence need {num_needed} blocks of "
             f"{cache.config.block_size}, the budget holds {cache.config.num_blocks} and the "
             f"sequences of this call have {cache.pool.num_used_blocks} already; raise "
-            "kv_cache_bytes, or give a call fewer sequences"
+            "kv_cache_bytes, or call the model with fewer sequences"
         )
 
     def _written_block_ids(self, run: Run) -> list[int]:
@@ -165,7 +165,7 @@ class StepOfCall:
     def _take_back(self) -> None:
         manager = self._manager
         try:
-            # What the failed step has written so far; another thread could not do it later.
+            # Evaluate what the failed step has written: another thread can't do it later.
             mx.eval(self._cache.arrays)
         except Exception:
             self._sequences.held.reset()
@@ -174,7 +174,7 @@ class StepOfCall:
             if run.seq_id not in manager.tables:
                 continue
             if run.block_hashes:
-                # Others must not find rows that were never written.
+                # No other sequence may find rows that were never written.
                 self._cache.pool.evict_blocks(self._written_block_ids(run))
             num_tokens = len(run.sequence.state.tokens)
             if run.is_moved or not num_tokens:

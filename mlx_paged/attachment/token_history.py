@@ -1,5 +1,5 @@
-"""Which tokens a sequence consists of. Those that were sampled last are on the device still, and
-reading them would wait for it, so they are read when they are needed.
+"""The tokens of a sequence. Reading the most recently sampled ones would wait for the device, so
+they are read only when they are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 class CallTokens:
-    """The tokens of one call of a model, ``[batch, length]``, read at most once."""
+    """The tokens of one call, ``[batch, length]``, read from the device at most once."""
 
     def __init__(self, array: mx.array):
         self.array = array
@@ -23,11 +23,11 @@ class CallTokens:
 
 
 class TokenHistory:
-    """The tokens of a sequence, in their order. ``len`` reads none of them."""
+    """The tokens of a sequence, in order. ``len`` reads none of them."""
 
     def __init__(self, ids: Iterable[int] = ()):
         self._ids = list(ids)
-        # The call that brought them, their row and their columns
+        # Per call: its tokens, the row and the columns
         self._unread: list[tuple[CallTokens, int, slice]] = []
         self._num_unread = 0
 
@@ -35,12 +35,12 @@ class TokenHistory:
         return len(self._ids) + self._num_unread
 
     def append(self, tokens: CallTokens, row: int, begin: int, end: int) -> None:
-        """Add the columns ``begin : end`` of a row."""
+        """Append the columns ``begin : end`` of a row."""
         self._unread.append((tokens, row, slice(begin, end)))
         self._num_unread += end - begin
 
     def read(self) -> list[int]:
-        """All token ids: the live list, not to be changed."""
+        """All token ids: the list itself, which must not be changed."""
         for tokens, row, columns in self._unread:
             self._ids += tokens.ids[row][columns]
         self._unread.clear()
@@ -48,7 +48,7 @@ class TokenHistory:
         return self._ids
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from ``length`` on."""
+        """Drop the tokens from ``length`` on."""
         if length < len(self):
             del self.read()[length:]
 

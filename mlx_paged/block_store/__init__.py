@@ -1,17 +1,18 @@
-"""K/V blocks in a folder on disk: found by their hash after a restart and by other processes.
+"""K/V blocks in a folder on disk, where restarts and other processes find them by their hash.
 
     store = BlockStore(folder, max_nbytes=20 << 30, fingerprint=fingerprint)
     writer = BlockWriter(store, max_queued_nbytes=256 << 20)
     writer.offer(BlockHeader(block_hash, parent_hash, token_ids, first_token), payload)
     store.load(block_hash)                   # the payload, or None
     reader = BlockReader(store, max_ready_nbytes=256 << 20)
-    reader.read(request_id, block_hashes)    # ahead of time
+    reader.read(request_id, block_hashes)    # in a thread
     blocks = reader.take(max_nbytes=64 << 20)
 
-A block is a file. Its name is the block's hash, its folder the fingerprint of everything else that
-its bytes depend on, so it is found by one look at a directory, and checked before it is used. Its
-time is that of its last use. Nothing else is written down: sums and the order in which blocks go
-are read from the directory entries (catalogue.py). Nothing here knows MLX or what a payload means.
+A block is a file named after the block's hash, in a folder named after the fingerprint of
+everything else that its bytes depend on. So a lookup takes one system call, and a file is checked
+before it is used. Its modification time is that of the block's last use. There is no index: the
+folder's size and the order of eviction are read from the directory entries (catalogue.py). This
+package handles bytes and imports no MLX.
 """
 
 from mlx_paged.block_store.errors import BlockStoreError

@@ -1,7 +1,6 @@
-"""The file of a block: a header that says what it is, the payload, and checksums over both.
+"""The file of a block: a header that describes it, the payload, and checksums over both.
 
-All integers are little-endian. Other versions have the same prefix, and say in it that they are
-others:
+All integers are little-endian. The prefix is the same in all versions, and contains the version:
 
     prefix    magic b"MLXPGKV\\n", version (4 bytes), bytes of the header (4), bytes of the payload
               (8), CRC of the prefix so far and the header (4), CRC of the payload (4)
@@ -12,9 +11,9 @@ others:
     payload   to the end of the file
 
 The checksums are CRC-32 (``zlib.crc32``), and the second continues the first, so that no byte of
-the file can change alone. They find torn and damaged files, of which one in four billion would get
-through, and there are few to begin with. They don't protect against an attacker who can write into
-the folder; nothing inside a file could be. SHA-256 takes three times as long.
+the file can change undetected. They detect torn and damaged files, which are rare, with a chance of
+one in four billion that one is missed. They don't protect against an attacker who can write into
+the folder, and nothing stored in the file could. SHA-256 takes three times as long.
 """
 
 from __future__ import annotations
@@ -39,15 +38,17 @@ _MOST_HEADER_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class FileHeader:
-    """What the beginning of a file says.
+    """The header of a block's file.
 
     Attributes:
-        block: which block it is.
-        digest: that of its fingerprint.
+        block: hashes, tokens and position of the block.
+        digest: of its fingerprint.
         created: when it was written, in seconds since 1970.
-        ttl: for how many seconds it is kept after it was last used; ``None`` for no limit.
-        num_header_bytes: of prefix and header, together.
-        num_payload_bytes: of what follows.
+        ttl: how many seconds it is kept after its last use; ``None`` for no limit.
+        num_header_bytes: size of prefix and header together.
+        num_payload_bytes: size of the payload.
+        crc: checksum of prefix and header.
+        payload_crc: ``crc`` continued over the payload.
     """
 
     block: BlockHeader
@@ -63,7 +64,7 @@ class FileHeader:
 def encode_header(
     block: BlockHeader, digest: str, created: float, ttl: float | None, payload: Payload
 ) -> bytes:
-    """What comes before ``payload`` in a file."""
+    """The bytes of prefix and header, which precede ``payload`` in the file."""
     parent = block.parent_hash or b""
     header = _HEADER.pack(
         bytes.fromhex(digest),
@@ -86,16 +87,16 @@ def encode_header(
 def parse_block(
     file: int, num_bytes: int, digest: str, block_hash: bytes
 ) -> tuple[FileHeader, bytes]:
-    """The header and the payload of a block.
+    """Read and check the header and the payload of a block.
 
     Args:
-        file: open for reading.
-        num_bytes: its size.
-        digest: of the fingerprint that the block should have.
-        block_hash: that it should have.
+        file: descriptor, open for reading.
+        num_bytes: size of the file.
+        digest: expected digest of the fingerprint.
+        block_hash: expected hash.
 
     Raises:
-        BadBlockFileError: the file isn't this block, whole and unaltered.
+        BadBlockFileError: the file isn't this block, complete and unaltered.
         OtherVersionError: it is a block in another version's format.
         OSError: the system refuses to read it.
     """
@@ -107,7 +108,7 @@ def parse_block(
 
 
 def parse_header(file: int, num_bytes: int, digest: str, block_hash: bytes) -> FileHeader:
-    """The header alone. Raises as ``parse_block``, which also checks the payload."""
+    """Read and check the header only. Raises as ``parse_block``."""
     header = _parse(file)
     if header.num_header_bytes + header.num_payload_bytes != num_bytes:
         raise BadBlockFileError("it has another size than its header says")
@@ -119,7 +120,7 @@ def parse_header(file: int, num_bytes: int, digest: str, block_hash: bytes) -> F
 def _parse(file: int) -> FileHeader:
     data = os.pread(file, _FIRST_READ, 0)
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
-        raise BadBlockFileError("it doesn't begin as a block does")
+        raise BadBlockFileError("it doesn't begin like a block")
     _, version, num_bytes, num_payload_bytes, crc, payload_crc = _PREFIX.unpack_from(data)
     end = _PREFIX.size + num_bytes
     if num_bytes > _MOST_HEADER_BYTES:
@@ -153,7 +154,7 @@ def _file_header(data: bytes, num_payload_bytes: int, crc: int, payload_crc: int
             group=group,
         )
     except ValueError as error:
-        raise BadBlockFileError("the hashes in its header can't be") from error
+        raise BadBlockFileError("the hashes in its header are invalid") from error
     num_header_bytes = _PREFIX.size + len(data)
     return FileHeader(
         block, digest.hex(), created, ttl or None, num_header_bytes, num_payload_bytes, crc,
@@ -165,7 +166,7 @@ def _read(file: int, num_bytes: int, offset: int) -> bytes:
     data = os.pread(file, num_bytes, offset)
     if len(data) == num_bytes:
         return data
-    # A read may give less than was asked for: of very many bytes, or when a signal comes.
+    # A read may return fewer bytes: when it is interrupted by a signal, or very large.
     pieces = [data]
     missing = num_bytes - len(data)
     while missing and pieces[-1]:

@@ -1,17 +1,17 @@
 """``Catalogue``: what a folder of blocks contains, read from its directory entries.
 
-The name of a file is the block's hash, its size and its time are in its status, and nothing else
-is written down anywhere. What counts is kept in memory: the sums, and the blocks that go next.
+The name of a file is the block's hash, and its status has its size and the time of its last use.
+No index is stored. Only the sums and the blocks that are evicted next are kept in memory.
 
-A block never has an earlier time than one that follows it, so the least recently used block is one
-that no other follows, and a prefix goes from its end. To keep it so,
+A block never has an earlier time than its successors, so the least recently used block has none,
+and a prefix is evicted from its end. This invariant is maintained as follows:
 
-- a use sets the time of a prefix from its first block on, and nothing makes a block older;
-- a new block gets the time of the one before it, if that was used a moment ago; otherwise all
-  before it are used now, too.
+- a use sets the times of a prefix from its first block on, and no block is ever made older;
+- a new block gets the time of its parent if that was used recently; otherwise its ancestors count
+  as used now, too.
 
-Blocks of one time are told apart by their headers. So it doesn't matter how coarse the times of a
-file system are: rounding keeps an order, or makes two times one.
+Blocks with the same time are ordered by the positions in their headers. So the resolution of a file
+system's times doesn't matter: rounding preserves the order, or makes two times equal.
 """
 
 from __future__ import annotations
@@ -25,47 +25,46 @@ from typing import TypeAlias
 
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.earlier_versions import take_over
-from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.oldest import Block, Oldest
 from mlx_paged.block_store.pins import Pins
 from mlx_paged.block_store.shards import Shards, nbytes_on_disk, time_used
-from mlx_paged.core.tier import BlockHeader
 
 Pause: TypeAlias = Callable[[], None]
 
 _SECONDS_BETWEEN_PAUSES = 0.001
 _FILES_AT_A_TIME = 256
 _EVICTED_AT_A_TIME = 16
-_MOST_REFUSALS = 16  # of files that can't be removed, before an eviction ends
-# Of all blocks, a listing keeps this share as those that go next, and at least this number.
+_MOST_REFUSALS = 16  # files that can't be removed, before an eviction gives up
+# The share of all blocks that a listing keeps as the next to evict, and the least number.
 _SHARE_OF_OLDEST = 1 / 16
 _LEAST_OLDEST = 4096
-# A new block gets the time of the one before it, if that was used in the last minute, or in the
-# last quarter of a time to live.
+# A new block gets the time of its parent if that was used in the last minute, and in the last
+# quarter of a time to live.
 _SAME_USE_SECONDS = 60.0
 _SAME_USE_SHARE_OF_TTL = 1 / 4
 _LAST_PLACE = (float("inf"), 0)
 
 
 class Catalogue:
-    """Sums of the blocks in a folder, and the order in which they go.
+    """The number and size of the blocks in a folder, and the order in which they are evicted.
 
-    Any thread may read the sums and call ``list_files`` and ``remove``; all else one at a time.
+    Any thread may read the attributes and call ``list_files`` and ``remove``; the other methods are
+    called by one thread at a time.
 
     Args:
         layout: of the folder.
-        digest: of the fingerprint whose blocks have a time to live here.
-        ttl: that time, in seconds. Each listing removes what is over.
+        digest: of the fingerprint whose blocks have a time to live.
+        ttl: the time to live, in seconds. Each listing removes expired blocks.
 
     Attributes:
         shards: the files.
-        pins: the blocks that stay.
-        num_blocks: how many there are, by the last listing and what was done here since.
+        pins: the pinned blocks.
+        num_blocks: as of the last listing, and of what this process has changed since.
         nbytes: what they take on disk.
-        nbytes_added: of those that were written here since the last listing.
-        listed: when that was, by ``time.monotonic``; ``-inf`` for never.
-        num_expired: how many listings have removed.
+        nbytes_added: what this process has written since the last listing.
+        listed: the time of the last listing, by ``time.monotonic``; ``-inf`` for never.
+        num_expired: expired blocks that listings have removed.
     """
 
     def __init__(self, layout: BlockLayout, digest: str = "", ttl: float | None = None) -> None:
@@ -81,16 +80,16 @@ class Catalogue:
         self._list_lock = threading.RLock()
         self._sums_lock = threading.Lock()
         self._oldest = Oldest(0, self._place)
-        self._removed: set[BlockName] = set()  # here, since the last listing
+        self._removed: set[BlockName] = set()  # by this process, since the last listing
         self._is_listing_due = True
         self._listing: Iterator[None] | None = None
 
     def list_files(self, pause: Pause | None = None) -> None:
-        """Finish the first listing, or one that ``list_again`` has asked for. Raises OSError.
+        """Finish the first listing, or one that ``list_again`` has requested. Raises OSError.
 
         Args:
-            pause: called, without a lock, every few milliseconds. What it raises ends the work,
-                which the next call takes up again.
+            pause: called every few milliseconds, without a lock. An exception that it raises
+                interrupts the listing, which the next call resumes.
         """
         began = time.monotonic()
         while self._list_on():
@@ -99,11 +98,11 @@ class Catalogue:
                 began = time.monotonic()
 
     def list_again(self) -> None:
-        """Let the next ``list_files`` look at all files."""
+        """Make the next ``list_files`` list all files."""
         self._is_listing_due = True
 
     def added(self, name: BlockName, used: int, nbytes: int) -> None:
-        """A block was written that was not there."""
+        """A new block was written."""
         self._count(1, nbytes)
         self.nbytes_added += nbytes
         self._removed.discard(name)
@@ -113,7 +112,7 @@ class Catalogue:
         """Remove the file of a block; whether there was one. Raises OSError."""
         status = self.shards.status(name)
         is_removed = self.shards.remove(name)
-        if is_removed and status is None:  # Something else had the name of a block.
+        if is_removed and status is None:  # It was not a block's file.
             self.list_again()
         elif is_removed and status is not None:
             self._removed.add(name)
@@ -121,12 +120,14 @@ class Catalogue:
         return is_removed
 
     def shrink(self, max_nbytes: int, pause: Pause | None = None) -> tuple[int, int]:
-        """Remove the least recently used blocks until all take ``max_nbytes`` at most, or none is
-        left that may go. How many went, and their bytes. A file that can't be removed is passed
-        over.
+        """Evict the least recently used blocks until the rest takes at most ``max_nbytes``, or only
+        pinned blocks are left. Files that can't be removed are skipped.
+
+        Returns:
+            The number and the bytes of the evicted blocks.
 
         Raises:
-            OSError: files can't be removed, and without them too little is free.
+            OSError: files can't be removed, and the others don't free enough.
         """
         num_removed = num_freed = 0
         refusals: dict[BlockName, OSError] = {}
@@ -148,20 +149,20 @@ class Catalogue:
         return num_removed, num_freed
 
     def use(self, digest: str, block_hashes: Iterable[bytes], used: int) -> None:
-        """Blocks of one prefix were used, the first one first. Raises OSError.
+        """Record the use of blocks of one prefix, given in order. Raises OSError.
 
         Args:
-            used: when, in nanoseconds since 1970.
+            used: the time, in nanoseconds since 1970.
         """
         names = [(digest, block_hash) for block_hash in block_hashes]
         if names:
-            used = self.time_behind(digest, self._parent(names[0]), used)
+            used = self.time_behind(digest, self.shards.parent(names[0]), used)
         for name in names:
             self.shards.note_used(name, used)
 
     def time_behind(self, digest: str, parent: bytes | None, now: int) -> int:
-        """The time for a block that follows another one and was used ``now``: not later than that
-        of any block before it, whose times are set if they are long ago. Raises OSError.
+        """The time for a block that is used ``now``: not later than that of any ancestor.
+        Ancestors whose last use was long ago count as used now. Raises OSError.
         """
         older: dict[bytes, None] = {}
         while parent is not None and parent not in older:
@@ -172,18 +173,18 @@ class Catalogue:
                 now = min(now, time_used(status))
                 break
             older[parent] = None
-            parent = self._parent((digest, parent))
+            parent = self.shards.parent((digest, parent))
         for block_hash in reversed(older):
             self.shards.note_used((digest, block_hash), now)
         return now
 
     def wait_for_evictions(self) -> None:
-        """Wait for the end of those that have looked at the pins already. Raises OSError."""
+        """Wait for evictions that have already read the pins. Raises OSError."""
         with self.shards.blocks().locked(fcntl.LOCK_EX):
             pass
 
     def _list_on(self) -> bool:
-        """List some more files; whether there are more to come."""
+        """List some more files; whether the listing goes on."""
         with self._list_lock:
             if self._listing is None:
                 if not self._is_listing_due:
@@ -229,7 +230,7 @@ class Catalogue:
         self.listed = time.monotonic()
 
     def _expire(self, block: Block) -> bool:
-        """Whether a block whose time is over could be removed. It is a miss all the same."""
+        """Remove an expired block; whether that was possible. It is a miss in any case."""
         with contextlib.suppress(OSError), self._evicting() as is_kept:
             if not is_kept(block.name) and self.shards.remove(block.name):
                 self.num_expired += 1
@@ -239,7 +240,7 @@ class Catalogue:
     def _remove_some(
         self, max_nbytes: int, refusals: dict[BlockName, OSError]
     ) -> tuple[list[Block], bool]:
-        """Remove a few of the oldest blocks; which ones went, and whether no others are known."""
+        """Remove some of the oldest blocks; returns them, and whether no candidates are left."""
         removed: list[Block] = []
         with self._evicting() as is_kept:
             for _ in range(_EVICTED_AT_A_TIME):
@@ -250,7 +251,7 @@ class Catalogue:
                     return removed, True
                 status = self.shards.status(block.name)
                 if status is None:
-                    if block.name not in self._removed:  # by another process, then
+                    if block.name not in self._removed:  # another process has removed it
                         self._count(-1, -block.nbytes)
                     continue
                 is_as_it_was = time_used(status) == block.used
@@ -265,7 +266,7 @@ class Catalogue:
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[Callable[[BlockName], bool]]:
-        """Says which blocks are pinned. A process that adds a pin waits until this has ended."""
+        """Yields a test for pinned blocks. A process that adds a pin waits for the end."""
         with self.shards.blocks().locked(fcntl.LOCK_SH):
             yield self.pins.now()
 
@@ -274,17 +275,7 @@ class Catalogue:
             self.num_blocks += num_blocks
             self.nbytes += nbytes
 
-    def _header(self, name: BlockName) -> BlockHeader | None:
-        try:
-            return self.shards.read_header(name).block
-        except (BadBlockFileError, OtherVersionError, OSError):
-            return None
-
-    def _parent(self, name: BlockName) -> bytes | None:
-        header = self._header(name)
-        return None if header is None else header.parent_hash
-
     def _place(self, name: BlockName) -> tuple[float, int]:
-        """What has no header that can be read goes first."""
-        header = self._header(name)
+        """The position of a block in its sequence. Blocks without a readable header go first."""
+        header = self.shards.block(name)
         return _LAST_PLACE if header is None else (header.first_token, header.group)

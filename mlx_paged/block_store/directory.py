@@ -1,4 +1,4 @@
-"""``Directory``: a folder that is held by its descriptor, so that no link leads out of it."""
+"""``Directory``: a folder that is accessed by its descriptor, so that no link leads out of it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# A pipe of that name would block forever without O_NONBLOCK.
+# Without O_NONBLOCK, opening a pipe of that name would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_REGULAR = "it is not a regular file"
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUPP})
 
 _ASIDE_SUFFIX = ".tmp"
 _ASIDE = re.compile(r"\..*\.(\d+)-([0-9a-f]+)-\d+" + re.escape(_ASIDE_SUFFIX))
 _MOST_SECONDS_OF_A_WRITE = 3600.0
 _MOST_SECONDS_FOR_A_LOCK = 5.0
-# The ids of processes come again; with this, one is told from an earlier one of the same id.
+# Process ids are reused; this distinguishes processes with the same id.
 _THIS_PROCESS = os.urandom(4).hex()
 _numbers = itertools.count()
 
 
 class Directory:
-    """A folder that is open. Names in it are looked up from its descriptor, and no link is
-    followed, whether it stands for a file or for a folder.
+    """An open folder. Names in it are looked up relative to its descriptor, and links are not
+    followed, neither to files nor to folders.
 
-    It is closed when nothing refers to it any more, so that a thread never uses a descriptor that
-    has become another file's.
+    It is closed when it is no longer referenced, so that no thread ever uses a descriptor that
+    the system has reused for another file.
 
     Attributes:
         path: for messages.
-        owner: the user id that the topmost folder belongs to. Files of other users are not read,
-            and what is made here belongs to the owner, even if an administrator makes it.
+        owner: user id of the topmost folder's owner. Files of other users are not read, and files
+            and folders made here belong to the owner, even if an administrator makes them.
     """
 
     __slots__ = ("_fd", "owner", "path")
@@ -58,7 +59,7 @@ class Directory:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Directory:
-        """The topmost folder, by the path that the user gave, which may lead over links."""
+        """The topmost folder, by the path that the user gave, which may contain links."""
         fd = os.open(path, _FOLDER)
         return cls(fd, os.fspath(path), os.fstat(fd).st_uid)
 
@@ -67,7 +68,7 @@ class Directory:
 
         Raises:
             NotADirectoryError: it is a link, or something else that isn't a folder.
-            OSError: it isn't there, or may not be read.
+            OSError: it doesn't exist, or may not be read.
         """
         path = f"{self.path}/{name}"
         try:
@@ -75,7 +76,7 @@ class Directory:
         except FileNotFoundError:
             raise
         except OSError as error:
-            # macOS says ELOOP of a link.
+            # macOS reports ELOOP for a link.
             number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno or 0
             hint = ""
             if number == errno.ENOTDIR:
@@ -86,30 +87,26 @@ class Directory:
         return Directory(fd, path, self.owner)
 
     def make_folder(self, name: str) -> Directory:
-        """A folder in this one, made with the rights 0700 unless it is there. Raises as
-        ``folder``.
-        """
+        """A folder in this one, made with mode 0700 if it doesn't exist. Raises as ``folder``."""
         try:
             os.mkdir(name, FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             return self.folder(name)
-        os.chmod(name, FOLDER_MODE, dir_fd=self._fd)  # a umask may take rights from the owner, too
+        # A umask may remove permissions of the owner, too.
+        os.chmod(name, FOLDER_MODE, dir_fd=self._fd)
         made = self.folder(name)
         made._give_to_owner(made._fd)
         return made
 
-    def set_mode(self, mode: int) -> int:
-        """Set the rights of the folder itself; those that it has then."""
-        os.chmod(self._fd, mode)
-        return self.mode()
-
-    def mode(self) -> int:
-        """The rights of the folder itself."""
-        return stat.S_IMODE(os.fstat(self._fd).st_mode)
+    def make_private(self) -> bool:
+        """Remove the permissions of other users; False if the volume has no permissions."""
+        if os.fstat(self._fd).st_mode & 0o077:
+            os.chmod(self._fd, FOLDER_MODE)
+        return not os.fstat(self._fd).st_mode & 0o077
 
     def names(self) -> list[str]:
-        """Of all that is in the folder, sorted."""
-        # A descriptor of its own: the place in a listing belongs to the descriptor.
+        """The names of all entries, sorted."""
+        # A separate descriptor: the position of a listing belongs to its descriptor.
         fd = os.open(".", _FOLDER, dir_fd=self._fd)
         try:
             return sorted(os.listdir(fd))
@@ -117,7 +114,7 @@ class Directory:
             os.close(fd)
 
     def entries(self) -> list[tuple[str, os.stat_result]]:
-        """Name and status of all that is in the folder, in any order; of links themselves."""
+        """Name and status of all entries, in any order; of links themselves."""
         found = []
         fd = os.open(".", _FOLDER, dir_fd=self._fd)
         try:
@@ -160,18 +157,18 @@ class Directory:
         return True
 
     def set_time(self, name: str, mtime: int) -> None:
-        """Of a file or a link, in nanoseconds since 1970."""
+        """Set the time of a file or a link, in nanoseconds since 1970."""
         os.utime(name, ns=(mtime, mtime), dir_fd=self._fd, follow_symlinks=False)
 
     @contextmanager
     def locked(self, kind: int) -> Iterator[None]:
-        """Hold the lock of the folder, which other processes and threads may want, too.
-        Continues without it after some seconds, and on file systems that have no locks.
+        """Hold the folder's advisory lock, which other processes and threads take, too. Continues
+        without it after some seconds, and on file systems without locks.
 
         Args:
             kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         """
-        # A descriptor of its own: the lock belongs to that.
+        # A separate descriptor: the lock belongs to it.
         fd = os.open(".", _FOLDER, dir_fd=self._fd)
         try:
             deadline = time.monotonic() + _MOST_SECONDS_FOR_A_LOCK
@@ -187,14 +184,14 @@ class Directory:
         """The descriptor of a file, for reading, and its status.
 
         Raises:
-            BadBlockFileError: it is no regular file, or another user's.
+            BadBlockFileError: it is not a regular file, or belongs to another user.
             OSError: there is no such file, or the system refuses to read it.
         """
         try:
             file = os.open(name, _READ, dir_fd=self._fd)
         except OSError as error:
             if error.errno in _NOT_A_FILE:
-                raise BadBlockFileError("it is no regular file") from error
+                raise BadBlockFileError(_NOT_REGULAR) from error
             if isinstance(error, PermissionError):
                 self._check_file(self.status(name))
             raise
@@ -211,7 +208,7 @@ class Directory:
             return os.pread(file, status.st_size, 0)
 
     def create_file(self, name: str) -> int:
-        """A new file that no other user may read, opened for writing. Raises OSError."""
+        """Make a file that no other user may read, open for writing. Raises OSError."""
         file = os.open(name, _NEW, FILE_MODE, dir_fd=self._fd)
         try:
             os.fchmod(file, FILE_MODE)
@@ -227,16 +224,14 @@ class Directory:
         pieces: Sequence[bytes | bytearray | memoryview],
         mtime: int | None = None,
     ) -> None:
-        """A file that holds the pieces, whole or not at all.
-
-        It is written beside and renamed. Nothing waits for the disk: a file that is torn when the
-        power goes is found out by its checksum.
+        """Write a file that consists of the pieces, atomically: under a temporary name, which is
+        then renamed. It isn't synced: a file torn by a power cut is detected by its checksum.
 
         Args:
-            mtime: the time that it gets, in nanoseconds since 1970; by default now.
+            mtime: the file's time, in nanoseconds since 1970; now by default.
 
         Raises:
-            OSError: it could not be written; nothing is left of it.
+            OSError: it could not be written; the temporary file was removed.
         """
         aside = name_aside(name)
         file = self.create_file(aside)
@@ -254,7 +249,7 @@ class Directory:
             raise
 
     def remove_abandoned(self, entries: Iterable[tuple[str, os.stat_result]]) -> None:
-        """Remove what processes began to write here that are dead by now.
+        """Remove the temporary files of processes that have died.
 
         Args:
             entries: of this folder.
@@ -267,7 +262,7 @@ class Directory:
 
     def _check_file(self, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise BadBlockFileError("it is no regular file")
+            raise BadBlockFileError(_NOT_REGULAR)
         if status.st_uid != self.owner:
             raise BadBlockFileError("it belongs to another user")
 
@@ -277,20 +272,20 @@ class Directory:
 
 
 def name_aside(name: str) -> str:
-    """The name under which a file is written before it is renamed."""
+    """A temporary name, under which a file is written before it is renamed."""
     number = f"{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}"
     return f".{name[:16]}.{number}{_ASIDE_SUFFIX}"
 
 
 def is_abandoned(name: str, age: float) -> bool:
-    """Whether a file is one that ``write_aside`` began in a process that can't finish it any more.
+    """Whether a file is a temporary one of a process that can't finish it any more.
 
-    A process of another machine, or of another container, may look dead from here. Then its write
-    fails, and a block is computed again one day.
+    A process of another machine or container may seem dead. Then its write fails, and the block is
+    computed again later.
 
     Args:
         name: of the file.
-        age: seconds since it was last written to; negative for a time that is still to come.
+        age: seconds since it was last written to; negative for a time in the future.
     """
     match = _ASIDE.fullmatch(name)
     if match is None:
@@ -325,5 +320,5 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        pass  # it belongs to another user, or is not the number of a process
+        pass  # it belongs to another user, or is not a valid id
     return True

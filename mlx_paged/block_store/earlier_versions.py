@@ -1,8 +1,8 @@
 """Folders that earlier versions wrote: an SQLite index knew which blocks follow which.
 
-There, a block may have an earlier time than those that follow it. So while a folder has such an
-index, the headers of all blocks are read, and each block gets the time of the latest one that
-follows it. Then the index is removed.
+In such a folder, a block may have an earlier time than one that follows it. So the headers of all
+blocks are read, each block gets the time of its most recently used successor, and then the index is
+removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILES_AT_A_TIME = 32
 
 
 def take_over(top: Directory, shards: Shards) -> Iterator[None]:
-    """Do so where there is an index. Pauses every few files."""
+    """Take over a folder that has an index. Yields every few files."""
     indexes = [
         name
         for name, status in top.entries()

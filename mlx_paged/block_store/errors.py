@@ -1,4 +1,4 @@
-"""What can be wrong with a folder of blocks when it is opened, and with one of its files."""
+"""Errors of a folder of blocks and of its files."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from mlx_paged.errors import ArgumentError, system_reason
 
 
 class BlockStoreError(ArgumentError):
-    """The folder can't be used; nothing was changed in it."""
+    """The folder can't be used, and was left unchanged."""
 
     def __init__(self, message: str, argument: str = "cache_dir"):
         super().__init__(f"[block store] {message}", argument)
 
 
 class BadBlockFileError(Exception):
-    """A file that is no block under the name that it has: torn, altered, copied, or no file."""
+    """A file that is not the block of its name: torn, altered, copied, or not a regular file."""
 
 
 class OtherVersionError(Exception):
-    """A block in a format of another version: of no use here, and another program's property."""
+    """A block in the format of another version. It can't be used here, and is left alone."""
 
 
 @contextmanager
 def refusals(folder: Path) -> Iterator[None]:
-    """Turn what the system refuses into a ``BlockStoreError``."""
+    """Turn an ``OSError`` into a ``BlockStoreError``."""
     try:
         yield
     except OSError as error:

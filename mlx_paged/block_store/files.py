@@ -1,4 +1,4 @@
-"""The folder of blocks itself: whose it is, what it may hold, and who may read it."""
+"""The top folder: who owns it, what it may contain, and who may read it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TAG = b"""Signature: 8a477f597d28d172789f06886806bc55
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` for blocks, or see to it that what is there may be used as one.
+    """Make ``folder`` for blocks, or check that an existing one can be used for them.
 
-    A folder of the user's own that is empty, or is a folder of blocks, loses the rights of others.
-    One that holds other things is refused: to take rights away from another user's home folder, or
-    to leave K/V in it for all to read, would both be wrong. An administrator is refused another
-    user's folder, too: what is made in it would be closed to its owner, who could alter what is
-    read.
+    Permissions of group and others are removed from the user's own folder if it is empty or already
+    a folder of blocks. One that contains anything else is refused: neither removing permissions
+    from, say, a home folder nor leaving K/V readable by all is acceptable. An administrator is
+    refused another user's folder, too: its owner could not use what is made in it, and could alter
+    what is read.
 
     Raises:
-        BlockStoreError: it isn't a folder, belongs to another user, holds other things, can't be
-            made or written to, or lies where there are no rights.
+        BlockStoreError: it isn't a folder, belongs to another user, contains anything else, can't
+            be made or written to, or is on a volume without permissions.
     """
     with refusals(folder):
         if not folder.exists():
@@ -37,9 +37,9 @@ def make_folder(folder: Path) -> None:
         if top.owner != os.geteuid():
             raise _foreign(folder, top.owner, "belongs to", "who could alter what is in it")
         _check_content(top)
-        _tighten(top)
+        _make_private(top)
         blocks = top.make_folder(BLOCKS_NAME)
-        _tighten(blocks)
+        _make_private(blocks)
         probe = name_aside("probe")
         os.close(blocks.create_file(probe))
         blocks.remove(probe)
@@ -55,7 +55,7 @@ def _make_below(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, FOLDER_MODE)
-        os.chmod(folder, FOLDER_MODE)  # a umask may take rights from the owner, too
+        os.chmod(folder, FOLDER_MODE)  # a umask may remove permissions of the owner, too
 
 
 def _foreign(folder: Path, owner: int, what: str, why: str) -> BlockStoreError:
@@ -66,7 +66,7 @@ def _foreign(folder: Path, owner: int, what: str, why: str) -> BlockStoreError:
 
 
 def check_is_ours(folder: Path) -> None:
-    """Raises BlockStoreError if a folder isn't one of blocks, and OSError if it can't be listed."""
+    """Raise BlockStoreError for a folder without blocks, and OSError if it can't be listed."""
     top = Directory.at(folder)
     names = top.names()
     if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(is_own_name, names))):
@@ -89,9 +89,9 @@ def _has_tag(top: Directory) -> bool:
         return False
 
 
-def _tighten(folder: Directory) -> None:
-    if folder.mode() & 0o077 and folder.set_mode(FOLDER_MODE) & 0o077:
+def _make_private(folder: Directory) -> None:
+    if not folder.make_private():
         raise BlockStoreError(
-            f"{folder.path} can be read by others, and lies on a volume that knows no rights; name "
-            "a folder on another one"
+            f"{folder.path} can be read by other users, since its volume has no permissions; "
+            "choose a folder on another volume"
         )

@@ -1,8 +1,9 @@
-"""What the bytes of a block depend on beside its tokens: a folder of their own for each."""
+"""What the bytes of a block depend on besides its tokens. Each fingerprint has its own folder."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 
@@ -17,16 +18,16 @@ DIGEST_LENGTH = 32
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Blocks may be exchanged between two caches whose fingerprints have the same digest.
+    """Two caches can exchange blocks if their fingerprints have the same digest.
 
     Attributes:
-        model: the digest of the model's content.
-        model_name: what people call the model. It isn't in the digest: a model that was moved or
-            renamed has the same K/V.
-        layers: what each layer keeps, one text per layer: heads, widths, the format of its rows.
-        kv_format: the K/V format as the user asked for it.
+        model: digest of the model's content.
+        model_name: display name. It isn't part of the digest: a model that was moved or renamed has
+            the same K/V.
+        layers: a description of each layer's K/V: heads, widths, format of its rows.
+        kv_format: the K/V format that the user chose.
         block_size: tokens per block.
-        code: what computes K/V and lays out a block's payload, with versions.
+        code: versions of the code that computes K/V and lays out a block's payload.
     """
 
     model: str
@@ -41,24 +42,18 @@ class Fingerprint:
         is_right = type(self.layers) is tuple and all(type(text) is str for text in texts)
         if not is_right or not is_plain_integer(self.block_size, 1):
             raise BlockStoreError(f"no fingerprint: {shown(dataclasses.astuple(self))}")
-        # Worked out once: it is asked for with each block.
-        object.__setattr__(self, "_digest", self._sha256())
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The name of the folder: 32 hexadecimal digits, the same in every process."""
-        digest: str = self.__dict__["_digest"]
-        return digest
-
-    def _sha256(self) -> str:
-        # Files in another format have folders of their own, too.
+        # The version of the file format is included: files of another one have another folder.
         fields = dataclasses.asdict(self)
         del fields["model_name"]
         text = json.dumps(["mlx_paged.fingerprint", VERSION, fields], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def as_json(self) -> str:
-        """A text for people, and for ``from_json``."""
+        """A readable text, which ``from_json`` reads."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod

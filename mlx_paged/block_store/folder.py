@@ -1,4 +1,4 @@
-"""``CacheFolder``: what a program that looks into a folder of blocks uses, while engines use it."""
+"""``CacheFolder``: access to a folder of blocks for tools, while engines use it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from mlx_paged.errors import system_reason
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A block in the folder.
+    """A block in the folder, without its token ids (see ``CacheFolder.header``).
 
     Attributes:
         digest: of its fingerprint.
         block_hash: its chained hash.
-        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
+        parent_hash: hash of the preceding block, ``None`` for the first one of a sequence.
         first_token: the position of its first token.
-        num_tokens: how many tokens it has (``CacheFolder.header`` says which); 0 for a file whose
-            header can't be read, such as one in the format of another version.
-        group: the group of layers whose rows it holds.
-        nbytes: what its file takes on disk, in steps of 4,096 bytes.
+        num_tokens: number of its tokens; 0 for a file whose header can't be read, such as one in
+            the format of another version.
+        group: the group of layers whose rows it contains.
+        nbytes: size of its file on disk, a multiple of 4,096 bytes.
         created: when it was written, in seconds since 1970.
-        ttl: for how many seconds it is kept after it was last used; ``None`` for no limit.
+        ttl: how many seconds it is kept after its last use; ``None`` for no limit.
         last_used: when it was last written or used, in seconds since 1970.
-        is_pinned: whether it stays, because it was pinned, or a block that comes after it.
+        is_pinned: whether it or one of its successors was pinned.
     """
 
     digest: str
@@ -62,22 +62,20 @@ class Entry:
 
     @property
     def name(self) -> BlockName:
-        """What methods of ``CacheFolder`` take."""
+        """The name that methods of ``CacheFolder`` take."""
         return self.digest, self.block_hash
 
     @property
     def expires(self) -> float | None:
-        """When its time is over unless it is used again, in seconds since 1970; ``None`` for never.
-        A pinned one has none.
+        """When it expires unless it is used again, in seconds since 1970; ``None`` for never.
+        Pinned blocks don't expire.
         """
         return None if self.ttl is None or self.is_pinned else self.last_used + self.ttl
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderSize:
-    """How many blocks there are, and what they take, in steps of 4,096 bytes as file systems give
-    them.
-    """
+    """A number of blocks, and their size on disk, a multiple of 4,096 bytes for each."""
 
     num_blocks: int
     nbytes: int
@@ -85,10 +83,10 @@ class FolderSize:
 
 @dataclasses.dataclass(frozen=True)
 class Removed(FolderSize):
-    """What was removed.
+    """The removed blocks.
 
     Attributes:
-        left: the paths of what was to be removed as well, and why it is still there.
+        left: the paths of files that could not be removed, and why.
     """
 
     left: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -96,15 +94,15 @@ class Removed(FolderSize):
 
 @dataclasses.dataclass(frozen=True)
 class CheckedFile:
-    """What ``CacheFolder.verify`` says of a file.
+    """A file that ``CacheFolder.verify`` has checked.
 
     Attributes:
-        path: the file, or a folder of files that can't be looked into.
-        digest: of the fingerprint in whose folder it lies.
-        block_hash: that its name stands for; ``None`` for a folder of files.
+        path: of the file, or of a folder that can't be listed.
+        digest: of the fingerprint in whose folder it is.
+        block_hash: the hash in its name; ``None`` for a folder.
         nbytes: its size.
-        problem: what is wrong, in a few words; ``None`` for a block that is whole and unaltered,
-            and for one in the format of another version, which can't be checked here.
+        problem: what is wrong, in a few words; ``None`` for a block that is complete and
+            unaltered, and for one in the format of another version, which can't be checked.
     """
 
     path: str
@@ -115,12 +113,12 @@ class CheckedFile:
 
 
 class CacheFolder:
-    """A folder of blocks, looked at from outside, while engines use it. Makes no folder.
+    """An existing folder of blocks. Engines may use it at the same time.
 
-    Its methods raise BlockStoreError if the system refuses something.
+    Its methods raise BlockStoreError for errors of the system.
 
     Raises:
-        BlockStoreError: it isn't there, or no folder of blocks, or can't be read.
+        BlockStoreError: it doesn't exist, isn't a folder of blocks, or can't be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -131,57 +129,53 @@ class CacheFolder:
         self._shards = self._catalogue.shards
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
-        """By digest; ``None`` where the text beside the blocks is missing or unreadable."""
+        """By digest; ``None`` if the description next to the blocks is missing or unreadable."""
         return {digest: self._fingerprint(digest) for digest in self._shards.digests()}
 
     def entries(self) -> list[Entry]:
-        """All blocks, of each fingerprint parents before children. Reads the header of each, and
-        passes over files that are no blocks (see ``verify``).
+        """All blocks, for each fingerprint parents before children. Reads all headers, and skips
+        files that are not blocks (see ``verify``).
         """
         self._shards.refresh()
         found = [entry for digest in self._shards.digests() for entry in self._entries(digest)]
         return sorted(found, key=lambda each: (each.digest, each.first_token, each.block_hash))
 
     def header(self, digest: str, block_hash: bytes) -> BlockHeader | None:
-        """What a block's file says of it, with its token ids; ``None`` if it can't be read."""
-        try:
-            return self._shards.read_header((digest, block_hash)).block
-        except (BadBlockFileError, OtherVersionError, OSError):
-            return None
+        """The header of a block, with its token ids; ``None`` if it can't be read."""
+        return self._shards.block((digest, block_hash))
 
     def pin(self, digest: str, block_hash: bytes) -> bool:
-        """Let a block and all its ancestors stay, whatever the limits are. Whether it was there."""
+        """Exempt a block and all its ancestors from eviction; whether the block exists."""
         chain = self._chain(digest, block_hash)
         if not chain:
             return False
         with refusals(self._layout.folder):
             self._catalogue.pins.add(digest, chain)
             self._catalogue.wait_for_evictions()
-            # It may have been evicted a moment before the pin was there.
+            # It may have been evicted just before the pin was written.
             if self.header(digest, block_hash) is not None:
                 return True
             self._catalogue.pins.remove(digest, block_hash)
         return False
 
     def unpin(self, digest: str, block_hash: bytes) -> bool:
-        """Take a pin back. Ancestors that no other pin holds are free again, too.
+        """Remove a pin. Ancestors without another pin can be evicted again, too.
 
         Returns:
-            Whether there was one: on this block, not on one that comes after it.
+            Whether this block itself was pinned.
         """
         with refusals(self._layout.folder):
             return self._catalogue.pins.remove(digest, block_hash)
 
     def pins(self) -> list[BlockName]:
-        """Digest and hash of each block that was pinned itself."""
+        """The blocks that were pinned themselves."""
         return [
             pin for digest in self._shards.digests() for pin in self._catalogue.pins.pinned(digest)
         ]
 
     def remove(self, blocks: Iterable[BlockName]) -> Removed:
-        """Remove blocks, given as digest and hash, pinned ones and their pins, too; what was
-        removed. What can't be removed stays, and the rest goes. Blocks that come after them can't
-        be found any more until they are there again.
+        """Remove blocks, including pinned ones and their pins. If some can't be removed, the others
+        still are. Successors of removed blocks can't be found until the blocks are written again.
         """
         there = {name: self._status(name) for name in dict.fromkeys(blocks)}
         with refusals(self._layout.folder):
@@ -198,7 +192,7 @@ class CacheFolder:
         return Removed(len(sizes), sum(sizes), paths)
 
     def verify(self) -> Iterator[CheckedFile]:
-        """Read and check all files. Changes nothing; hand what is bad to ``remove``."""
+        """Read and check all files. Changes nothing; pass bad files to ``remove``."""
         self._shards.refresh()
         for digest in self._shards.digests():
             try:
@@ -210,14 +204,14 @@ class CacheFolder:
                 yield from self._verify_shard(digest, bytes([first_byte]))
 
     def size(self) -> FolderSize:
-        """What the folder contains, of all fingerprints."""
+        """The number and size of all blocks, of all fingerprints."""
         with refusals(self._layout.folder):
             self._catalogue.list_again()
             self._catalogue.list_files()
             return FolderSize(self._catalogue.num_blocks, self._catalogue.nbytes)
 
     def shrink(self, max_nbytes: int) -> FolderSize:
-        """Evict until the folder takes at most ``max_nbytes``, pinned blocks aside; what went."""
+        """Evict until the folder takes at most ``max_nbytes``, except for pinned blocks."""
         self.size()
         with refusals(self._layout.folder):
             return FolderSize(*self._catalogue.shrink(max_nbytes))
@@ -232,7 +226,7 @@ class CacheFolder:
             except (BadBlockFileError, FileNotFoundError):
                 continue
             except (OtherVersionError, OSError):
-                # It takes its room, whatever it holds.
+                # It takes space, whatever it contains.
                 yield Entry(*name, None, 0, 0, 0, nbytes, used, None, used, is_pinned)
                 continue
             block = header.block
@@ -250,21 +244,17 @@ class CacheFolder:
         return fingerprint if fingerprint.digest == digest else None
 
     def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
-        """A block and its ancestors, the first one first; as far as their files are there."""
-        chain: list[bytes] = []
-        seen: set[bytes] = set()
-        following: bytes | None = block_hash
-        while following is not None and following not in seen:
-            header = self.header(digest, following)
-            if header is None:
-                break
-            seen.add(following)
-            chain.append(following)
-            following = header.parent_hash
-        return chain[::-1]
+        """A block and its ancestors, first block first, as far as their files exist."""
+        chain: dict[bytes, None] = {}
+        header = self.header(digest, block_hash)
+        while header is not None and header.block_hash not in chain:
+            chain[header.block_hash] = None
+            parent = header.parent_hash
+            header = None if parent is None else self.header(digest, parent)
+        return list(reversed(chain))
 
     def _status(self, name: BlockName) -> os.stat_result | None:
-        """Of whatever has the name of a block; ``None`` if there is nothing."""
+        """The status of anything that has the name of a block; ``None`` if nothing has."""
         try:
             return self._shards.shard(name).status(file_name_of(name[1]))
         except OSError:
@@ -274,7 +264,7 @@ class CacheFolder:
     def _each(
         names: Iterable[BlockName], remove: Callable[[BlockName], object]
     ) -> dict[BlockName, OSError]:
-        """Call ``remove`` for each; for which blocks the system refuses that, and why."""
+        """Call ``remove`` for each block; returns the errors of those that failed."""
         refused: dict[BlockName, OSError] = {}
         for name in names:
             try:
@@ -295,7 +285,7 @@ class CacheFolder:
         for block_hash in filter(None, map(block_hash_of, names)):
             problem = self._problem((digest, block_hash))
             status = self._status((digest, block_hash))
-            # One that went meanwhile is no longer there to be bad.
+            # A file that was removed meanwhile is not a bad one.
             if status is not None:
                 file = self._layout.block(digest, block_hash)
                 yield CheckedFile(file, digest, block_hash, status.st_size, problem)

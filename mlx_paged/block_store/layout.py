@@ -1,14 +1,14 @@
-"""Where things lie in a folder of blocks.
+"""The layout of a folder of blocks.
 
-    DIR/CACHEDIR.TAG                               says that it is a cache
+    DIR/CACHEDIR.TAG                               marks it as a cache
     DIR/weights/<64 hex>.json                      digests of weights, see weight_digests.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
     DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block; the first two digits of its hash
     DIR/blocks/<digest>/<2 hex>/.<...>.tmp         one that is being written
-    DIR/blocks/<digest>/pins/<hash hex>.pin        that block and its ancestors stay
+    DIR/blocks/<digest>/pins/<hash hex>.pin        pins that block and its ancestors
 
-Folders have the rights 0700 and files 0600, whatever the umask says (files.py). Names are digests:
-nothing of a text is in them.
+Folders have mode 0700 and files 0600, whatever the umask is (files.py). Names are digests, which
+reveal nothing about the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_paged.block_store.fingerprint import DIGEST_LENGTH
 from mlx_paged.errors import shown
 
 BlockName: TypeAlias = tuple[str, bytes]
-"""The digest of a fingerprint and the hash of a block: what names a file."""
+"""The digest of a fingerprint and the hash of a block, which name a file."""
 
 BLOCKS_NAME = "blocks"
 WEIGHTS_NAME = "weights"
@@ -34,28 +34,20 @@ BLOCK_SUFFIX = ".kv"
 PIN_SUFFIX = ".pin"
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
-_HASH = r"((?:[0-9a-f]{2})+)"
-_BLOCK = re.compile(_HASH + re.escape(BLOCK_SUFFIX))
-_PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
+_HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _OLD_INDEX = re.compile(r"index-v\d+\.sqlite3.*")
-# What a folder of blocks may hold, from any version; the tag also while another process writes it.
+# What a folder of blocks may contain, in any version; the tag also while it is written.
 _OWN_NAMES = re.compile(
     rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|{_OLD_INDEX.pattern}|\.DS_Store"
 )
 
 
 class BlockLayout:
-    """The paths below one folder. Makes nothing; ``Shards`` reaches the files."""
+    """The paths below one folder. Files are accessed by ``Shards``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            self.folder = Path(folder).expanduser().absolute()
-            is_path = "\0" not in str(folder) and bool(os.fspath(folder))
-        except (TypeError, RuntimeError):
-            is_path = False
-        if not is_path:
-            raise BlockStoreError(f"cache_dir must be a folder, got {shown(folder)}")
+        self.folder = folder_path(folder)
         self.blocks = self.folder / BLOCKS_NAME
 
     def of(self, digest: str) -> Path:
@@ -67,19 +59,30 @@ class BlockLayout:
         return f"{self.blocks}/{digest}/{shard_name_of(block_hash)}/{file_name_of(block_hash)}"
 
 
+def folder_path(given: object) -> Path:
+    """The absolute path of a folder as users name it. A leading ``~`` is the user's home.
+
+    Raises:
+        BlockStoreError: it is not a path, or in the home of an unknown user.
+    """
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else b""
+    if not isinstance(path, str) or not path.strip() or "\0" in path:
+        raise BlockStoreError(f"cache_dir must be a folder, got {shown(given)}")
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise BlockStoreError(f"cache_dir {shown(path)} is in the home of an unknown user")
+    # The program may change its working directory later.
+    return Path(os.path.abspath(expanded))
+
+
 def shard_name_of(block_hash: bytes) -> str:
     """The name of a block's folder, by the first byte of its hash."""
     return block_hash[:1].hex()
 
 
-def file_name_of(block_hash: bytes) -> str:
-    """The name of a block's file."""
-    return block_hash.hex() + BLOCK_SUFFIX
-
-
-def pin_name_of(block_hash: bytes) -> str:
-    """The name of the file that pins a block."""
-    return block_hash.hex() + PIN_SUFFIX
+def file_name_of(block_hash: bytes, suffix: str = BLOCK_SUFFIX) -> str:
+    """The name of a block's file, or with ``PIN_SUFFIX`` of the file that pins it."""
+    return block_hash.hex() + suffix
 
 
 def is_digest(name: str) -> bool:
@@ -88,7 +91,7 @@ def is_digest(name: str) -> bool:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a name is that of a folder of blocks whose hashes begin alike."""
+    """Whether a name is that of a shard: the folder of blocks whose hashes share a first byte."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -98,17 +101,11 @@ def is_old_index(name: str) -> bool:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a name is that of something that a folder of blocks has in it."""
+    """Whether a name may occur in a folder of blocks."""
     return _OWN_NAMES.fullmatch(name) is not None
 
 
-def block_hash_of(name: str) -> bytes | None:
-    """The hash that the name of a file stands for; ``None`` if it isn't the name of a block."""
-    match = _BLOCK.fullmatch(name)
-    return bytes.fromhex(match[1]) if match else None
-
-
-def pinned_hash_of(name: str) -> bytes | None:
-    """The hash of the block that a file pins; ``None`` if it isn't the name of a pin."""
-    match = _PIN.fullmatch(name)
-    return bytes.fromhex(match[1]) if match else None
+def block_hash_of(name: str, suffix: str = BLOCK_SUFFIX) -> bytes | None:
+    """The hash in a name of ``file_name_of``; ``None`` for any other name."""
+    digits = name.removesuffix(suffix)
+    return bytes.fromhex(digits) if digits != name and _HASH.fullmatch(digits) else None

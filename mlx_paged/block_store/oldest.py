@@ -1,4 +1,4 @@
-"""``Oldest``: of many blocks those that were used longest ago, in the order in which they go."""
+"""``Oldest``: the least recently used of many blocks, in the order of eviction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlx_paged.block_store.layout import BlockName
 
 
 class Block(NamedTuple):
-    """What a directory entry says of a block.
+    """A block as its directory entry describes it.
 
     Attributes:
         used: when it was last used, in nanoseconds since 1970.
-        nbytes: what its file takes on disk.
+        nbytes: size of its file on disk.
     """
 
     name: BlockName
@@ -26,14 +26,13 @@ class Block(NamedTuple):
 class Oldest:
     """The least recently used of the blocks that were added.
 
-    A block and those that follow it often have the same time. So blocks of one time are kept or
-    left out together, and when their turn comes, they go in the order of their places in the
-    sequence, the last one first.
+    A block and its successors often have the same time. So blocks with the same time are kept or
+    dropped together, and are evicted by their position in the sequence, the last one first.
 
     Args:
-        number: of blocks that are kept; more only if they have one time.
-        place: of a block in its sequence, by which those of one time are ordered. It is asked for
-            when their turn comes.
+        number: how many blocks are kept; more only if they have the same time.
+        place: returns the position of a block in its sequence, by which blocks with the same time
+            are ordered. It is called only when they are about to be evicted.
     """
 
     def __init__(self, number: int, place: Callable[[BlockName], tuple[float, int]]) -> None:
@@ -42,8 +41,8 @@ class Oldest:
         self._times: list[int] = []  # sorted
         self._blocks: dict[int, list[Block]] = {}  # by their time
         self._num_blocks = 0
-        self._end = math.inf  # all blocks that were used before this are here
-        self._time_in_order: int | None = None  # whose blocks are in order
+        self._end = math.inf  # all blocks that were used before this are kept
+        self._time_in_order: int | None = None  # the time whose blocks are sorted
 
     def add(self, block: Block) -> None:
         if block.used >= self._end:
@@ -60,7 +59,7 @@ class Oldest:
             self._num_blocks -= len(self._blocks.pop(self._end))
 
     def pop(self) -> Block | None:
-        """Take the block that goes first; ``None`` if there is none left."""
+        """Remove and return the next block to evict; ``None`` if none is left."""
         if not self._times:
             return None
         used = self._times[0]

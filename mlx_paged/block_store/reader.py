@@ -1,10 +1,9 @@
-"""``BlockReader``: a thread that reads blocks ahead, so that no step waits for a disk."""
+"""``BlockReader``: a thread that reads blocks ahead, so that no step waits for the disk."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
@@ -17,7 +16,7 @@ class ReadBlock:
     """A block that was read and checked.
 
     Attributes:
-        key: whose it is, as ``BlockReader.read`` was told.
+        key: the key under which :meth:`BlockReader.read` queued it.
         block_hash: its chained hash.
         payload: its bytes.
     """
@@ -28,85 +27,40 @@ class ReadBlock:
 
 
 class BlockReader:
-    """Reads blocks from a store in one daemon thread of its own, those of one key after another.
-
-    A key says what wants the blocks, such as a request.
+    """Reads blocks from a tier in a daemon thread, which runs until ``close``. Any thread may call
+    it.
 
     Args:
-        max_ready_nbytes: of payloads that were not taken yet. One block is always read, however
-            large it is.
+        max_ready_nbytes: the most bytes of payloads that are read and not taken. One block is
+            always read, whatever its size.
     """
 
     def __init__(self, store: Tier, max_ready_nbytes: int) -> None:
-        self._shelf = _Shelf(store, max_ready_nbytes)
-        thread = threading.Thread(
-            target=self._shelf.run, name="mlx_paged block reader", daemon=True
-        )
-        thread.start()
-        self._finalizer = weakref.finalize(self, self._shelf.close)
-        # The thread ends with the interpreter by itself: there is nothing to finish.
-        self._finalizer.atexit = False
-
-    def read(self, key: Hashable, block_hashes: Sequence[bytes]) -> None:
-        """Queue blocks to be read, in order, up to the first one that isn't there. What was queued
-        under the key before comes first.
-        """
-        self._shelf.add(key, tuple(block_hashes))
-
-    def take(self, max_nbytes: int) -> list[ReadBlock]:
-        """The blocks that are ready, in the order in which they were read: as many as have at most
-        ``max_nbytes`` together, but one at least if there is any. Never waits.
-        """
-        return self._shelf.take(max_nbytes)
-
-    def is_reading(self, key: Hashable) -> bool:
-        """Whether blocks of the key are still to be read, or to be taken."""
-        return self._shelf.is_reading(key)
-
-    def cancel(self, key: Hashable) -> None:
-        """Forget the blocks of a key, those that are ready, too. The key may be used again."""
-        self._shelf.cancel(key)
-
-    def wait(self, timeout: float, nbytes: int = 1) -> bool:
-        """Wait until ``nbytes`` of blocks are ready, or no more will be before some are taken, for
-        ``timeout`` seconds at most. Returns whether a block is ready.
-        """
-        return self._shelf.wait(timeout, nbytes)
-
-    def close(self) -> None:
-        """Stop reading and forget everything. A read in progress may take a moment longer."""
-        self._finalizer()
-
-
-class _Read:
-    """Blocks of one key, some of them read; the thread holds it while it reads."""
-
-    def __init__(self, key: Hashable, block_hashes: Sequence[bytes]) -> None:
-        self.key = key
-        self.block_hashes = deque(block_hashes)
-        self.is_wanted = True
-
-
-class _Shelf:
-    """What the thread and the reader share; the thread holds no reference to the reader itself."""
-
-    def __init__(self, store: Tier, max_nbytes: int) -> None:
         self._store = store
-        self._max_nbytes = max_nbytes
+        self._max_nbytes = max_ready_nbytes
         self._changed = threading.Condition()
         self._reads: deque[_Read] = deque()  # the thread works on the first
         self._ready: deque[ReadBlock] = deque()
         self._num_ready: Counter[Hashable] = Counter()
         self._nbytes = 0
         self._is_closed = False
+        threading.Thread(target=self._run, name="mlx_paged block reader", daemon=True).start()
 
-    def add(self, key: Hashable, block_hashes: Sequence[bytes]) -> None:
+    def read(self, key: Hashable, block_hashes: Sequence[bytes]) -> None:
+        """Queue blocks to be read in order, up to the first that is missing.
+
+        Args:
+            key: identifies the consumer, such as a request. Earlier reads of a key come first.
+        """
         with self._changed:
             if block_hashes and not self._is_closed:
                 self._reads.append(_Read(key, block_hashes))
                 self._changed.notify_all()
 
     def take(self, max_nbytes: int) -> list[ReadBlock]:
+        """Remove and return blocks that are ready, in the order in which they were read, of at most
+        ``max_nbytes`` together, but at least one if any is ready. Never waits.
+        """
         taken: list[ReadBlock] = []
         with self._changed:
             while self._ready and (not taken or len(self._ready[0].payload) <= max_nbytes):
@@ -119,10 +73,12 @@ class _Shelf:
         return taken
 
     def is_reading(self, key: Hashable) -> bool:
+        """Whether blocks of the key are still to be read or taken."""
         with self._changed:
             return self._num_ready[key] > 0 or any(read.key == key for read in self._reads)
 
     def cancel(self, key: Hashable) -> None:
+        """Drop all blocks of a key, ready ones included. The key may be used again."""
         with self._changed:
             for read in [read for read in self._reads if read.key == key]:
                 read.is_wanted = False
@@ -132,7 +88,10 @@ class _Shelf:
                 self._remove(block)
             self._changed.notify_all()
 
-    def wait(self, timeout: float, nbytes: int) -> bool:
+    def wait(self, timeout: float, nbytes: int = 1) -> bool:
+        """Wait for at most ``timeout`` seconds until ``nbytes`` of blocks are ready, or until no
+        more can become ready before some are taken. Returns whether a block is ready.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._nbytes >= nbytes or not self._reads or not self._has_room(), timeout
@@ -140,6 +99,7 @@ class _Shelf:
             return bool(self._ready)
 
     def close(self) -> None:
+        """Stop reading and drop everything. A read in progress may take a moment longer."""
         with self._changed:
             self._is_closed = True
             for read in self._reads:
@@ -150,18 +110,19 @@ class _Shelf:
             self._nbytes = 0
             self._changed.notify_all()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (item := self._next()) is not None:
             read, block_hash = item
             try:
                 payload = self._store.load(block_hash)
             except Exception as error:
-                # What a thread raises is not read; a store that has failed says so.
+                # An error would end the thread unseen; as the store's failure it is reported.
                 self._store.fail(f"a block could not be read: {reason(error)}")
                 payload = None
             self._put(read, block_hash, payload)
 
     def _next(self) -> tuple[_Read, bytes] | None:
+        """The next block to read; ``None`` when the reader is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or (self._reads and self._has_room()))
             if self._is_closed:
@@ -189,3 +150,12 @@ class _Shelf:
         self._num_ready[block.key] -= 1
         if not self._num_ready[block.key]:
             del self._num_ready[block.key]
+
+
+class _Read:
+    """Blocks of one key that are still to be read."""
+
+    def __init__(self, key: Hashable, block_hashes: Sequence[bytes]) -> None:
+        self.key = key
+        self.block_hashes = deque(block_hashes)
+        self.is_wanted = True  # until it is cancelled, perhaps during a read

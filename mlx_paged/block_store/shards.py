@@ -1,4 +1,4 @@
-"""``Shards``: the files of blocks, each in the folder of its fingerprint and of its first byte."""
+"""``Shards``: the files of blocks, in a folder for each fingerprint and first byte of the hash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from mlx_paged.block_store.block_file import FileHeader, parse_block, parse_header
 from mlx_paged.block_store.directory import Directory
-from mlx_paged.block_store.errors import BadBlockFileError
+from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import (
     BLOCKS_NAME,
@@ -24,22 +24,22 @@ from mlx_paged.block_store.layout import (
     is_shard_name,
     shard_name_of,
 )
-from mlx_paged.core.tier import Payload
+from mlx_paged.core.tier import BlockHeader, Payload
 
 ALLOCATION_UNIT = 4096
-"""Bytes: file systems give a file a whole number of these."""
+"""Bytes: file systems allocate files in multiples of this."""
 
 MOST_SECONDS_AHEAD = 60
-"""How far the clock that gave a block its time may be ahead of this one."""
+"""How far another machine's clock, which set a file's time, may be ahead of this one."""
 
 _MOST_OPEN = 8
 
 
 class Shards:
-    """Reaches the files below one folder through descriptors, so that no link is followed. Any
-    thread may call anything.
+    """Accesses the files below one folder through descriptors, so that no link is followed. Any
+    thread may call it.
 
-    Folders of fingerprints stay open, since they are asked for with each block.
+    Folders of fingerprints stay open, since each access to a block needs one.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -47,15 +47,15 @@ class Shards:
         self._folders: dict[str, Directory] = {}
 
     def refresh(self) -> None:
-        """Look up all folders again: some may have been moved."""
+        """Open all folders again at their next use: some may have been moved."""
         self._folders.clear()
 
     def blocks(self) -> Directory:
-        """The folder of all fingerprints. Raises OSError."""
+        """The folder that contains those of all fingerprints. Raises OSError."""
         return Directory.at(self._layout.folder).folder(BLOCKS_NAME)
 
     def digests(self) -> list[str]:
-        """The digests of all fingerprints that have a folder, or something else of that name."""
+        """The digests of all fingerprints with an entry of that name."""
         try:
             return [name for name in self.blocks().names() if is_digest(name)]
         except OSError:
@@ -74,9 +74,9 @@ class Shards:
         return folder
 
     def files(self, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:
-        """The files that have names of a fingerprint's blocks, and their status, in any order.
-        Links, folders, files of other users and folders that can't be read are passed over. What
-        dead processes left half written is removed on the way.
+        """The blocks of a fingerprint and the status of their files, in any order. Links, folders,
+        files of other users and folders that can't be read are skipped. Temporary files of dead
+        processes are removed.
         """
         with contextlib.suppress(OSError):
             folder = self.folder(digest)
@@ -100,7 +100,7 @@ class Shards:
             return self.folder(digest).folder(shard)
 
     def status(self, name: BlockName) -> os.stat_result | None:
-        """The status of a block's file; ``None`` if there is none of the owner's."""
+        """The status of a block's file; ``None`` if there is none that belongs to the owner."""
         try:
             shard = self.shard(name)
             status = shard.status(file_name_of(name[1]))
@@ -109,10 +109,10 @@ class Shards:
         return status if shard.is_own_file(status) else None
 
     def read(self, name: BlockName) -> tuple[FileHeader, bytes, float]:
-        """The header, the payload and the time of the last use of a block.
+        """The header, the payload and the time of the last use of a block, in seconds since 1970.
 
         Raises:
-            BadBlockFileError: the file isn't this block, whole and unaltered.
+            BadBlockFileError: the file isn't this block, complete and unaltered.
             OtherVersionError: it is a block in another version's format.
             OSError: there is no such file, or the system refuses to read it.
         """
@@ -120,13 +120,25 @@ class Shards:
             return *parse_block(file, status.st_size, *name), last_use_of(status)
 
     def read_header(self, name: BlockName) -> FileHeader:
-        """The header alone. Raises as ``read``, which also checks the payload."""
+        """The header only, without a check of the payload. Raises as ``read``."""
         with self.shard(name).opened(file_name_of(name[1])) as (file, status):
             return parse_header(file, status.st_size, *name)
 
+    def block(self, name: BlockName) -> BlockHeader | None:
+        """Which block a file contains by its header; ``None`` if that can't be read."""
+        try:
+            return self.read_header(name).block
+        except (BadBlockFileError, OtherVersionError, OSError):
+            return None
+
+    def parent(self, name: BlockName) -> bytes | None:
+        """The hash of a block's parent; ``None`` for a first or an unreadable block."""
+        block = self.block(name)
+        return None if block is None else block.parent_hash
+
     def remove(self, name: BlockName) -> bool:
-        """Remove a block's file, or what else has its name; whether there was any. A folder of
-        that name stays, and doesn't count. Raises OSError: it can't be removed.
+        """Remove a block's file, or anything else of its name but a folder; whether there was one.
+        Raises OSError.
         """
         try:
             return self.shard(name).remove(file_name_of(name[1]))
@@ -134,8 +146,8 @@ class Shards:
             return False
 
     def note_used(self, name: BlockName, used: int) -> None:
-        """Set when a block was last used, in nanoseconds since 1970, unless that was later. Raises
-        OSError.
+        """Set the time of a block's last use, in nanoseconds since 1970, unless it is later
+        already. Raises OSError.
         """
         file = file_name_of(name[1])
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -145,9 +157,7 @@ class Shards:
                 shard.set_time(file, used)
 
     def make_fingerprint_folder(self, fingerprint: Fingerprint) -> Directory:
-        """The folder of a fingerprint, made if need be, with the text beside the blocks. Raises
-        OSError.
-        """
+        """The folder of a fingerprint, made with its description if necessary. Raises OSError."""
         self.refresh()
         folder = self.blocks().make_folder(fingerprint.digest)
         text = fingerprint.as_json().encode()
@@ -160,28 +170,28 @@ class Shards:
     def write(
         self, fingerprint: Fingerprint, block_hash: bytes, pieces: Sequence[Payload], used: int
     ) -> None:
-        """Write the file of a block, and make the folders that it needs. Raises OSError.
+        """Write the file of a block, and make missing folders. Raises OSError.
 
         Args:
-            used: the time that the file gets, in nanoseconds since 1970.
+            used: time of the last use, in nanoseconds since 1970.
         """
         file = file_name_of(block_hash)
         try:
             self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces, used)
         except FileNotFoundError:
-            # No block with these two digits was there before, or all are gone.
+            # This is the first block of its shard, or the folder was removed.
             folder = self.make_fingerprint_folder(fingerprint)
             folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces, used)
 
 
 def nbytes_on_disk(num_bytes: int) -> int:
-    """What a file of ``num_bytes`` takes."""
+    """What a file of ``num_bytes`` takes on disk."""
     return -(-num_bytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
 def time_used(status: os.stat_result) -> int:
-    """When a file was last used, in nanoseconds since 1970. A time in the future says
-    nothing about its use, and would keep it forever: it counts as the oldest.
+    """When a file was last used, in nanoseconds since 1970. A time in the future is wrong, and
+    would keep the file forever, so it counts as the oldest.
     """
     latest = time.time_ns() + MOST_SECONDS_AHEAD * 1_000_000_000
     return 0 if status.st_mtime_ns > latest else status.st_mtime_ns

@@ -14,7 +14,6 @@ from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.catalogue import Catalogue, Pause
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
-    BlockStoreError,
     OtherVersionError,
     refusals,
 )
@@ -22,46 +21,45 @@ from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
+from mlx_paged.config import DURATION, NBYTES
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
-from mlx_paged.domains import AT_LEAST_1
-from mlx_paged.errors import shown, system_reason
+from mlx_paged.errors import system_reason
 
-# When the files are listed again, to see what other processes have written and removed: after so
-# many seconds, sooner if this process writes, and before it has written this share of the limit.
+# The files are listed again, to find what other processes have written and removed: after this many
+# seconds, sooner if this process writes, and before it has written this share of the limit.
 _SECONDS_BETWEEN_LISTINGS = 600.0
 _SECONDS_BETWEEN_LISTINGS_OF_A_WRITER = 60.0
 _SHARE_BETWEEN_LISTINGS = 1 / 16
 _LISTINGS_PER_TTL = 4
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# The process lacks something, or this one file can't be used: the next may succeed.
+# The process lacks a resource, or only this file can't be used: the next access may succeed.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 
 
 class BlockStore(Tier):
     """Blocks of one fingerprint in a folder that several processes use at once.
 
-    Any thread may call anything. ``has``, ``load`` and ``note_used`` never wait for a write or for
-    a listing; ``store``, ``maintain`` and ``close`` may take long, and are the writer's.
+    Any thread may call any method. ``has``, ``load`` and ``note_used`` never wait for a write or a
+    listing; ``store``, ``maintain`` and ``close`` may take long, and are called by the writer.
 
-    No method raises for what the disk does. A bad file is removed, and is a miss. When
-    the disk itself fails, ``failure`` says why, and from then on nothing is found and nothing is
-    written. A full disk is a failure if evicting blocks doesn't help.
+    No method raises for errors of the disk. A bad file is removed and counts as a miss. When the
+    disk itself fails, ``failure`` has the reason, and from then on nothing is found or written. A
+    full disk is a failure only if evicting blocks doesn't help.
 
     Args:
-        folder: made, with the rights 0700, if it isn't there.
-        max_nbytes: what all blocks in the folder may take, whatever their fingerprint. Processes
-            that use a folder should agree on it: each one keeps to its own, and may exceed it by a
-            sixteenth, which it may write before it sees what the others have written.
-        fingerprint: what the blocks depend on beside their tokens.
-        ttl: seconds after its last use at which a block isn't found any more. It holds for the
-            blocks that are written here, whichever process asks for them, and in this process for
-            all of this fingerprint; this process removes those, too, within a quarter of the time.
-            Pinned blocks stay.
+        folder: made, with mode 0700, if it doesn't exist.
+        max_nbytes: the most that all blocks in the folder take, whatever their fingerprint.
+            Processes that share a folder should use the same value: each enforces its own, and may
+            exceed it by a sixteenth, which it may write before it finds what others have written.
+        fingerprint: what the blocks depend on besides their tokens.
+        ttl: seconds after its last use when a block expires. It applies to the blocks written here,
+            in all processes, and in this process to all blocks of the fingerprint, which it removes
+            within a quarter of the time. Pinned blocks don't expire.
 
     Raises:
-        BlockStoreError: the folder can't be used (``cache_dir``), or a limit is not one
-            (``cache_dir_size``, ``cache_dir_ttl``).
+        BlockStoreError: the folder can't be used.
+        ArgumentError: a limit is invalid (``cache_dir_size``, ``cache_dir_ttl``).
     """
 
     def __init__(
@@ -72,8 +70,8 @@ class BlockStore(Tier):
         ttl: float | None = None,
     ) -> None:
         self.layout = BlockLayout(folder)
-        self.max_nbytes = AT_LEAST_1.check("block store", "cache_dir_size", max_nbytes)
-        self.ttl = _checked_ttl(ttl)
+        self.max_nbytes = NBYTES.check("block store", "cache_dir_size", max_nbytes)
+        self.ttl = None if ttl is None else DURATION.check("block store", "cache_dir_ttl", ttl)
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
         make_folder(self.layout.folder)
@@ -88,9 +86,7 @@ class BlockStore(Tier):
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
-        """Whether the folder has the block, by its name alone: nothing of it is read, and it may
-        turn out to be unreadable.
-        """
+        """Whether the folder has a file of that name. It isn't read, and may be unreadable."""
         if self._is_off:
             return False
         status = self._shards.status(self._name(key))
@@ -99,7 +95,7 @@ class BlockStore(Tier):
         return self.ttl is None or not self._is_over(key, last_use_of(status), None)
 
     def load(self, key: bytes) -> bytes | None:
-        """The payload of a block, checked; ``None`` if it isn't there. A bad file is removed."""
+        """The payload of a block, checked; ``None`` for a miss. A bad file is removed."""
         if self._is_off:
             return None
         try:
@@ -120,10 +116,10 @@ class BlockStore(Tier):
         return payload
 
     def store(self, header: BlockHeader, content: Payload) -> bool:
-        """Write a block, and first evict as many as it needs room for.
+        """Write a block unless it exists, after evicting others if necessary.
 
         Returns:
-            Whether it is in the folder now, written just now or before.
+            Whether it is in the folder now.
         """
         if self._is_off:
             return False
@@ -136,24 +132,24 @@ class BlockStore(Tier):
         return is_written
 
     def note_used(self, keys: Iterable[bytes]) -> None:
-        """Say that blocks of one prefix were used, first block first, whether they were found in
-        memory or on disk. They and those before them stay longest, and their time starts again. It
-        is remembered here, and the files get it by ``maintain`` or the next ``store``.
+        """Record the use of blocks of one prefix, in order, whether they were found in memory or on
+        disk. They and their ancestors become the most recently used, and their time to live starts
+        again. The files are updated by ``maintain`` or the next ``store``.
         """
         if not self._is_off:
             self._uses.append((tuple(keys), time.time_ns()))
 
     def maintain(self, pause: Pause | None = None) -> None:
-        """Write down what has happened, and bring the folder within its limits. The writer calls it
-        when it has nothing to write, and every few seconds.
+        """Update the times of used blocks, and enforce the limits. The writer calls it when it is
+        idle, and every few seconds.
 
         Args:
-            pause: called every few milliseconds of long work, without a lock. What it raises ends
-                the work, which is taken up again next time.
+            pause: called every few milliseconds of long work, without a lock. An exception that it
+                raises interrupts the work, which the next call resumes.
         """
         if self._is_off:
             return
-        # Finish the first listing before the lock that a put takes is taken.
+        # The first listing may take long: finish it before taking the lock that ``store`` takes.
         with self._failing("the files could not be listed"):
             self._catalogue.list_files(pause)
         with self._writing, self._failing("the folder could not be maintained"):
@@ -163,10 +159,10 @@ class BlockStore(Tier):
             self._make_room(0, pause)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write down what was used. Nothing is found any more.
+        """Update the times of used blocks. Nothing is found any more.
 
         Args:
-            timeout: how many seconds to wait for a write of another thread that hangs.
+            timeout: the most seconds to wait for a write of another thread.
         """
         was_off, self._is_off = self._is_off, True
         if was_off or not self._writing.acquire(timeout=timeout):
@@ -178,15 +174,15 @@ class BlockStore(Tier):
             self._writing.release()
 
     def fail(self, why: str) -> None:
-        """Give up, for the reason given; the first one stays."""
+        """Turn the store off. The first reason is kept."""
         with self._lock:
             self._is_off = True
             self._failure = self._failure or f"[block store] {self.layout.folder}: {why}"
 
     def stats(self) -> TierStats:
-        """What is known now. Sums are of the whole folder, in steps of 4,096 bytes, as file systems
-        give them: zero until the files were listed, and of what other processes do, as of the last
-        listing.
+        """The current figures. Sums are of the whole folder, in multiples of 4,096 bytes per file.
+        They are zero until the files are listed, and include changes of other processes as of the
+        last listing.
         """
         known = self._catalogue
         with self._lock:
@@ -208,7 +204,7 @@ class BlockStore(Tier):
         return not self._catalogue.pins.keeps(self._name(block_hash))
 
     def _discard(self, block_hash: bytes, counter: str) -> None:
-        """Remove a file that can't be used."""
+        """Remove a file that is bad or has expired."""
         try:
             if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
@@ -226,7 +222,7 @@ class BlockStore(Tier):
         if not self._make_room(nbytes):
             return False
         name = self._name(header.block_hash)
-        if self.ttl is not None and self._catalogue.remove(name):  # one whose time is over
+        if self.ttl is not None and self._catalogue.remove(name):  # an expired one
             self.count("num_evicted")
         self._write_file(header.block_hash, [prefix, payload], nbytes, used)
         self._catalogue.added(name, used, nbytes)
@@ -241,7 +237,7 @@ class BlockStore(Tier):
             self._shards.write(self.fingerprint, block_hash, pieces, used)
 
     def _list_if_due(self, pause: Pause | None = None) -> None:
-        """List the files again if others may have changed much since the last time."""
+        """List the files again if other processes may have changed much since the last time."""
         known = self._catalogue
         seconds = _SECONDS_BETWEEN_LISTINGS
         if known.nbytes_added:
@@ -254,7 +250,7 @@ class BlockStore(Tier):
         known.list_files(pause)
 
     def _make_room(self, nbytes: int, pause: Pause | None = None) -> bool:
-        """Evict until ``nbytes`` more are within the limit; whether they are."""
+        """Evict until ``nbytes`` more fit within the limit; whether they do."""
         self._shrink(self.max_nbytes - nbytes, pause)
         return self._catalogue.nbytes + nbytes <= self.max_nbytes
 
@@ -264,23 +260,15 @@ class BlockStore(Tier):
         return num_freed
 
     def _note_uses(self) -> None:
-        """Give files the times at which they were used."""
+        """Set the times of the files that were used."""
         while self._uses:
             self._catalogue.use(self._digest, *self._uses.popleft())
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Turn what the disk does into ``failure``, or into nothing if it may pass."""
+        """Turn an error of the disk into ``failure``, or ignore it if it is temporary."""
         try:
             yield
         except OSError as error:
             if error.errno not in _PASSING:
                 self.fail(f"{what}: {system_reason(error)}")
-
-
-def _checked_ttl(ttl: float | None) -> float | None:
-    if ttl is None or (isinstance(ttl, (int, float)) and 0 < ttl < float("inf")):
-        return ttl
-    raise BlockStoreError(
-        f"cache_dir_ttl must be a positive number of seconds, got {shown(ttl)}", "cache_dir_ttl"
-    )

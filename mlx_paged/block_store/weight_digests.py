@@ -1,5 +1,5 @@
-"""``WeightDigests``: what the weights in a model's files hash to, kept beside the blocks, so that a
-start reads no weights for it. Any of these files can be deleted, and is made again.
+"""``WeightDigests``: digests of the weights in a model's files, stored next to the blocks, so that
+a start need not hash the weights again. Any of these files can be deleted, and is made again.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError
 from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.layout import WEIGHTS_NAME, BlockLayout
 
-# Of models and versions of them; a file has some 100 bytes per tensor.
+# One file for each version of a model, with some 100 bytes per tensor.
 MAX_FILES = 64
 MAX_FILE_NBYTES = 64 * 2**20
 
 
 class WeightDigests:
-    """Digests by a key and by the names of tensors, in a folder of blocks. Several processes may
-    use it at once: a file appears whole, and the last one counts. Nothing that fails is an error.
+    """Digests by key and by the names of tensors, in a folder of blocks. Several processes may use
+    it at once: files are replaced atomically, and the last one counts. Failures are ignored.
 
     Args:
-        folder: is made when something is stored.
+        folder: made when something is stored.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._layout = BlockLayout(folder)
 
     def load(self, key: str) -> dict[str, bytes]:
-        """What was stored under a key, in hexadecimal digits; empty if nothing was, or the file is
-        damaged.
+        """The digests stored under a key, which is hexadecimal; empty if there are none, or the
+        file is damaged.
         """
         with contextlib.suppress(OSError, BadBlockFileError, ValueError):
             folder = Directory.at(self._layout.folder).folder(WEIGHTS_NAME)
@@ -47,7 +47,7 @@ class WeightDigests:
         return {}
 
     def store(self, key: str, digests: Mapping[str, bytes]) -> None:
-        """Keep digests under a key, and those of the ``MAX_FILES`` keys that were used last."""
+        """Store digests under a key. The ``MAX_FILES`` most recently used keys are kept."""
         with contextlib.suppress(OSError, BlockStoreError):
             make_folder(self._layout.folder)
             folder = Directory.at(self._layout.folder).make_folder(WEIGHTS_NAME)
@@ -65,7 +65,7 @@ def _written(digests: Mapping[str, bytes]) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, bytes]:
-    """Raises ValueError: the content was not written here, or not whole, or was altered."""
+    """Raises ValueError if the content is incomplete, was altered or was not written here."""
     checksum, _, body = content.partition(b"\n")
     if checksum != hashlib.sha256(body).hexdigest().encode():
         raise ValueError("another checksum")

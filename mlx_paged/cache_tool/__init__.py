@@ -1,9 +1,8 @@
-"""A tool that looks into a folder of K/V blocks, while engines use it: ``mlx-paged cache``.
+"""``mlx-paged cache``: inspect and maintain a folder of K/V blocks while engines use it.
 
-MLX is imported only where a tokenizer is asked for.
+MLX is imported only for ``--tokenizer``.
 """
 
-from mlx_paged.cache_tool.command_line import setup_arg_parser
-from mlx_paged.cache_tool.program import main
+from mlx_paged.cache_tool.command_line import main, setup_arg_parser
 
 __all__ = ["main", "setup_arg_parser"]

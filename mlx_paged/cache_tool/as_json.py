@@ -1,7 +1,7 @@
-"""What ``ls``, ``show``, ``size`` and ``verify`` print with ``--json``.
+"""The output of ``ls``, ``show``, ``size`` and ``verify`` with ``--json``.
 
-Hashes are whole, in hex; times are seconds since 1970, sizes bytes. Names that are here stay as
-they are: programs read them.
+Hashes are complete and in hex, times are seconds since 1970, sizes are bytes. Programs depend on
+the names of the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_paged.cache_tool.text import TextOf, token_ids
 
 
 def model(tree: PrefixTree) -> dict[str, Any]:
-    """A model, and what the folder has of it."""
+    """A model, and the totals of its blocks."""
     return {
         "fingerprint": tree.digest,
         "depends_on": _fingerprint(tree.fingerprint),
@@ -52,7 +52,7 @@ def line(tree: PrefixTree, run: Run, text_of: TextOf | None) -> dict[str, Any]:
 def prefix(
     folder: CacheFolder, tree: PrefixTree, block: PrefixBlock, text_of: TextOf | None
 ) -> dict[str, Any]:
-    """What ``show`` says."""
+    """The output of ``show``."""
     path = tree.path_to(block)
     described = {
         "hash": block.block_hash.hex(),
@@ -72,7 +72,7 @@ def prefix(
 def checked(
     bad: Sequence[CheckedFile], num_files: int, nbytes: int, delete: bool, removed: Removed
 ) -> dict[str, Any]:
-    """What ``verify`` found, and, if it was to ``delete`` that, what it removed."""
+    """What ``verify`` found and, with ``delete``, removed."""
     files = [{"path": file.path, "nbytes": file.nbytes, "problem": file.problem} for file in bad]
     return {
         "num_files": num_files,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from mlx_paged.block_store import BlockName
-from mlx_paged.cache_tool.abbreviations import num_unique_digits
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full
 from mlx_paged.cache_tool.listing import Look, list_runs
 from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree
+from mlx_paged.cache_tool.selection import num_unique_digits
 from mlx_paged.cache_tool.text import in_a_line, in_lines
 
 _MAX_FACT = 1000  # columns
@@ -20,7 +20,7 @@ def show_prefix(
     """The lines of ``show`` for the prefix that ends with ``block``.
 
     Args:
-        pins: what was pinned in the folder.
+        pins: all pins of the folder.
     """
     path = tree.path_to(block)
     num_digits = num_unique_digits(tree.blocks)
@@ -46,7 +46,7 @@ def show_prefix(
 def pinned_by(
     tree: PrefixTree, block: PrefixBlock, pins: Collection[BlockName]
 ) -> list[PrefixBlock]:
-    """The blocks whose pins keep a block: itself, or such as continue it."""
+    """The blocks whose pins keep a block: itself or its successors."""
     return [
         each
         for each in (block, *(tree.below(block) if block.is_pinned else ()))

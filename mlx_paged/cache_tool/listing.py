@@ -1,21 +1,24 @@
-"""``ls``: what a folder holds, a line for each run of blocks that no other prefix forks off."""
+"""``ls``: the contents of a folder, with one line for each run of blocks without a fork."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlx_paged.cache_tool.abbreviations import SHOWN_DIGITS, num_unique_digits
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_short
 from mlx_paged.cache_tool.prefixes import PrefixTree, Run
+from mlx_paged.cache_tool.selection import SHOWN_DIGITS, num_unique_digits
 from mlx_paged.cache_tool.text import TextOf, in_a_line
 
-# "prefixes" counts those that go through all blocks of the line.
+# "prefixes" counts the prefixes that contain all blocks of the line.
 _TITLES = ("hash", "tokens", "bytes", "used", "prefixes", "", "text")
 _TO_THE_RIGHT = {"bytes", "used", "prefixes"}
 _GAP = "  "
-_MAX_TEXT = 200  # columns, where no terminal sets a limit
-_TEXT_BLOCKS = 16  # of a run: more than a line shows
+_MAX_TEXT = 200  # columns, if the output is not a terminal
+_TEXT_BLOCKS = 16  # of a run: more than fit in a line
 _CUT_OFF = "…"
 
 
@@ -25,9 +28,9 @@ class Look:
 
     Args:
         now: seconds since 1970.
-        width: columns of the terminal; ``None`` where there is none.
-        is_ascii: whether the output can show no more than ASCII.
-        text_of: makes the text of blocks, if it was asked for.
+        width: columns of the terminal; ``None`` if the output is not one.
+        is_ascii: whether the output is limited to ASCII.
+        text_of: makes the text of blocks; ``None`` to show none.
     """
 
     now: float
@@ -35,8 +38,20 @@ class Look:
     is_ascii: bool = False
     text_of: TextOf | None = None
 
+    @classmethod
+    def of_stdout(cls, text_of: TextOf | None) -> Look:
+        """The look of lists on this process's stdout."""
+        stdout, width = sys.stdout, None
+        if stdout is not None and stdout.isatty():
+            width = shutil.get_terminal_size().columns
+        try:
+            "├─│└…".encode(getattr(stdout, "encoding", None) or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return cls(time.time(), width, True, text_of)
+        return cls(time.time(), width, False, text_of)
+
     def rails(self, run: Run) -> str:
-        """What stands before a run in the tree."""
+        """The lines of the tree before a run."""
         if run.level == 0:
             return ""
         through, fork, corner = ("|  ", "|- ", "`- ") if self.is_ascii else ("│  ", "├─ ", "└─ ")
@@ -67,7 +82,7 @@ def list_runs(runs: Sequence[Run], num_digits: int, look: Look) -> Iterator[str]
         return
     rows = [_TITLES[:-1], *(_cells(run, num_digits, look) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # The text takes what is left of the line.
+    # The text takes the rest of the line.
     used = sum(widths) + len(_GAP) * len(widths)
     room = _MAX_TEXT if look.width is None else max(0, look.width - used)
     texts = [""] * len(rows)
@@ -80,11 +95,11 @@ def list_runs(runs: Sequence[Run], num_digits: int, look: Look) -> Iterator[str]
         ]
         yield _GAP.join([*cells, in_a_line(text, room)]).rstrip()
     if any(run.is_cut_off for run in runs):
-        yield f"{_CUT_OFF} what comes before is not in the folder"
+        yield f"{_CUT_OFF} the preceding blocks are not in the folder"
 
 
 def model_heading(tree: PrefixTree) -> str:
-    """A model, and what the folder has of it."""
+    """A model, and the totals of its blocks."""
     known = tree.fingerprint
     kv_format = "" if known is None else f", K/V {in_a_line(known.kv_format, _MAX_TEXT)}"
     block_size = "" if known is None else f" of {known.block_size}"

@@ -1,7 +1,7 @@
 """The blocks of a folder as trees of shared prefixes, one tree for each fingerprint.
 
-A block's hash names the whole prefix that ends with it, and its header names the block before it.
-So prefixes that begin alike share the blocks of their beginning, and fork where they differ.
+A block's hash identifies the whole prefix that ends with it, and its header names its parent. So
+prefixes with a common beginning share its blocks, and fork where they differ.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES
 
 MAX_LEVELS = 8
-"""Of the tree are drawn, the last ones of a deeper one: a conversation may have a fork per turn."""
+"""Levels of the tree that are drawn, the innermost ones: a conversation may fork at each turn."""
 
 
 class PrefixBlock:
-    """What the folder has of one block of tokens: a file for each group of layers, and one for the
-    recurrent state after it, where that is kept.
+    """The files of one block of tokens: one for each group of layers, and one for the recurrent
+    state after it, if that is kept.
 
     Args:
-        entries: those files, at least one. A model without K/V has states alone.
+        entries: the files, at least one. A model without K/V has only states.
 
     Attributes:
-        entries: by group.
+        entries: sorted by group.
         block_hash: 32 bytes, without the group.
-        parent_hash: that of the block before it; ``None`` for the first one of a sequence.
-        first_token: its place in the sequence, in tokens.
-        end_token: the place after its last token.
-        nbytes: of its files.
-        created, last_used: of the oldest file and of the last used one, in seconds since 1970.
+        parent_hash: hash of the preceding block; ``None`` for the first one of a sequence.
+        first_token: the position of its first token.
+        end_token: the position after its last token.
+        nbytes: size of its files.
+        created, last_used: of the oldest and of the last used file, in seconds since 1970.
         state: the file of the state.
-        is_pinned: whether it stays.
-        expires: the first of its files to do so, in seconds since 1970; ``None`` for never.
+        is_pinned: whether a pin keeps it.
+        expires: when the first of its files expires, in seconds since 1970; ``None`` for never.
     """
 
     def __init__(self, entries: Iterable[Entry]):
@@ -56,16 +56,15 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another without a fork, all of them pinned or none.
+    """Consecutive blocks without a fork, either all pinned or none.
 
     Args:
         blocks: at least one.
-        num_prefixes: that go through all of these blocks; 1 if nothing else shares them.
-        is_cut_off: whether what comes before it is not in the folder, so that it is found only
-            while an engine has that in memory.
-        level: how many runs lead to it.
-        siblings_follow: for each of the levels that are drawn, down to its own, whether there is
-            more to draw on it.
+        num_prefixes: how many prefixes contain all of these blocks; 1 if they aren't shared.
+        is_cut_off: whether the preceding blocks are not in the folder, so that it is found only
+            while an engine has them in memory.
+        level: depth in the tree of runs.
+        siblings_follow: for each level that is drawn, down to its own, whether more runs follow.
     """
 
     blocks: tuple[PrefixBlock, ...]
@@ -109,15 +108,15 @@ class PrefixTree:
 
     Args:
         digest: of the fingerprint.
-        fingerprint: ``None`` if the folder has lost it.
+        fingerprint: ``None`` if its description is missing.
         entries: the files, in any order.
 
     Attributes:
-        blocks: by their hash.
-        children: of each block, and under ``None`` those with nothing before them in the folder;
+        blocks: by hash.
+        children: of each block, and under ``None`` the roots, whose parents are not in the folder;
             the most recently used first.
-        num_prefixes: the leaves that each block leads to, itself if it is one.
-        other_versions: files in the format of another version, of which nothing more is known.
+        num_prefixes: number of leaves below each block, 1 for a leaf.
+        other_versions: files in the format of another version, which can't be read.
     """
 
     def __init__(self, digest: str, fingerprint: Fingerprint | None, entries: Iterable[Entry]):
@@ -144,12 +143,12 @@ class PrefixTree:
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The name of the model."""
         return "an unknown model" if self.fingerprint is None else self.fingerprint.model_name
 
     @property
     def num_leaves(self) -> int:
-        """The prefixes that nothing continues."""
+        """How many prefixes have no successor."""
         return sum(self.num_prefixes[root.block_hash] for root in self.children.get(None, ()))
 
     @property
@@ -169,29 +168,29 @@ class PrefixTree:
         return max((block.last_used for block in self.blocks.values()), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
-        """The block before this one, if the folder has it."""
+        """The preceding block, if it is in the folder."""
         parent = self.blocks.get(block.parent_hash) if block.parent_hash else None
-        # A header that lies can't make a circle.
+        # Positions increase, so that forged headers can't make a cycle.
         return parent if parent and parent.end_token == block.first_token else None
 
     def after(self, block: PrefixBlock) -> list[PrefixBlock]:
-        """The blocks that come next, the most recently used first."""
+        """The children of a block, the most recently used first."""
         return self.children.get(block.block_hash, [])
 
     def path_to(self, block: PrefixBlock) -> list[PrefixBlock]:
-        """The blocks of the prefix that ends with this one, as far back as the folder has them."""
+        """The blocks of the prefix that ends with this one, as far as they are in the folder."""
         path = [block]
         while (parent := self.parent(path[-1])) is not None:
             path.append(parent)
         return path[::-1]
 
     def last_state(self, block: PrefixBlock) -> PrefixBlock | None:
-        """The block up to this one after which a recurrent model can go on, if there is any."""
+        """The last block up to this one after which there is a recurrent state."""
         path = reversed(self.path_to(block))
         return next((each for each in path if each.state is not None), None)
 
     def below(self, block: PrefixBlock) -> list[PrefixBlock]:
-        """The blocks that continue this one, and those that continue them."""
+        """All successors of a block."""
         found: list[PrefixBlock] = []
         waiting = list(self.after(block))
         while waiting:
@@ -200,8 +199,8 @@ class PrefixTree:
         return found
 
     def alone_with(self, block: PrefixBlock) -> list[PrefixBlock]:
-        """The blocks that are of use only to what goes through this one: those before it back to
-        the last fork, itself, and all that continue it.
+        """The blocks that only prefixes through this one use: its ancestors back to the last fork,
+        itself and its successors.
         """
         first = block
         while (parent := self.parent(first)) and len(self.after(parent)) == 1:
@@ -209,7 +208,7 @@ class PrefixTree:
         return [first, *self.below(first)]
 
     def last_uses(self) -> dict[bytes, float]:
-        """When each block, or one that continues it, was last used, in seconds since 1970."""
+        """When each block or one of its successors was last used, in seconds since 1970."""
         last_uses: dict[bytes, float] = {}
         for block in self._last_ones_first():
             later = (last_uses[child.block_hash] for child in self.after(block))
@@ -217,7 +216,7 @@ class PrefixTree:
         return last_uses
 
     def runs(self) -> Iterator[Run]:
-        """All blocks, as they are drawn from top to bottom: each run before what continues it."""
+        """All blocks as runs, in the order in which they are drawn."""
         waiting: list[tuple[PrefixBlock, int, tuple[bool, ...]]] = [
             (root, 0, ()) for root in reversed(self.children.get(None, []))
         ]
@@ -240,7 +239,7 @@ class PrefixTree:
         return self._run(blocks, level, siblings_follow)
 
     def runs_of(self, path: Iterable[PrefixBlock]) -> list[Run]:
-        """The runs that a prefix goes through, up to its end."""
+        """The runs of a prefix, up to its end."""
         parts: list[list[PrefixBlock]] = []
         for block in path:
             if parts and self._is_of_one_run(parts[-1][-1], block):
@@ -270,12 +269,12 @@ class PrefixTree:
 
 
 def num_states(blocks: Iterable[PrefixBlock]) -> int:
-    """The recurrent states among the files of blocks."""
+    """How many of these blocks have a recurrent state."""
     return sum(block.state is not None for block in blocks)
 
 
 def read_trees(folder: CacheFolder) -> list[PrefixTree]:
-    """The trees of a folder, by the models' names, and of equal names the last used first."""
+    """The trees of a folder, sorted by the models' names, then by their last use."""
     return as_trees(folder.fingerprints(), folder.entries())
 
 

@@ -1,6 +1,6 @@
-"""``rm``: which blocks go.
+"""``rm``: which blocks are removed.
 
-A block is of no use without those before it, so what goes takes with it all that continues it.
+A block can't be used without its ancestors, so its successors are removed with it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlx_paged.block_store import Entry
-from mlx_paged.cache_tool.abbreviations import find
 from mlx_paged.cache_tool.prefixes import PrefixTree
+from mlx_paged.cache_tool.selection import find
 from mlx_paged.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What goes, and how many blocks that were named stay, since they are pinned."""
+    """The blocks to remove, and how many of the named ones are kept because they are pinned."""
 
     entries: list[Entry]
     num_kept: int
 
 
 def check_choice(args: argparse.Namespace) -> None:
-    """Refuse flags of ``rm`` that name nothing, or contradict one another.
+    """Check the flags of ``rm``.
 
     Raises:
-        ArgumentError: they do.
+        ArgumentError: they name nothing, or contradict one another.
     """
     given = {
         "HASH": bool(args.hash),
@@ -38,22 +38,24 @@ def check_choice(args: argparse.Namespace) -> None:
     }
     ways = [name for name, is_given in given.items() if is_given]
     if len(ways) > 1:
-        raise ArgumentError(f"{' and '.join(ways)} each say what goes; give one of them", "hash")
+        raise ArgumentError(
+            f"{' and '.join(ways)} each say what to remove; give one of them", "hash"
+        )
     if not ways and args.model is None:
-        raise ArgumentError(f"say what goes: --model, {', '.join(given)}", "hash")
+        raise ArgumentError(f"say what to remove: --model, {', '.join(given)}", "hash")
     if args.shrink_to is not None and (args.model is not None or args.pinned):
         raise ArgumentError(
-            "--shrink-to takes what was least recently used of all models, and leaves what is "
-            "pinned; it can't be combined with --model or --pinned",
+            "--shrink-to removes the least recently used blocks of all models except for pinned "
+            "ones; it can't be combined with --model or --pinned",
             "shrink_to",
         )
 
 
 def choose(args: argparse.Namespace, trees: Sequence[PrefixTree], now: float) -> Removal:
-    """What the flags of ``rm`` name, ``--shrink-to`` aside.
+    """The blocks that the flags of ``rm`` name, except for ``--shrink-to``.
 
     Args:
-        trees: those of the models that were asked for.
+        trees: of the requested models.
         now: seconds since 1970.
 
     Raises:
@@ -65,7 +67,7 @@ def choose(args: argparse.Namespace, trees: Sequence[PrefixTree], now: float) ->
 
 
 def _under(texts: Iterable[str], trees: Sequence[PrefixTree]) -> Iterable[Entry]:
-    """The lines of ``ls`` that the hashes are in, and those under them."""
+    """The lines of ``ls`` that contain the hashes, and those under them."""
     entries: dict[tuple[str, bytes], Entry] = {}
     for text in texts:
         tree, named = find(text, trees)
@@ -77,7 +79,7 @@ def _under(texts: Iterable[str], trees: Sequence[PrefixTree]) -> Iterable[Entry]
 def _unused_since(
     args: argparse.Namespace, trees: Sequence[PrefixTree], now: float
 ) -> Iterator[Entry]:
-    """What was not used for ``--older-than`` seconds; without the flag everything."""
+    """Blocks that were not used for ``--older-than`` seconds; all without the flag."""
     before = math.inf if args.older_than is None else now - args.older_than
     for tree in trees:
         for block_hash, last_used in tree.last_uses().items():

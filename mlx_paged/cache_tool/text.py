@@ -1,28 +1,29 @@
-"""The text of blocks, with a tokenizer that the user gives; and text that a terminal can be shown.
+"""The text of blocks, by a tokenizer that the user gives, and text that is safe for a terminal.
 
-Loading a tokenizer imports mlx-lm, and with it MLX, so that happens here alone and on demand.
+Loading a tokenizer imports mlx-lm, and with it MLX, so it happens only here and on demand.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
+
+from rich.cells import cell_len, set_cell_size
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.cache_tool.prefixes import PrefixBlock
 
 TextOf: TypeAlias = Callable[[Sequence[PrefixBlock]], str]
-"""Blocks that follow one another to the text of their tokens."""
+"""Returns the text of consecutive blocks."""
 
-# What a user's prompt holds must not move the cursor or set the terminal's title.
+# A prompt must not be able to move the cursor or set the terminal's title.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _IN_A_LINE = _CONTROLS | {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
 _IN_LINES = _CONTROLS | {ord("\n"): "\n", ord("\t"): "\t"}
 
 
 def token_ids(folder: CacheFolder, blocks: Iterable[PrefixBlock]) -> list[int]:
-    """The tokens of blocks that follow one another, up to one that is gone by now."""
+    """The tokens of consecutive blocks, up to the first that has been removed."""
     found: list[int] = []
     for block in blocks:
         entry = block.entries[0]
@@ -34,7 +35,7 @@ def token_ids(folder: CacheFolder, blocks: Iterable[PrefixBlock]) -> list[int]:
 
 
 def load_text_of(folder: CacheFolder, tokenizer: str) -> TextOf:
-    """What turns the blocks of a folder into text.
+    """A function that returns the text of blocks of a folder.
 
     Args:
         tokenizer: a folder, the id of a repository on the hub, or ``demo``.
@@ -51,31 +52,20 @@ def load_text_of(folder: CacheFolder, tokenizer: str) -> TextOf:
         try:
             return str(loaded.decode(token_ids(folder, blocks)))
         except Exception:
-            # A tokenizer that is not the model's may lack tokens, and fails in ways of its own.
+            # The tokenizer of another model may lack tokens, and raise anything.
             return "\ufffd"
 
     return text_of
 
 
 def in_a_line(text: str, width: int) -> str:
-    """The beginning of a text on one line of at most ``width`` columns of a terminal."""
+    """The beginning of a text, on one line of at most ``width`` columns of a terminal."""
     clean = text[: 4 * width].translate(_IN_A_LINE)
-    used = num_fit = 0  # characters that leave a column for the ellipsis
-    for index, character in enumerate(clean):
-        used += _columns(character)
-        if used > width:
-            return clean[:num_fit] + "…" if width > 0 else ""
-        if used < width:
-            num_fit = index + 1
-    return clean
+    if cell_len(clean) <= width:
+        return clean
+    return set_cell_size(clean, width - 1) + "…"
 
 
 def in_lines(text: str) -> str:
-    """A text of several lines without what would change the terminal."""
+    """A text of several lines, without control characters."""
     return text.translate(_IN_LINES)
-
-
-def _columns(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

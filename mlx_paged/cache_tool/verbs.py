@@ -1,28 +1,30 @@
-"""What each verb of the tool does with a folder. All return the exit status."""
+"""The verbs of the tool. Each returns the exit status."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from mlx_paged.block_store import BlockName, CacheFolder, Entry, FolderSize, Removed
 from mlx_paged.cache_tool import as_json
-from mlx_paged.cache_tool.abbreviations import SHOWN_DIGITS, find
 from mlx_paged.cache_tool.amounts import counted, in_bytes
 from mlx_paged.cache_tool.detail import pinned_by, show_prefix
-from mlx_paged.cache_tool.listing import list_trees, model_heading
-from mlx_paged.cache_tool.models import of_model
-from mlx_paged.cache_tool.output import make_look, print_json, print_lines
+from mlx_paged.cache_tool.listing import Look, list_trees, model_heading
 from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree, read_trees
 from mlx_paged.cache_tool.removals import check_choice, choose
+from mlx_paged.cache_tool.selection import SHOWN_DIGITS, find, of_model
 from mlx_paged.cache_tool.text import load_text_of
 from mlx_paged.errors import ArgumentError
+from mlx_paged.standard_streams import write
+
+_LINES_AT_ONCE = 1000
 
 
 def ls(args: argparse.Namespace) -> int:
-    folder = CacheFolder(args.folder)
-    trees = of_model(read_trees(folder), args.model)
+    folder, trees = _open(args)
     text_of = load_text_of(folder, args.tokenizer) if args.tokenizer else None
     if args.json:
         models = [
@@ -32,25 +34,24 @@ def ls(args: argparse.Namespace) -> int:
         ]
         print_json({"models": models})
     else:
-        print_lines(list_trees(trees, make_look(text_of)) if trees else ["no blocks"])
+        print_lines(list_trees(trees, Look.of_stdout(text_of)) if trees else ["no blocks"])
     return 0
 
 
 def show(args: argparse.Namespace) -> int:
-    folder = CacheFolder(args.folder)
-    tree, block = find(args.hash, of_model(read_trees(folder), args.model))
+    folder, trees = _open(args)
+    tree, block = find(args.hash, trees)
     text_of = load_text_of(folder, args.tokenizer) if args.tokenizer else None
     if args.json:
         print_json(as_json.prefix(folder, tree, block, text_of))
     else:
-        print_lines(show_prefix(tree, block, set(folder.pins()), make_look(text_of)))
+        print_lines(show_prefix(tree, block, set(folder.pins()), Look.of_stdout(text_of)))
     return 0
 
 
 def pin(args: argparse.Namespace) -> int:
-    folder = CacheFolder(args.folder)
-    trees = of_model(read_trees(folder), args.model)
-    # All are found before the first is pinned.
+    folder, trees = _open(args)
+    # All hashes are looked up before the first block is pinned.
     for tree, block in [find(text, trees) for text in args.hash]:
         entries = [*block.entries, *_state_before(tree, block)]
         if not all(folder.pin(entry.digest, entry.block_hash) for entry in entries):
@@ -63,16 +64,15 @@ def pin(args: argparse.Namespace) -> int:
 def unpin(args: argparse.Namespace) -> int:
     if bool(args.hash) == args.all:
         raise ArgumentError("give either HASH or --all", "hash")
-    folder = CacheFolder(args.folder)
-    trees = of_model(read_trees(folder), args.model)
+    folder, trees = _open(args)
     pins = set(folder.pins())
     if args.all:
         digests = {tree.digest for tree in trees}
-        # A pin may have outlived its block, and with it the tree.
+        # A pin may outlive its block, and so its tree.
         of_them = [pin for pin in pins if pin[0] in digests or args.model is None]
         for digest, block_hash in of_them:
             folder.unpin(digest, block_hash)
-        print_lines([f"took {counted(len(of_them), 'pin')} back"])
+        print_lines([f"removed {counted(len(of_them), 'pin')}"])
         return 0
     for tree, block in [find(text, trees) for text in args.hash]:
         holders = pinned_by(tree, block, pins)
@@ -94,10 +94,11 @@ def unpin(args: argparse.Namespace) -> int:
 def _state_before(
     tree: PrefixTree, block: PrefixBlock, without_pins: Collection[BlockName] = ()
 ) -> list[Entry]:
-    """The last state before a block that has none: a recurrent model can go on from there alone.
+    """The state that a prefix needs besides that of its last block: if that has none, a recurrent
+    model can continue only from the last state before it.
 
     Args:
-        without_pins: nothing, if another block than this one with such a pin needs the state.
+        without_pins: returns no state that another block with one of these pins needs.
     """
     last = tree.last_state(block)
     if last is None or last is block or last.state is None:
@@ -113,12 +114,12 @@ def rm(args: argparse.Namespace) -> int:
     if args.shrink_to is not None:
         removed = folder.shrink(args.shrink_to)
         left = folder.size().nbytes
-        more = "; what is pinned stays" if left > args.shrink_to else ""
+        more = "; pinned blocks are kept" if left > args.shrink_to else ""
         print_lines([f"removed {_in_words(removed)}; {in_bytes(left)} are left{more}"])
         return 0
     removal = choose(args, of_model(read_trees(folder), args.model), time.time())
     removed = folder.remove((entry.digest, entry.block_hash) for entry in removal.entries)
-    kept = f"; {removal.num_kept:,} pinned stay (see --pinned)" if removal.num_kept else ""
+    kept = f"; {removal.num_kept:,} pinned ones are kept (see --pinned)" if removal.num_kept else ""
     print_lines(_left(removed))
     print_lines([f"removed {_in_words(removed)}{kept}"])
     return 1 if removed.left else 0
@@ -151,8 +152,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def size(args: argparse.Namespace) -> int:
-    folder = CacheFolder(args.folder)
-    trees = of_model(read_trees(folder), args.model)
+    folder, trees = _open(args)
     held = folder.size()
     if args.json:
         models = [as_json.model(tree) for tree in trees]
@@ -168,6 +168,27 @@ def size(args: argparse.Namespace) -> int:
     print_lines([_in_words(held) + _against(args.limit, held.nbytes)])
     print_lines(f"  {model_heading(tree)}" for tree in trees)
     return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[CacheFolder, list[PrefixTree]]:
+    """The folder, and the trees of the requested models."""
+    folder = CacheFolder(args.folder)
+    return folder, of_model(read_trees(folder), args.model)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines as they come; raises :class:`OutputLostError` or ``BrokenPipeError``."""
+    waiting: list[str] = []
+    for line in lines:
+        waiting.append(line + "\n")
+        if len(waiting) == _LINES_AT_ONCE:
+            write("".join(waiting))
+            waiting.clear()
+    write("".join(waiting))
+
+
+def print_json(value: Any) -> None:
+    write(json.dumps(value, indent=2) + "\n")
 
 
 def _left(removed: Removed) -> list[str]:
@@ -188,14 +209,3 @@ def _in_words(size: FolderSize) -> str:
 
 def _short(block: PrefixBlock) -> str:
     return block.block_hash.hex()[:SHOWN_DIGITS]
-
-
-VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ls": ls,
-    "show": show,
-    "pin": pin,
-    "unpin": unpin,
-    "rm": rm,
-    "verify": verify,
-    "size": size,
-}

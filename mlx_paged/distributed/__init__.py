@@ -1,9 +1,8 @@
-"""Several machines, one model: the ranks of ``mlx.launch``, and what they say to each other.
+"""Several machines, one model: the ranks of ``mlx.launch`` and the messages between them.
 
 Every rank holds its share of each layer's heads and runs the same scheduler. Activations travel
-through MLX's own collectives. Everything else that ranks have to agree on goes from rank 0 to the
-others over connections of its own (:class:`Ranks`), which cost nothing while they are idle, and
-which show at once that a rank is gone.
+through MLX's own collectives. Rank 0 sends everything else over separate connections
+(:class:`Ranks`), which cost nothing while they are idle and show at once that a rank is gone.
 """
 
 from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks

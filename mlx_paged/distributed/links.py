@@ -1,4 +1,4 @@
-"""``Link``: numbered messages to and from another rank, whose end is noticed within seconds."""
+"""``Link``: numbered messages to and from another rank, and the detection of its failure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 from mlx_paged.errors import one_line, shown
 
-# A process that dies closes its socket at once. A machine that sleeps or loses its cable does not,
-# nor does a process that is stopped: then these tell it.
+# A process that dies closes its socket at once. These detect a machine that sleeps or loses its
+# cable, and a process that is stopped.
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
-GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
+GOODBYE_SECONDS = 1.0  # the time limit for sending the reason why a rank ends
 
 
 def connection_over(sock: socket.socket) -> Connection:
-    """Frames over a TCP socket. A read or write that gets no further for ``SILENCE_SECONDS`` raises
-    ``BlockingIOError``. ``send_bytes`` and ``recv_bytes`` alone send bytes as they are.
+    """Frames over a TCP socket. A read or write without progress for ``SILENCE_SECONDS`` raises
+    ``BlockingIOError``. Use only ``send_bytes`` and ``recv_bytes``, which send plain bytes.
     """
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,24 +37,24 @@ def connection_over(sock: socket.socket) -> Connection:
 
 def _limit(sock: socket.socket, option: int, seconds: float) -> None:
     timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with contextlib.suppress(OSError):  # On macOS, one that has ended takes none.
+    with contextlib.suppress(OSError):  # macOS refuses it once the peer has closed.
         sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 class Link:
-    """One end of a connection to another rank that has authenticated itself.
+    """One end of an authenticated connection to another rank.
 
-    A message is its number, from 0, its kind and a value, as JSON. A thread reads whatever comes,
-    so that the end of the other rank is noticed while this one waits in a collective, which has no
-    time limit.
+    A message is JSON: its number, counted from 0, its kind and a value. A thread reads all the
+    time, so a failure of the peer is noticed even while this rank waits in a collective, which has
+    no timeout.
 
     Args:
         peer: the other rank.
-        lost: called with what became of it if it ends without a goodbye, takes no messages, or
-            sends what is none; from the thread that noticed.
+        lost: called with a description of the failure if the peer disconnects without saying
+            goodbye, stops accepting messages or sends an invalid one; in the thread that noticed.
 
     Attributes:
-        is_over: this end has said goodbye, or no message will come from the other.
+        is_over: this end was closed, or the peer sends nothing more.
     """
 
     def __init__(self, sock: socket.socket, peer: int, lost: Callable[[str], object]) -> None:
@@ -68,7 +68,7 @@ class Link:
             threading.Thread(target=work, name=f"mlx_paged rank {peer}", daemon=True).start()
 
     def send(self, kind: str, value: object = None) -> None:
-        """Send a message; nothing is sent behind one that did not go out whole."""
+        """Send a message. Nothing is sent after one that was sent only in part."""
         with self._sending:
             message = json.dumps([self._num_sent, kind, value], separators=(",", ":"))
             self._num_sent += 1
@@ -76,21 +76,21 @@ class Link:
                 self._connection.send_bytes(message.encode())
             except OSError as error:
                 self._end_sending()
-                # Where the connection has ended, the thread that reads says why.
+                # Of any other error the thread that reads reports the cause.
                 if isinstance(error, BlockingIOError):
-                    self._ended(f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
+                    self._ended(f"has accepted no message for {SILENCE_SECONDS:.0f} seconds")
 
     def receive(self) -> tuple[str, Any] | None:
-        """Wait for the kind and the value of the next message; ``None`` once the peer has left."""
+        """Wait for the next message: its kind and value; ``None`` once the connection is over."""
         message = self._received.get()
         if message is None:
             self._received.put(None)  # for the next call
         return message
 
     def close(self, reason: str | None = None) -> None:
-        """Say goodbye, or why this rank ends. More than once is harmless."""
+        """Say goodbye, with a reason if this rank failed. Can be called more than once."""
         self.is_over = True
-        # Where another thread waits for the peer inside a frame, nothing more can be said.
+        # Without the lock, another thread is in the middle of a frame: the reason can't be sent.
         if self._sending.acquire(timeout=GOODBYE_SECONDS):
             _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
             self.send("bye", reason)
@@ -107,27 +107,25 @@ class Link:
             time.sleep(PING_SECONDS)
 
     def _read(self) -> None:
+        """Read until the peer says goodbye, fails, or sends a message with an unexpected number."""
         try:
-            self._read_messages()
+            for expected in itertools.count():
+                number, kind, value = json.loads(self._connection.recv_bytes())
+                if number != expected:
+                    return self._ended(f"sent message {shown(number)} instead of {expected}")
+                if kind == "bye":
+                    return None if value is None else self._ended(one_line(value))
+                if kind != "ping":
+                    self._received.put((str(kind), value))
         except BlockingIOError:
-            self._ended(f"has said nothing for {SILENCE_SECONDS:.0f} seconds")
+            self._ended(f"has sent nothing for {SILENCE_SECONDS:.0f} seconds")
         except (EOFError, OSError):
             self._ended("died")
-        except Exception:  # of bytes that may be anything
-            self._ended("sent something that is not a message")
-        self.is_over = True
-        self._received.put(None)
-
-    def _read_messages(self) -> None:
-        """Read until the peer says that it ends, or sends a message that is not due."""
-        for due in itertools.count():
-            number, kind, value = json.loads(self._connection.recv_bytes())
-            if number != due:
-                return self._ended(f"sent message {shown(number)} where {due} was due")
-            if kind == "bye":
-                return None if value is None else self._ended(one_line(value))
-            if kind != "ping":
-                self._received.put((str(kind), value))
+        except Exception:  # The bytes can be anything.
+            self._ended("sent an invalid message")
+        finally:
+            self.is_over = True
+            self._received.put(None)
 
     def _ended(self, how: str) -> None:
         if not self.is_over:

@@ -1,4 +1,4 @@
-"""How the ranks find each other: MLX's group tells all of them where rank 0 listens."""
+"""How the ranks connect: rank 0 listens, and broadcasts its address through MLX's group."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mlx_paged.distributed.links import connection_over
 from mlx_paged.errors import one_line
 
 MEETING_SECONDS = 30.0
-_LOOK_SECONDS = 0.02
-_PLACE_BYTES = 1024
+_POLL_SECONDS = 0.02
+_ADDRESS_BYTES = 1024
 
 
 def meet(group: mx.distributed.Group) -> dict[int, socket.socket]:
     """Connect rank 0 with each of the others.
 
-    Rank 0 listens at a free port of the address that the launcher gave it. MLX broadcasts where
-    that is, and a secret: both sides prove that they know it before anything else is said.
+    Rank 0 listens at a free port of the address that the launcher gave it. MLX broadcasts the
+    address and a secret, which both sides prove to know before any other message.
 
     Returns:
         The sockets by rank: on rank 0 those of all others, elsewhere that of rank 0.
 
     Raises:
-        OSError: they did not meet within ``MEETING_SECONDS``.
+        OSError: they did not connect within ``MEETING_SECONDS``.
     """
     if group.rank() > 0:
         host, port, secret = json.loads(_broadcast(b"", group))
@@ -40,22 +40,20 @@ def meet(group: mx.distributed.Group) -> dict[int, socket.socket]:
     host, secret = launcher_address(), secrets.token_hex(32)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
-        place = host or socket.gethostname(), listener.getsockname()[1], secret
-        _broadcast(json.dumps(place).encode(), group)
+        address = host or socket.gethostname(), listener.getsockname()[1], secret
+        _broadcast(json.dumps(address).encode(), group)
         return _accept(listener, secret.encode(), group.size())
 
 
 def _broadcast(data: bytes, group: mx.distributed.Group) -> bytes:
-    """The bytes of rank 0, padded with spaces, on every rank; the others give none."""
-    padded = data.ljust(_PLACE_BYTES) if data else bytes(_PLACE_BYTES)
+    """The bytes of rank 0, padded with spaces, on every rank; the others pass none."""
+    padded = data.ljust(_ADDRESS_BYTES) if data else bytes(_ADDRESS_BYTES)
     shared = mx.distributed.all_sum(mx.array(list(padded), dtype=mx.uint8), group=group)
     return bytes(shared.tolist())  # type: ignore[arg-type]
 
 
 def launcher_address() -> str:
-    """The address of its own at which MLX lets rank 0 listen, as the launcher's settings say it;
-    empty if they don't.
-    """
+    """The address of rank 0 in the launcher's settings; empty if they have none."""
     address = os.environ.get("MLX_JACCL_COORDINATOR", "")
     if file := os.environ.get("MLX_HOSTFILE"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -64,22 +62,25 @@ def launcher_address() -> str:
 
 
 def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, socket.socket]:
-    """The sockets of the other ranks. Each caller is heard in a thread of its own, so that none
-    waits for a stranger who says nothing.
+    """The sockets of the other ranks. Each caller is authenticated in its own thread, so a silent
+    stranger delays no rank.
     """
     met: dict[int, socket.socket] = {}
     callers = []
     deadline = time.monotonic() + MEETING_SECONDS
-    listener.settimeout(_LOOK_SECONDS)
+    listener.settimeout(_POLL_SECONDS)
     while len(met) < size - 1 and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):
             caller, _ = listener.accept()
             callers.append(caller)
-            threading.Thread(target=_hear, args=(caller, secret, size, met), daemon=True).start()
+            handshake = threading.Thread(
+                target=_admit, args=(caller, secret, size, met), daemon=True
+            )
+            handshake.start()
     for caller in callers:
         if caller not in met.values():
             with contextlib.suppress(OSError):
-                caller.shutdown(socket.SHUT_RDWR)  # It wakes the thread that hears it.
+                caller.shutdown(socket.SHUT_RDWR)  # This ends its thread.
             caller.close()
     missing = [str(rank) for rank in range(1, size) if rank not in met]
     if missing:
@@ -90,9 +91,9 @@ def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, sock
     return met
 
 
-def _hear(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
-    """Note a caller under its rank, if it is one of the ranks."""
-    with contextlib.suppress(Exception):  # A stranger may say anything.
+def _admit(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
+    """Record an authenticated caller by its rank."""
+    with contextlib.suppress(Exception):  # A stranger can send anything.
         connection = connection_over(caller)
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
@@ -109,7 +110,7 @@ def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
             deliver_challenge(connection, secret)
             connection.send_bytes(str(rank).encode())
             return sock.dup()
-    except Exception as error:  # Another program that listens there may say anything.
+    except Exception as error:  # Another program can listen there, and send anything.
         raise ConnectionError(
             f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
         ) from error

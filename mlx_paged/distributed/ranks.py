@@ -1,4 +1,4 @@
-"""``Ranks``: this process among those that run one model together."""
+"""``Ranks``: the processes that run one model together, as one of them sees the others."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from mlx_paged.standard_streams import say
 
 # Ranks are started together, but one of them may be slow to import, or wait for a disk.
 START_SECONDS = 120.0
-# What MLX's ring raises where a peer is gone, and how long our own sockets may take to notice.
+# What MLX's ring raises when a peer is gone, and how long a link may take to notice the same.
 _PEER_LOST = "connection to a peer was lost"
 _LOST_SECONDS = 3.0
-# Those whose versions could change a token, a text or a message between ranks.
+# Packages whose versions can change a token, a text or a message between ranks.
 _PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers")
 
 
 class RanksError(RuntimeError):
-    """The ranks can't work together; the message says which of them, and why."""
+    """The ranks can't work together; the message names the rank and the reason."""
 
 
 class Ranks:
-    """The ranks of a group, as one of them sees the others.
+    """The ranks of a group.
 
-    Rank 0 leads: it tells the others what it decided, and they do the same in the same order. If a
-    rank dies, raises in the middle of a step, or says what is not due, all others end within
-    seconds, each with a line on stderr and exit status 1, wherever they are: a collective that
-    waits for a dead rank never returns.
+    Rank 0 leads: it sends its decisions to the others, which do the same in the same order. If a
+    rank dies, raises in the middle of a step or sends an unexpected message, all others exit within
+    seconds, with a line on stderr and status 1, whatever they are doing: a collective that waits
+    for a dead rank never returns.
 
     Args:
-        group: of MLX, of two ranks or more.
-        sockets: to the other ranks, on rank 0; elsewhere to rank 0. They are authenticated.
+        group: MLX's group, of at least two ranks.
+        sockets: authenticated, by rank: on rank 0 to all others, elsewhere to rank 0.
     """
 
     def __init__(self, group: mx.distributed.Group, sockets: Mapping[int, socket.socket]):
@@ -62,11 +62,11 @@ class Ranks:
         return self.rank == 0
 
     def send(self, kind: str, value: object = None) -> None:
-        """Send a message from rank 0 to all others, or from another rank to rank 0. The value is
-        one that JSON has.
+        """Send a message from rank 0 to all others, or from another rank to rank 0. The value has
+        to be serialisable as JSON.
 
         Raises:
-            RanksError: one of them has left.
+            RanksError: a receiver has ended.
         """
         for rank, link in self._links.items():
             if link.is_over:
@@ -74,7 +74,7 @@ class Ranks:
             link.send(kind, value)
 
     def receive(self, *kinds: str, rank: int = 0) -> tuple[str, Any]:
-        """Wait for the kind and the value of a rank's next message. Another kind ends this process.
+        """Wait for a rank's next message: its kind and value. Any other kind ends this process.
 
         Raises:
             RanksError: that rank has ended.
@@ -83,13 +83,12 @@ class Ranks:
         if message is None:
             raise RanksError(f"[ranks] rank {rank} has ended")
         if message[0] not in kinds:
-            due = " or ".join(kinds)
-            self._lost(f"rank {rank} sent {shown(message[0])} where {due} was due")
+            self._lost(f"rank {rank} sent {shown(message[0])} instead of {' or '.join(kinds)}")
         return message
 
     def all_gather(self, value: object) -> list[Any]:
-        """The values of all ranks, by rank, on each of them; every rank has to ask at the same
-        place. Values are what JSON has.
+        """The values of all ranks, by rank, on each of them. A collective call: every rank has to
+        make it at the same point. Values have to be serialisable as JSON.
         """
         if not self.is_leader:
             self.send("value", value)
@@ -99,11 +98,10 @@ class Ranks:
         return values
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """Hold versions, and what else must have equal texts on all ranks, against those of rank 0.
+        """Check that all ranks have the same package versions and the same facts, as texts.
 
         Raises:
-            RanksError: on every rank; the message names the first fact that differs, and both
-                values.
+            RanksError: on every rank; the message has the first fact that differs, and both values.
         """
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         versions["mlx-paged"] = __version__
@@ -119,18 +117,17 @@ class Ranks:
                     )
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this process for an error, and tell the others: the bookkeeping of the ranks is not
-        the same any more, or others wait in a collective.
+        """End this process and all others for an error: the ranks' bookkeeping differs from now on,
+        or others wait in a collective.
         """
         if _PEER_LOST in str(error):
-            # The thread that reads from that peer is about to say which of them it was.
+            # The thread that reads from that peer is about to report which rank it was.
             time.sleep(_LOST_SECONDS)
         self._end(f"failed: {words_for_all(error)}")
 
     def close(self) -> None:
-        """Leave the others: this rank takes part in nothing any more. More than once is harmless.
-
-        Followers return from :meth:`receive` with an error that says so.
+        """Leave the group. In the others, :meth:`receive` raises ``RanksError`` then. Can be called
+        more than once.
         """
         for link in self._links.values():
             link.close()
@@ -139,20 +136,20 @@ class Ranks:
         self._end(f"ends, since {what}")
 
     def _end(self, text: str) -> NoReturn:
-        self._ending.acquire()  # One line is enough.
+        self._ending.acquire()  # Only the first failure is reported.
         say(f"[ranks] rank {self.rank} {text}")
         for link in list(self._links.values()):
             link.close(text)
-        # The main thread may wait in a collective, where no exception reaches it.
+        # The main thread may wait in a collective, which no exception interrupts.
         os._exit(1)
 
 
 @functools.cache
 def connect(group: mx.distributed.Group) -> Ranks:
-    """The ranks of a group, connected with each other; every rank has to call it.
+    """Connect the ranks of a group; every rank has to call it.
 
     Raises:
-        RanksError: they did not meet.
+        RanksError: they could not connect.
     """
     try:
         ranks = Ranks(group, meet(group))
@@ -164,11 +161,11 @@ def connect(group: mx.distributed.Group) -> Ranks:
 
 @functools.cache
 def launched_ranks() -> Ranks | None:
-    """The ranks that ``mlx.launch`` started together with this process, connected; ``None`` for a
-    process of its own. Every rank has to call it.
+    """Connect the ranks that ``mlx.launch`` started; every rank has to call it. ``None`` for a
+    single process.
 
     Raises:
-        RanksError: they did not meet.
+        RanksError: MLX could not form the group, or the ranks could not connect.
     """
     if not is_launched():
         return None
@@ -190,10 +187,10 @@ if not select.select([0], [], [], seconds)[0]:
 
 
 def _given_up_after(seconds: float) -> subprocess.Popen[bytes]:
-    """What ends this process unless its ``with`` block ends before that.
+    """A watchdog process that kills this one unless its ``with`` block ends in time.
 
-    MLX waits for other ranks without end, and holds Python's lock meanwhile: no thread of this
-    process could look at a clock.
+    MLX waits for other ranks without a timeout and holds the GIL, so no thread of this process
+    could do it.
     """
     line = (
         f"[ranks] rank {os.environ['MLX_RANK']} ends, since MLX did not form the group within "

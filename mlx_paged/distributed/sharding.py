@@ -1,4 +1,4 @@
-"""Which sizes of a model can be split over ranks."""
+"""Checks that the sizes of a model can be split over ranks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from mlx_paged.errors import ArgumentError
 
 
 def check_divisible(sizes: dict[str, int], num_ranks: int) -> None:
-    """Refuse sizes that the ranks can't have equal parts of.
+    """Check that sizes are divisible by the number of ranks.
 
     Args:
         sizes: by their names in ``config.json``.
 
     Raises:
-        ArgumentError: one that does not divide, named.
+        ArgumentError: a size is not; the message names it.
     """
     for name, size in sizes.items():
         if size % num_ranks:
             raise ArgumentError(
-                f"[ranks] {name}={size} of the model does not divide by {num_ranks} ranks; start "
-                "another number of them",
+                f"[ranks] {name}={size} of the model is not divisible by {num_ranks} ranks; start "
+                "another number of ranks",
                 name,
             )
 
 
 def check_linear_sizes(model: Module, names: set[str], num_ranks: int) -> None:
-    """Refuse quantised weights whose inputs can't be cut between two groups of a scale.
+    """Check that the inputs of quantised weights can be split between two groups of a scale.
 
     Args:
         names: of the layers whose inputs are split, such as ``o_proj``.
 
     Raises:
-        ArgumentError: one that can't be cut, named.
+        ArgumentError: those of a layer can't; the message names it.
     """
     for path, module in model.named_modules():
         name, group_size = path.rpartition(".")[2], getattr(module, "group_size", None)

@@ -20,38 +20,38 @@ from mlx_paged.errors import (
 )
 from mlx_paged.request import Request
 
-# A request that was preempted so often makes way for no other: what is computed again is bounded.
+# The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
 
 
 class BlockSupply(Protocol):
-    """What the scheduler needs of a cache."""
+    """The part of a cache that the scheduler uses."""
 
     @property
     def num_growable_blocks(self) -> int:
-        """Blocks that the budget allows beyond those of the pool."""
+        """By how many blocks the pool may still grow."""
         ...
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
+        """Grow until ``num_blocks`` can be taken without eviction, as far as the budget allows."""
 
 
 class Found(NamedTuple):
-    """What a waiting request finds."""
+    """The K/V that are available for a waiting request."""
 
     hit: ComputedBlocks  # in the prefix cache
-    computed: ComputedBlocks  # what it begins with: the hit, or what was swapped out of it
+    computed: ComputedBlocks  # what it begins with: the hit, or more by its swapped-out blocks
     swapped: Swapped | None  # in the swap space
 
 
 def num_seqs(requests: Iterable[Request]) -> int:
-    """How many sequences these are, or will be."""
+    """The number of sequences, counting all completions of requests that are not forked yet."""
     return sum(request.num_seqs for request in requests)
 
 
 class Admission:
-    """The rules by which requests are admitted: what one finds, whether there is room for it, and
-    who has to make way. Nothing is changed here.
+    """The rules of admission: what a request finds, whether it fits, and which requests have to be
+    preempted for it. Changes nothing.
 
     Args: as :class:`Scheduler`.
     """
@@ -80,23 +80,21 @@ class Admission:
     @property
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds."""
-        # In this order: a pool that grows meanwhile, in another thread, must not make it less.
+        # In this order, so that the sum is not too small if the pool grows in another thread.
         return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
 
     def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens of one request where the budget holds ``num_blocks``, its last token
-        without K/V.
-        """
+        """The most tokens of one request in ``num_blocks`` blocks; its last token has no K/V."""
         most, limit = self._block_need.max_num_tokens(num_blocks) + 1, self._config.max_model_len
         return most if limit is None else min(most, limit)
 
     def check(self, request: Request) -> None:
-        """Refuse at once what can never run; from any thread.
+        """Refuse a request that can never run; from any thread.
 
         Raises:
-            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
-                the budget can never hold it; the message has the numbers.
-            ValueError: it has more completions than may run at once.
+            PromptTooLongError: its prompt leaves no token for an answer within ``max_model_len``,
+                or the budget can never hold it; the message has the numbers.
+            ValueError: it has more completions than ``max_num_seqs``.
         """
         limit = self._config.max_model_len
         if limit is not None and request.num_tokens >= limit:
@@ -110,26 +108,26 @@ class Admission:
             raise self.prompt_too_long_error(request)
 
     def prompt_too_long_error(self, request: Request) -> PromptTooLongError:
-        """That a request can't have the blocks for its tokens, with the numbers."""
+        """The error of a request that the budget can't hold, with the numbers."""
         num_needed = self._block_need.max_num_held_blocks(request.num_tokens)
         return prompt_too_long(
             request.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
         )
 
     def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
-        """What a waiting request could have of a tier: nothing where it was swapped out."""
+        """The blocks of a waiting request to read from a tier; none if it is swapped out."""
         if self._swap_space.num_tokens_of(request.seq_id):
             return ()
         return self._prefix_cache.absent_blocks(request, tier)
 
-    def has_room_for(self, requests: Sequence[Request]) -> bool:
-        """Whether all tokens of waiting requests fit, whatever they find."""
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether all tokens of waiting requests fit, without any cached blocks."""
         need = self._block_need
         num_needed = sum(need.max_num_held_blocks(each.num_tokens) for each in requests)
         return num_needed <= self._num_free_blocks
 
-    def has_room_ahead(self, running: Sequence[Request]) -> bool:
-        """Whether those that run find blocks for the step after the one in flight."""
+    def fits_ahead(self, running: Sequence[Request]) -> bool:
+        """Whether there are blocks for all running requests in the step after the one in flight."""
         manager, num_free = self._manager, self._num_free_blocks
         budget = self._config.max_num_batched_tokens
         num_most = len(running) + -(-budget // self._manager.pool.block_size)
@@ -142,7 +140,7 @@ class Admission:
         return num_needed <= num_free
 
     @staticmethod
-    def makes_way(running: Request, waiting: Request) -> bool:
+    def is_preemptible(running: Request, waiting: Request) -> bool:
         """Whether a running request may be preempted so that a waiting one is admitted."""
         return (
             waiting.order < running.order
@@ -150,11 +148,11 @@ class Admission:
             and running.num_preemptions < MAX_PREEMPTIONS
         )
 
-    def requests_in_the_way(
+    def requests_to_preempt(
         self, urgent: Request, found: Found, running: Sequence[Request]
     ) -> list[Request] | None:
-        """Who has to be preempted, the last in order first, so that a waiting request is admitted;
-        ``None`` where it is not, even if all are that may be.
+        """The requests that have to be preempted to admit a waiting one, the last in order first;
+        ``None`` if preempting all eligible requests is not enough.
         """
         num_missing_seqs = num_seqs(running) + urgent.num_seqs - self._config.max_num_seqs
         num_missing_blocks = -self.num_spare_blocks(urgent, found.computed)
@@ -165,7 +163,7 @@ class Admission:
             num_left = 0 if is_alone else self.num_watermark_blocks
             if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
                 return preempted
-            if request is not None and self.makes_way(request, urgent):
+            if request is not None and self.is_preemptible(request, urgent):
                 preempted.append(request)
                 num_missing_seqs -= request.num_seqs
                 seq_ids = [each.seq_id for each in preempted]
@@ -174,16 +172,16 @@ class Admission:
 
     @property
     def num_watermark_blocks(self) -> int:
-        """Blocks that stay free when a request is admitted beside others."""
+        """Blocks that stay free when a request is admitted while others run."""
         return math.ceil(self._config.watermark * self.max_num_blocks)
 
     def num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
-        """Free blocks that a request leaves that is admitted; negative where they don't do."""
+        """Free blocks that are left after admitting a request; negative if there are too few."""
         num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
         return self._num_free_blocks - num_needed
 
     def find(self, request: Request) -> Found:
-        """What a waiting request begins with; none of it is taken."""
+        """Look up the K/V for a waiting request, without taking them."""
         hit = computed = self._prefix_cache.computed_blocks(request)
         swapped = self._swap_space.find(request.seq_id, request.cache_salt)
         if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
@@ -191,8 +189,8 @@ class Admission:
         return Found(hit, computed, swapped)
 
     def is_early(self, plan: Batch, found: Found) -> bool:
-        """Whether a request would begin with copies of blocks that the step is yet to write: they
-        are copied before it.
+        """Whether a request needs copies of blocks that the planned step writes, which would be
+        made too early: copies come before the step.
         """
         if not plan.new_block_ids:
             return False

@@ -1,6 +1,4 @@
-"""``AsyncEngine``: an engine that steps in a thread of its own; requests come and go from any
-thread or event loop.
-"""
+"""``AsyncEngine``: an engine that steps by itself, for requests of any thread or event loop."""
 
 from __future__ import annotations
 
@@ -31,16 +29,16 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
-# A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
+# A reader receives outputs or, if the engine stops before the answer is finished, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
-# Between two looks at a disk that is too slow, while there is nothing else to do.
+# The interval at which blocks are offered again to a disk that is too slow, while idle.
 SAVE_SECONDS = 0.05
 
 Receiver: TypeAlias = Callable[[News], None]
 
 
 class AsyncEngine:
-    """Tokens as they come, for any number of requests at once::
+    """Streams the answers of any number of concurrent requests::
 
         async with AsyncEngine(model, tokenizer) as engine:
             async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=100)):
@@ -50,16 +48,16 @@ class AsyncEngine:
             for output in engine.stream("Once upon a time"):
                 ...
 
-    Each output is a value of its own: the whole answer so far, or what ``output_kind`` of the
-    parameters says. A slow reader misses no text, only intermediate outputs. Leaving the loop, or
-    cancelling its task, aborts the request.
+    Each output is a separate value: the whole answer so far, unless ``output_kind`` of the
+    parameters says otherwise. A slow reader misses no text, only intermediate outputs. Leaving the
+    loop, or cancelling its task, aborts the request.
 
-    Of several ranks, rank 0 has one; the others make an :class:`Engine` of the same options and
-    call :meth:`Engine.follow`.
+    With several ranks, only rank 0 can have one; the others make an :class:`Engine` with the same
+    options and call :meth:`Engine.follow`.
 
     Args:
-        model, tokenizer, draft_model, engine_options: as :class:`Engine`. Where the tokens of a
-            step are not given, ``prefill_step_seconds`` is 1 and ``mixed_step_seconds`` is 0.2.
+        model, tokenizer, draft_model, engine_options: as :class:`Engine`. If the tokens of a step
+            are not given, ``prefill_step_seconds`` is 1 and ``mixed_step_seconds`` is 0.2.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
@@ -77,14 +75,14 @@ class AsyncEngine:
                 f"[engine] AsyncEngine is for rank 0, and this is rank {group.rank()}: make an "
                 "Engine of the same options here, and call its follow()"
             )
-        # It is made here so that the caller gets the errors of wrong settings.
+        # Made in the caller's thread, so that the caller gets the errors of wrong settings.
         options = with_step_seconds(engine_options)
         self.engine = Engine(model, tokenizer, draft_model=draft_model, **options)
         self._request_ids = map(str, itertools.count())
         self._loop = _EngineLoop(self.engine)
         self._receivers = self._loop.receivers
-        # The thread holds the loop, and only users hold this object: when they drop it, the thread
-        # ends.
+        # The thread refers to the loop, and only users refer to this object: when they drop it, the
+        # thread ends.
         weakref.finalize(self, self._loop.stop).atexit = False
         self._loop.start()
 
@@ -99,18 +97,17 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """An asynchronous iterator of the answer so far, at each new token; the last one has
-        ``finished`` set.
+        """Iterate over the outputs of a request; the last one has ``finished`` set.
 
         Args:
-            request_id: for :meth:`abort`; must not be in use. By default a number.
+            request_id: for :meth:`abort`; must not be in use. By default a new one.
             options: ``priority``, ``cache_salt``, ``no_store`` and ``token_rules`` of
                 :meth:`Engine.add_request`.
 
         Raises:
             ValueError, PromptTooLongError: as :meth:`Engine.add_request`.
             EngineStoppedError: the engine was shut down.
-            Exception: what failed the request, such as its logits processor.
+            Exception: the error that failed the request, such as that of a logits processor.
         """
         return self._generate(prompt, params, request_id, options)
 
@@ -129,24 +126,20 @@ class AsyncEngine:
             try:
                 loop.call_soon_threadsafe(inbox.put_nowait, news)
             except RuntimeError:
-                # The reader's loop is closed, so no task waits.
+                # The reader's event loop is closed.
                 self._forget(reader_id, receive)
 
         is_prepared = options.get("token_rules") is not None
         if isinstance(params, SamplingParams) and params.is_slow_to_prepare and not is_prepared:
-            # Here, others would wait for the compiler and the tokenizer.
+            # In this thread, the compiler and the tokenizer would block the event loop.
             rules = await asyncio.to_thread(self.engine.prepare, params)
             options = {**options, "token_rules": rules}
         try:
             self._add(prompt, params, reader_id, options, receive)
-            while True:
-                news = await inbox.get()
-                while not _is_last(news) and not inbox.empty():
-                    news = _followed(news, inbox.get_nowait(), params)
-                output = _checked(news)
+            output: RequestOutput | None = None
+            while output is None or not output.finished:
+                output = _newest(await inbox.get(), inbox, params)
                 yield output
-                if output.finished:
-                    return
         finally:
             self._forget(reader_id, receive)
 
@@ -162,7 +155,7 @@ class AsyncEngine:
         """The same as :meth:`generate`, for threads."""
         request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)
-        # This enters its ``try``, so a stream that is dropped unread ends its request, too.
+        # This enters its ``try``, so that a stream that is dropped unread aborts its request.
         next(outputs)
         return outputs
 
@@ -173,44 +166,38 @@ class AsyncEngine:
         request_id: str,
         options: RequestOptions,
     ) -> Generator[RequestOutput, None, None]:
-        """The answer as it comes, after a first output that says nothing, which is not for the
-        reader.
-        """
+        """The outputs of a request, after an empty one that is not for the reader."""
         inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
-        receive = inbox.put  # one object: each look at the method makes another
+        receive = inbox.put  # kept, because each access makes another object
         try:
             self._add(prompt, params, request_id, options, receive)
-            yield RequestOutput(request_id, None, [], [])
-            while True:
-                news = inbox.get()
-                while not _is_last(news) and not inbox.empty():
-                    news = _followed(news, inbox.get(), params)
-                output = _checked(news)
+            output = RequestOutput(request_id, None, [], [])
+            yield output
+            while not output.finished:
+                output = _newest(inbox.get(), inbox, params)
                 yield output
-                if output.finished:
-                    return
         finally:
             self._forget(request_id, receive)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its reader gets a last output with finish reason ``"abort"``."""
+        """Abort a request; its reader gets a last output with finish reason ``"abort"``."""
         self.engine.abort(request_id)
 
     def abort_all(self) -> None:
-        """End every request that is there, as :meth:`abort` does."""
+        """Abort all requests."""
         self.engine.abort_all()
 
     def stopped(self) -> EngineStoppedError | None:
-        """Why requests are not taken any more: it was shut down, or its thread failed, which is
-        then the ``__cause__``; ``None`` while they are.
+        """The error that new requests get: the engine was shut down, or its thread failed, which is
+        then the ``__cause__``; ``None`` while it runs.
         """
-        return self._loop.stopped() if self._loop.is_stopping else None
+        return self.engine.thread.stopped() if self._loop.is_stopping else None
 
     def step_seconds(self) -> float:
-        """For how long the step that runs now has run; 0 if none does.
+        """How long the current step has been running; 0 if there is none.
 
-        The steps up to the end of the first answer do not count: what they compile, and weights
-        that they read for the first time, may take long.
+        The steps until the first answer is finished do not count, because compiling, and reading
+        the weights for the first time, may take long.
         """
         begin = self._loop.step_begin
         return 0.0 if begin is None else self._loop.clock() - begin
@@ -226,30 +213,25 @@ class AsyncEngine:
         return self.engine.view()
 
     def shrink(self) -> int:
-        """Give back K/V memory that no running request needs, between two steps; see
-        :meth:`Engine.shrink`.
-        """
+        """Free K/V memory that no running request needs; see :meth:`Engine.shrink`."""
         return self.engine.shrink()
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
     ) -> int:
-        """Write the K/V of a conversation to a file, between two steps; see
-        :meth:`Engine.save_snapshot`.
-        """
+        """Write the K/V of a conversation to a file; see :meth:`Engine.save_snapshot`."""
         return self.engine.save_snapshot(path, token_ids, cache_salt=cache_salt)
 
     def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
-        """Put the K/V of a file into the prefix cache, between two steps; see
-        :meth:`Engine.load_snapshot`.
-        """
+        """Load the K/V of a file into the prefix cache; see :meth:`Engine.load_snapshot`."""
         return self.engine.load_snapshot(path, cache_salt=cache_salt)
 
     def shutdown(self) -> None:
-        """Abort all requests, write what is still queued for ``cache_dir``, for some seconds at
-        most, and end the thread; readers get their last outputs. More than once is harmless.
+        """Abort all requests, write the blocks that are queued for ``cache_dir``, for a few seconds
+        at most, and end the thread; readers get their last outputs. Can be called more than once.
         """
-        self._loop.end()
+        self._loop.stop()
+        self.engine.thread.join()  # unless this is that thread
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -264,10 +246,10 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
     def _id_of(self, request_id: str | None) -> str:
-        """The id of a request, a new one if it has none."""
+        """The given id of a request, checked, or a new one."""
         if request_id is not None:
             return REQUEST_ID.check("engine", "request_id", request_id)
-        # A user may have named a request like this.
+        # The user may have chosen such an id, too.
         return next(
             name for n in self._request_ids if (name := f"request-{n}") not in self._receivers
         )
@@ -283,32 +265,32 @@ class AsyncEngine:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         try:
-            # The order matters: a loop that stops now either has sent its end to this receiver or
-            # is seen to stop.
+            # The order matters: a loop that stops now has either notified this receiver, or set
+            # this flag.
             if self._loop.is_stopping:
-                raise self._loop.stopped()
+                raise self.engine.thread.stopped()
             self.engine.add_request(request_id, prompt, params, **options)
         except BaseException:
             self._receivers.pop(request_id, None)
             raise
 
     def _forget(self, request_id: str, receiver: Receiver) -> None:
-        """Abort a request whose reader left, unless it is done."""
+        """Abort a request whose reader has left, unless it is finished."""
         if self._receivers.get(request_id) is receiver:
-            # The order matters: while it has a receiver, no other request gets its id.
+            # The order matters: while the id has a receiver, no other request can use it.
             self.abort(request_id)
             self._receivers.pop(request_id, None)
 
 
 class _EngineLoop:
-    """Steps an engine in its thread, as long as there is something to do.
+    """Steps an engine in its thread while there is work.
 
     Attributes:
-        receivers: who gets the outputs of each request.
-        is_stopping: no more requests are taken.
+        receivers: of the outputs, by request id.
+        is_stopping: whether new requests are refused.
         clock: in seconds.
-        step_begin: when the step that runs began; ``None`` where it is one of the first, or no
-            step runs.
+        step_begin: the start time of the current step; ``None`` if no step runs, or before the
+            first answer is finished.
     """
 
     def __init__(self, engine: Engine):
@@ -324,27 +306,19 @@ class _EngineLoop:
         self._thread.run_in_background(self._run, self._end)
 
     def stop(self) -> None:
-        """Ask the thread to abort all requests and to end."""
+        """Make the thread abort all requests and end."""
         self.is_stopping = True
         self._thread.end()
 
-    def end(self) -> None:
-        """Stop, and wait for the end of the thread, unless this is the thread."""
-        self.stop()
-        self._thread.join()
-
-    def stopped(self) -> EngineStoppedError:
-        return self._thread.stopped()
-
     def _run(self) -> float | None:
-        """Run a step; returns after how many seconds there may be something to do again."""
+        """Run a step; returns the seconds until the next call, or ``None`` without work."""
         if self._engine.has_unfinished_requests():
             self._step()
             return 0.0
         return SAVE_SECONDS if self._engine.save_more() else None
 
     def _end(self) -> None:
-        """The last that the thread does."""
+        """Run at the end of the thread."""
         self.is_stopping = True
         try:
             if self._thread.failure is None:
@@ -352,9 +326,9 @@ class _EngineLoop:
                 self._step()
                 self._engine.close()
         finally:
-            # Those that are done have read their last output by then, or will read it first.
+            # Readers of finished requests get their last output first.
             for receive in list(self.receivers.values()):
-                receive(self.stopped())
+                receive(self._thread.stopped())
 
     def _step(self) -> None:
         self.step_begin = self.clock() if self._has_answered else None
@@ -369,9 +343,7 @@ class _EngineLoop:
 
 
 def _copied(output: RequestOutput) -> RequestOutput:
-    """A copy of the output as it is now, since the engine's own keeps growing until it is
-    finished.
-    """
+    """A copy, since the engine's own output grows until it is finished."""
     copied = copy.copy(output)
     copied.outputs = [copy.copy(completion) for completion in output.outputs]
     for completion in copied.outputs:
@@ -381,21 +353,18 @@ def _copied(output: RequestOutput) -> RequestOutput:
     return copied
 
 
-def _followed(news: News, later: News, params: SamplingParams | None) -> News:
-    """What a reader is told who was not there for the first of two news."""
-    if params is None or params.output_kind is not RequestOutputKind.DELTA:
-        return later
-    if isinstance(news, RequestOutput) and isinstance(later, RequestOutput):
-        return merge_parts(news, later)
-    return later
-
-
-def _is_last(news: News) -> bool:
-    return isinstance(news, EngineStoppedError) or bool(news.finished)
-
-
-def _checked(news: News) -> RequestOutput:
-    """The output; raises what failed the request, if it failed."""
+def _newest(
+    news: News, inbox: asyncio.Queue[News] | queue.SimpleQueue[News], params: SamplingParams | None
+) -> RequestOutput:
+    """The newest output of a reader, joined with the parts that it has not read yet; raises the
+    error of a request that failed.
+    """
+    is_delta = params is not None and params.output_kind is RequestOutputKind.DELTA
+    while isinstance(news, RequestOutput) and not news.finished and not inbox.empty():
+        later = inbox.get_nowait()
+        if is_delta and isinstance(later, RequestOutput):
+            later = merge_parts(news, later)
+        news = later
     if isinstance(news, EngineStoppedError):
         raise news
     news.raise_if_failed()

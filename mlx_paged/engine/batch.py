@@ -19,14 +19,14 @@ class Scheduled(NamedTuple):
     request: Request
     start: int
     num_new_tokens: int
-    num_logit_rows: int  # logits wanted, of its last tokens; 0 while more of its prompt is left
-    # Of these, the first ones, which are for the log-probabilities of the prompt.
+    num_logit_rows: int  # of its last tokens; 0 before the end of its prompt
+    # The first of these rows, which are for the log-probabilities of the prompt.
     num_scored_rows: int = 0
     draft_token_ids: Sequence[int] = ()
 
     @property
     def has_pending_token(self) -> bool:
-        """Whether its last token is one that the step before samples."""
+        """Whether its last token is sampled by the previous step."""
         return self.request.token_ids[self.start + self.num_new_tokens - 1] == PENDING_TOKEN
 
 
@@ -34,7 +34,7 @@ class SwapOut(NamedTuple):
     """Copy these blocks of each group of layers to host memory.
 
     Attributes:
-        name: what the swap space has them under.
+        name: of the blocks in the swap space.
     """
 
     name: SwapName
@@ -48,17 +48,17 @@ class CopyBlocks(NamedTuple):
 
 
 class ShiftKeys(NamedTuple):
-    """Copy blocks of a group of layers, with K rotated: sinks follow their window."""
+    """Copy blocks of a group of layers with rotated keys, so that sinks follow their window."""
 
     group: int
     shift: KeyShift
 
 
 class SwapIn(NamedTuple):
-    """Copy blocks back, into those that the sequence has now.
+    """Copy blocks back, into the new blocks of the sequence.
 
     Attributes:
-        name: what the swap space has them under.
+        name: of the blocks in the swap space.
     """
 
     name: SwapName
@@ -70,30 +70,30 @@ Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn
 
 @dataclass(slots=True)
 class Batch:
-    """One step: the transfers, one after the other, then the requests, in the packed order.
+    """One step: the transfers, in order, then the requests, in the packed order.
 
-    The scheduler fills it while it plans the step; its budgets are what is left then.
+    The scheduler fills it while it plans the step; the budgets are what is still left.
     """
 
     token_budget: int = field(default=0, compare=False)
     scored_rows_budget: int = field(default=0, compare=False)
     only: Request | None = field(default=None, compare=False)  # no other request may run
-    # The tokens of the step before were not read when it was planned.
+    # Planned before the tokens of the previous step were read.
     is_ahead: bool = field(default=False, compare=False)
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
     copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order
     preempted: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)  # could not go on
-    begun: list[Request] = field(default_factory=list)  # of ``scheduled``, those that never ran
-    # This step fills them, and others may hit them. One that a token fills which the step before
-    # samples is added when that token is known.
+    finished: list[Request] = field(default_factory=list)  # can't continue
+    begun: list[Request] = field(default_factory=list)  # the ones that run for the first time
+    # Blocks that this step fills, which others may hit. A block that is filled by a token of the
+    # previous step is added when that token is known.
     new_block_ids: set[int] = field(default_factory=set)
-    hit_block_ids: set[int] = field(default_factory=set)  # found by the requests that were admitted
+    hit_block_ids: set[int] = field(default_factory=set)  # found by the admitted requests
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Blocks are swapped out before others write them."""
+        """In order: blocks are swapped out before other transfers overwrite them."""
         return [*self.swap_outs, *self.copies]
 
     @property
@@ -115,7 +115,7 @@ class Batch:
 
     @property
     def num_gathered_tokens(self) -> int:
-        """Tokens before the chunks of prompts, whose K/V the step gathers."""
+        """The tokens before the chunks of prompts, whose K/V the step gathers."""
         parts = self.scheduled
         return sum(
             [each.start for each in parts if each.num_new_tokens > 1 and not each.draft_token_ids]
@@ -123,12 +123,10 @@ class Batch:
 
     @property
     def drafted(self) -> list[Scheduled]:
-        """The parts with drafts, whose next tokens are not known yet: the step has to be read
-        before the next one is planned.
-        """
+        """The parts with drafts. A step with drafts has to be read before the next is planned."""
         return [part for part in self.scheduled if part.draft_token_ids]
 
     @property
     def shares_new_blocks(self) -> bool:
-        """Whether a request reads blocks that another one fills in this step."""
+        """Whether a request reads blocks that another request fills in this step."""
         return not self.new_block_ids.isdisjoint(self.hit_block_ids)

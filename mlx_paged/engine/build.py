@@ -1,4 +1,4 @@
-"""How an engine is made: ``build`` reads from top to bottom, and each part gets those before it."""
+"""Builds an engine from its parts, each of which is made from those before it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from mlx_paged.models.language_model import LanguageModel, check_model, model_ty
 
 @dataclass(eq=False, repr=False)
 class EngineParts:
-    """What an engine consists of, each part made from those before it."""
+    """The parts of an engine, in the order in which they are made."""
 
     tokenizer: TokenizerWrapper | None
     max_model_len: int | None
@@ -62,7 +62,7 @@ class EngineParts:
     reports: Reports
     steps: Steps
     run_ahead: bool
-    nbytes_activations: int  # of a step at its highest, an estimate
+    nbytes_activations: int  # peak of a step, an estimate
 
     def __repr__(self) -> str:
         model, scheduler = self.runner.model, self.scheduler
@@ -72,7 +72,7 @@ class EngineParts:
         )
 
     def stats(self) -> EngineStats:
-        """What is held, running and waiting; from any thread."""
+        """Memory, requests and counters; from any thread."""
         scheduler, latencies = self.scheduler, self.latencies
         of_manager = self.manager.stats()
         return EngineStats(
@@ -106,17 +106,17 @@ def build(
     run_ahead: bool | None,
     make_budgets: Callable[[TokenBudgets], Budgets],
 ) -> EngineParts:
-    """The parts of an engine.
+    """Make the parts of an engine.
 
     Args:
-        options: without those that each rank has of its own.
-        run_ahead: whether a step is launched before the one before is read; ``None`` is what the
-            cache can.
-        make_budgets: makes what sets the budgets of steps, up to these limits.
+        options: without those that may differ between ranks.
+        run_ahead: whether a step is launched before the previous one is read; ``None`` means if the
+            cache supports it.
+        make_budgets: makes the object that chooses the budgets of steps, from their limits.
 
     Raises:
-        ArgumentError: options that are out of their ranges, or don't go together.
-        RanksError: the ranks don't agree.
+        ArgumentError: options are out of their ranges, or conflict.
+        RanksError: the ranks don't match.
     """
     kv, window = options.get("kv", DEFAULT_KV), options.get("window")
     checked = check_model(model)
@@ -132,13 +132,13 @@ def build(
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
 
-    # A cache that runs ahead by itself is not made yet.
+    # Whether the cache can run ahead is not known yet.
     states, config = _take_states(checked, config, cache_options, run_ahead is not False)
     cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
-    # Weights are read for it: once, and only if it is asked for.
+    # Reads all weights, so at most once, and only if it is needed.
     known = make_tier.digests() if isinstance(make_tier, DiskTierOptions) else NOTHING_KNOWN
     identities: Callable[[], Sequence[ModelIdentity]] = once(
         lambda: identities_of(checked, draft, known)
@@ -159,8 +159,8 @@ def build(
         ranks.compare({"the kind of backend": backend, "run_ahead": str(run_ahead)})
         gather = ranks.all_gather
         cache.all_can = lambda can: all(gather(can))
-        # The first replay of a trace is held against a decode that is built. A rank where that
-        # differs would compute other sums from then on than those where it does not.
+        # The first replay of a trace is compared with a decode built in Python. If that fails on
+        # one rank only, its sums would differ slightly from those of the others.
         runner.compiled_decode = None
 
     eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
@@ -217,8 +217,8 @@ def build(
 def _take_states(
     model: LanguageModel, config: SchedulerConfig, cache_options: CacheOptions, runs_ahead: bool
 ) -> tuple[SequenceStates | None, SchedulerConfig]:
-    """Where the states of recurrent layers are kept, if the model has any; the budget of the cache
-    is then what they leave, and ``max_num_seqs`` as many as they are for.
+    """The store of recurrent states, if the model has any. They are then taken out of the budget of
+    the cache, and may reduce ``max_num_seqs``.
     """
     if not model.state_nbytes:
         return None, config
@@ -235,10 +235,10 @@ def _open_tier(
     num_parameters: int,
     states: SequenceStates | None,
 ) -> DiskTier:
-    """The tier of blocks and states.
+    """Open the tier of blocks and states.
 
     Raises:
-        ArgumentError: the folder can't be used, or its limit holds no block or no state.
+        ArgumentError: the folder can't be used, or its limit is too small for a block or a state.
     """
     assert isinstance(cache, PagedKVCache), "checked with the options"
     if isinstance(make_tier, DiskTierOptions):

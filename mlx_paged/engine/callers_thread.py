@@ -1,7 +1,7 @@
-"""What functions of a request expect of the thread that asked, where another one calls them.
+"""Lets functions of a request run in the engine's thread as they would in the caller's.
 
 An engine calls samplers and logits processors in its own thread. A lazy array belongs to the
-streams of the thread that made it, and each thread has random numbers of its own.
+streams of the thread that made it, and each thread has its own random state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 
 T = TypeVar("T")
 
-_DEPTH = 6  # of functions and objects that hold one another
-_MOST_ITEMS = 100  # of a container: a vocabulary is not looked through
+_DEPTH = 6  # of nested functions and objects
+_MOST_ITEMS = 100  # of a container: vocabularies are not searched
 
 
 def evaluate_arrays(*trees: Module | None) -> None:
-    """Evaluate the arrays of modules: parameters, and others such as the frequencies of RoPE. What
-    is no module is left for the checks that follow.
+    """Evaluate the arrays of modules: parameters, and others such as the frequencies of RoPE. Other
+    values are ignored; they are checked later.
     """
     for tree in trees:
         if isinstance(tree, Module):
@@ -32,8 +32,8 @@ def evaluate_arrays(*trees: Module | None) -> None:
 
 
 def evaluate_captured(function: Callable[..., Any] | None) -> None:
-    """Evaluate the arrays that a function holds: in its closure, its defaults, the globals that it
-    names, as attributes of the object that it is, or of one of these.
+    """Evaluate the arrays that a function refers to: in its closure, its defaults, the globals that
+    it names, its attributes if it is an object, and in turn those of all of these.
     """
     if function is not None:
         mx.eval(list(_arrays(function, _DEPTH, set())))
@@ -42,8 +42,8 @@ def evaluate_captured(function: Callable[..., Any] | None) -> None:
 def with_random_state(
     call: Callable[[Callable[[], tuple[T, int]]], tuple[T, int]], work: Callable[[], T]
 ) -> T:
-    """What ``work`` returns, done by ``call`` in another thread with the random numbers of this
-    one, which go on behind it, as if ``work`` had been done here.
+    """Run ``work`` in another thread, by ``call``, with the random state of this one, which
+    advances as if ``work`` had run here; returns its result.
     """
     key = _random_key()
 

@@ -17,8 +17,8 @@ from mlx_paged.engine.model_arrays import ModelArrays
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import AttentionPlan, KVHandle, StateStack, StepState, traced_decode
 
-# To trace a decode of 28 layers takes 5 ms on an idle CPU, and a replay saves 0.7. So a shape that
-# does not come back costs at most twice what its replays would have saved until then.
+# Tracing a decode of 28 layers takes 5 ms on an idle CPU, and a replay saves 0.7 ms. So a shape
+# that does not recur costs at most twice what replays would have saved until then.
 NUM_BUILT_FIRST = 8
 # Some 0.7 MB each for 28 layers.
 MAX_TRACES = 32
@@ -29,25 +29,24 @@ Trace: TypeAlias = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]
 class CompiledDecode:
     """The decodes of one model on one cache.
 
-    A decode has some thousand primitives, which Python takes longer to build than all else in a
-    step. ``mx.compile`` traces them once per shape and then makes them in C++. The trace is a pure
-    function: weights, tokens, states, positions, plans, slabs and fences are its inputs, logits,
-    the next fences and the next states its results. It runs a copy of the model on layers of its
-    own, so what fails in the middle leaves nothing behind. Weights that change are seen by the next
-    step.
+    A decode has some thousand primitives. Building them is the largest part of Python's time in a
+    step. ``mx.compile`` traces them once per shape and then builds them in C++. The trace is a pure
+    function: weights, tokens, states, positions, plans, slabs and fences are its inputs; logits,
+    the next fences and the next states are its results. It runs a copy of the model on separate
+    layers, so an exception leaves no partial state. Changed weights are used from the next step on.
 
-    A shape is traced when it has come up ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` shapes that
-    came up last are remembered. The first replay is held against a decode that is built. If that
-    differs, or tracing raises, decodes are built from then on, and a warning says so.
+    A shape is traced when it has occurred ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` most recent
+    shapes are kept. The first replay is compared with a decode built in Python. If they differ, or
+    tracing raises, all later decodes are built in Python, with a warning.
     """
 
     def __init__(self, model: LanguageModel, cache: PagedKVCache):
         self._cache = cache
         self._model = ModelArrays(model)
-        # The trace of each shape, or how often the shape has come up; the last one at the end.
+        # The trace of each shape, or how often it has occurred; the most recent one at the end.
         self._traces: dict[Hashable, Trace | int] = {}
-        # Drops all traces, in the thread that replayed them. That thread outlives the engine by a
-        # moment, and is not to keep the cache.
+        # Drops all traces, in the thread that replayed them. That thread outlives the engine
+        # shortly, so it must not refer to the cache.
         self.forget_traces = self._traces.clear
         self._has_failed = False
 
@@ -55,8 +54,8 @@ class CompiledDecode:
         """Run the open step of the cache on ``tokens``, ``[num_tokens]``.
 
         Returns:
-            The logits ``[num_tokens, vocab_size]``; ``None``, and nothing was done, if there is no
-            trace for it.
+            The logits ``[num_tokens, vocab_size]``; ``None``, without any effect, if there is no
+            trace of its shape.
         """
         decode = None if self._has_failed else self._cache.open_decode()
         if decode is None:
@@ -66,7 +65,7 @@ class CompiledDecode:
         if states is not None and before is None:
             return None
         weights = self._model.current()
-        if weights is None:  # Other modules make another graph.
+        if weights is None:  # Other modules need another trace.
             self.forget_traces()
             weights = self._model.read()
         trace, is_new = self._trace_of(shape, tokens.dtype, before)
@@ -104,12 +103,12 @@ class CompiledDecode:
         layers: Sequence[PagedLayerKV],
         logits: mx.array,
     ) -> list[mx.array]:
-        """Build the decode that was replayed once more, on layers after it: it writes the same
-        rows into the same slots, and its logits have to agree to half of the digits of their dtype.
-        ``mx.compile`` may join operations, and then rounds less often.
+        """Build the replayed decode once more in Python, on layers that depend on it: it writes the
+        same rows into the same slots, and its logits have to agree to half of the digits of their
+        dtype. ``mx.compile`` may fuse operations, which then round less often.
 
         Returns:
-            The fences that it leaves.
+            The fences after it.
 
         Raises:
             RuntimeError: the logits differ.
@@ -119,13 +118,13 @@ class CompiledDecode:
         difference = mx.where(is_same, 0, mx.abs(built - logits)).max()
         tolerance = mx.finfo(built.dtype).eps ** 0.5 * mx.abs(built).max()
         if not (mx.all(is_same) | (difference <= tolerance)).item():
-            raise RuntimeError("a replay gives other logits than the decode that was traced")
+            raise RuntimeError("a replay has different logits than the traced decode")
         return _fences_of(layers)
 
     def _trace_of(
         self, shape: DecodeShape, dtype: mx.Dtype, before: StateStack | None
     ) -> tuple[Trace | None, bool]:
-        """The trace of a shape, if there is one by now, and whether it is new."""
+        """The trace of a shape, once there is one, and whether it is new."""
         key = (shape, dtype, None if before is None else before.shapes)
         trace, is_new = self._traces.pop(key, 0), False
         if isinstance(trace, int):
@@ -139,7 +138,7 @@ class CompiledDecode:
 
     def _new_trace(self, shape: DecodeShape, before: StateStack | None) -> Trace:
         cache, model = self._cache, self._model
-        # The arrays themselves must not stay with the trace.
+        # The trace must not refer to the arrays themselves.
         num_slots = None if before is None else before.num_slots
 
         def decode(
@@ -155,8 +154,8 @@ class CompiledDecode:
             logits = model.copy_on(weights)(tokens, layers)
             return logits, _fences_of(layers), _leaves_after(states)
 
-        # MLX knows a traced function by its address, which a later one may get, and by arguments
-        # that are not arrays. No two traces have the same number.
+        # MLX identifies a traced function by its address, which a later one may reuse, and by its
+        # arguments that are not arrays: a unique number for each trace.
         return partial(mx.compile(decode), next(_numbers))
 
 
@@ -164,8 +163,8 @@ _numbers = itertools.count()
 
 
 def _states_before(states: Sequence[StepState]) -> StateStack | None:
-    """What a decode goes on from, in one stack; ``None`` where a sequence begins, or where states
-    have not yet the arrays that they will have.
+    """The states before a decode, in one stack; ``None`` if a sequence has none yet, or if their
+    arrays are not all there yet, or differ in shape.
     """
     rows = [state.before for state in states if state.before is not None]
     shapes = {row.stack.shapes for row in rows}
@@ -179,7 +178,7 @@ def _step_states(before: StateStack | None) -> list[StepState] | None:
 
 
 def _leaves_after(states: Sequence[StepState] | None) -> list[mx.array]:
-    """The arrays of the stack that a decode has made."""
+    """The arrays of the states after a decode."""
     after = None if states is None else states[0].after
     return [] if after is None else after.stack.leaves
 
@@ -190,8 +189,8 @@ def traced_layers(
     arrays: DecodeArrays,
     states: list[StepState] | None = None,
 ) -> list[PagedLayerKV]:
-    """The layers of a decode of this shape, on ``arrays``: those of the cache and its open step are
-    not touched. When a model has run, the handles hold the next fences.
+    """Layers for a decode of this shape, on ``arrays``; the cache and its open step are not used.
+    After the model has run, the handles have the next fences.
     """
     config = cache.config
     plans: list[dict[Hashable, object]] = [{} for _ in config.groups]
@@ -217,6 +216,6 @@ def traced_layers(
 
 
 def _fences_of(layers: Sequence[PagedLayerKV]) -> list[mx.array]:
-    """Of each slab, in the order of the slabs: layers of several groups may share one."""
+    """The fence of each slab, in order; layers of several groups may share a slab."""
     slabs = dict.fromkeys(layer.kv for layer in layers)
     return [kv.fence for kv in slabs if kv.fence is not None]

@@ -1,4 +1,4 @@
-"""``CompiledGrammar``: what the answers of a request have to be, in the tokens of its model."""
+"""``CompiledGrammar``: the grammar of a request, compiled for the vocabulary of its model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens of a model, as grammars see them.
+    """The vocabulary of a model for grammars.
 
     Attributes:
-        ll_tokenizer: llguidance's.
+        ll_tokenizer: llguidance's tokenizer.
         vocab_size: of the model: logits in a row.
-        num_words: of 32 bits in a mask; at least ``vocab_size`` bits.
+        num_words: 32-bit words in a mask, with at least ``vocab_size`` bits.
         unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
-        light: what trials need of it.
-        line_breaks: the tokens that are one line break or two, and nothing else.
+        light: the vocabulary for trials.
+        line_breaks: the tokens that consist of one or two line breaks.
     """
 
     ll_tokenizer: LLTokenizer
@@ -38,15 +38,15 @@ class Vocabulary:
 
     @classmethod
     def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """That of a tokenizer; takes about a second with 150,000 tokens.
+        """Read the vocabulary of a tokenizer; takes about a second with 150,000 tokens.
 
         Args:
-            vocab_size: of the model, which may have more tokens or fewer than the tokenizer. Those
-                that the tokenizer does not have are never drawn.
+            vocab_size: of the model, which may have more or fewer tokens than the tokenizer. Tokens
+                that the tokenizer lacks are never sampled.
 
         Raises:
-            ArgumentError: llguidance is not installed, it can't read the tokenizer, or
-                the model has no end of sequence.
+            ArgumentError: llguidance is not installed, it can't read the tokenizer, or the model
+                has no end of sequence.
         """
         try:
             from llguidance import hf
@@ -84,12 +84,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """What the answers of a request have to be.
+    """The grammar of a request's answers.
 
     Attributes:
-        matcher: at the beginning of an answer; it is copied, and never changes.
-        begin_after: the token ids that the structure follows.
-        reasoning_start: those without which it follows nothing.
+        matcher: in the state at the beginning of an answer; copied for each, and never modified.
+        begin_after: token ids that end the reasoning, after which the structure begins.
+        reasoning_start: token ids that begin the reasoning. Without them, the structure begins at
+            the first token.
     """
 
     vocabulary: Vocabulary
@@ -99,5 +100,5 @@ class CompiledGrammar:
 
 
 def refusal(message: str) -> ArgumentError:
-    """The error of a request whose ``structured_outputs`` can't be had."""
+    """The error of a request whose ``structured_outputs`` are not supported."""
     return ArgumentError(f"[structured_outputs] {message}", "structured_outputs")

@@ -1,4 +1,4 @@
-"""What is new in an output since its reader got the one before (``RequestOutputKind.DELTA``)."""
+"""The new part of an output since the last report (``RequestOutputKind.DELTA``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ReportedLength(NamedTuple):
-    """How much of a completion its reader has."""
+    """How much of a completion its reader has received."""
 
     num_tokens: int
     num_characters: int
@@ -25,13 +25,12 @@ NOTHING_REPORTED = ReportedLength(0, 0, False)
 def new_part(
     output: RequestOutput, handed_over: Iterable[ReportedLength]
 ) -> tuple[RequestOutput, list[ReportedLength]]:
-    """The completions in which something is new, cut down to that, and how much of each completion
-    their reader has then.
+    """The new parts of completions, and how much of each completion the reader then has.
 
-    The last output has all completions, so that how each of them ended stands in one place.
+    The last output has all completions, so that it says how each of them ended.
 
     Args:
-        handed_over: how much of each completion the reader has.
+        handed_over: how much of each completion the reader has received.
     """
     lengths = [_length_of(completion) for completion in output.outputs]
     part = copy.copy(output)
@@ -44,7 +43,7 @@ def new_part(
 
 
 def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two parts of an output that follow one another, as one. ``first`` is changed."""
+    """Join two consecutive parts of an output. Changes ``first``."""
     merged = {completion.index: completion for completion in first.outputs}
     for completion in second.outputs:
         earlier = merged.get(completion.index)
@@ -61,7 +60,7 @@ def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def _joined(first: list[T], second: list[T]) -> list[T]:
-    first += second  # No one else has the earlier part, so that a long wait stays linear.
+    first += second  # In place, so that many parts take linear time; nothing else refers to it.
     return first
 
 

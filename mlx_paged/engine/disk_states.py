@@ -1,16 +1,16 @@
-"""``DiskStates``: which recurrent states of the prefix cache go to disk, and when. Pure Python, no
-arrays.
+"""``DiskStates``: which recurrent states of the prefix cache are written to disk, and when. Pure
+Python, no arrays.
 
-A state may weigh as much as thousands of tokens of K/V (147 MiB of a 27B), and each turn of an
-agent leaves a new one, which the next turn supersedes. Written as they come they would wear out a
-disk. So a state is written by what it is worth: the tokens of its prefix since the last state that
-is on disk, which would be computed again without it. It is written
+A state may take as many bytes as the K/V of thousands of tokens (147 MiB for a 27B model), and each
+turn of an agent leaves a new one, which the next turn supersedes. Writing all of them would wear a
+disk out. So a state is written according to its worth: the tokens of its prefix since the last
+state on disk, which would be computed again without it. It is written
 
-- when these are ``num_tokens_per_state``, whose K/V weigh ``KV_PER_STATE`` times as much;
-- when a second prompt has gone on from it (``Checkpoints.is_shared``);
-- when it leaves memory, if no later prompt has gone past it, and it is worth a share of that,
-  ``SHARE_OF_EVICTED``;
-- when the engine is closed, if no later prompt has gone past it.
+- when its worth is ``num_tokens_per_state``, whose K/V take ``KV_PER_STATE`` times its bytes;
+- when a second prompt has continued from it (``Checkpoints.is_shared``);
+- when it is evicted from memory, if no later prompt has passed it and its worth is at least
+  ``SHARE_OF_EVICTED`` of that;
+- when the engine is closed, if no later prompt has passed it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader
 from mlx_paged.request import Request
 
-# Bytes of K/V per byte of a state that is written while it is in memory, so that states add half of
-# what K/V take at most; or else as many tokens, of a model that has no K/V.
+# Bytes of K/V per byte of a state that is written while it is in memory, so that states add at most
+# half of the bytes of the K/V; and the number of tokens per state for a model without K/V.
 KV_PER_STATE = 2
 TOKENS_WITHOUT_KV = 4096
 SHARE_OF_EVICTED = 1 / 2
-# States that were seen and may have left memory; each is some hundred bytes of bookkeeping.
+# States that are tracked, also after their eviction; each takes some hundred bytes of bookkeeping.
 MAX_SEEN = 10_000
 
 IsOnDisk: TypeAlias = Callable[[BlockHash], bool]  # by the key of a state
 
 
 def num_tokens_per_state(state_nbytes: int, kv_nbytes_per_token: int) -> int:
-    """How many tokens a state is worth that is written while it is in memory.
+    """The least worth, in tokens, of a state that is written while it is in memory.
 
     Args:
         kv_nbytes_per_token: 0 for a model without K/V.
@@ -49,25 +49,25 @@ def num_tokens_per_state(state_nbytes: int, kv_nbytes_per_token: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Seen:
     header: BlockHeader
-    before: BlockHash | None  # the nearest one that was seen before it in the same prefix
-    num_tokens: int  # since that one
+    before: BlockHash | None  # the nearest tracked state before it in the same prefix
+    num_tokens: int  # since that state
     is_written: bool
-    is_passed: bool = False  # a later prompt has left a state of its own behind it
-    answer: BlockHash | None = None  # that of the answer to the prompt which ends here
+    is_passed: bool = False  # a later prompt has left a state after it
+    answer: BlockHash | None = None  # state of the answer to the prompt that ends here
 
     def look_up(self, is_on_disk: IsOnDisk) -> None:
-        """It may have been dropped, or removed from a disk that is full."""
+        """Check that it is still on disk: it may have been dropped or evicted."""
         self.is_written = self.is_written and is_on_disk(BlockHash(self.header.block_hash))
 
 
 class DiskStates:
-    """The states of requests that have come by.
+    """Tracks the states of requests.
 
     Args:
-        checkpoints: what is in memory.
+        checkpoints: the states in memory.
         block_size: tokens per block.
         num_tokens_per_state: see :func:`num_tokens_per_state`.
-        needs_blocks: whether a state is of no use without the K/V before it.
+        needs_blocks: whether a state can be used only with the K/V before it.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class DiskStates:
     def note(
         self, request: Request, begin: int, end: int, is_on_disk: IsOnDisk
     ) -> Iterator[BlockHeader]:
-        """The states to be written now that a request's blocks from ``begin`` to ``end`` are full.
+        """The states to write after a request's blocks from ``begin`` to ``end`` were filled.
 
-        Called after each step of a request. The state at the end of an answer's block is named a
-        step after the block is full, so the last one of before is looked at again.
+        Called after each step of a request. The state after a block of an answer becomes a
+        checkpoint one step after the block is full, so the block before ``begin`` is examined, too.
         """
         for index in range(max(0, begin - 1), end):
             block_hash = request.block_hashes[index]
@@ -102,19 +102,19 @@ class DiskStates:
                     yield from self._written(seen)
 
     def evicted(self, block_hash: BlockHash, is_on_disk: IsOnDisk) -> Iterator[BlockHeader]:
-        """The state that is about to leave memory, if it is to be written."""
+        """A state that is about to be evicted from memory, if it is to be written."""
         seen = self._last(block_hash, is_on_disk)
         if seen and self._worth(seen) >= SHARE_OF_EVICTED * self._num_tokens_per_state:
             yield from self._written(seen)
 
     def left(self, is_on_disk: IsOnDisk) -> Iterator[BlockHeader]:
-        """Of all states in memory those that are to be written before it ends, the newest first."""
+        """The states in memory that are to be written when the engine is closed, newest first."""
         for block_hash in reversed(self._seen):
             if block_hash in self.checkpoints and (seen := self._last(block_hash, is_on_disk)):
                 yield from self._written(seen)
 
     def in_memory(self, header: BlockHeader) -> Checkpoint | None:
-        """The state that a header is of, if it is still there."""
+        """The state of a header, if it is still in memory."""
         block_hash = BlockHash(header.block_hash[:HASH_NBYTES])
         return self.checkpoints.get(block_hash) if block_hash in self.checkpoints else None
 
@@ -141,8 +141,9 @@ class DiskStates:
         return seen
 
     def _pass(self, block_hash: BlockHash | None) -> None:
-        """A prompt has left a state behind this one. It has gone on from here or from the answer,
-        which it has in other tokens or not at all otherwise.
+        """Mark a state and those before it as passed, since a prompt has left a later state. The
+        prompt either continued from the answer or does not contain it, so the answer's state is
+        passed, too.
         """
         seen = self._seen.get(block_hash) if block_hash else None
         while seen is not None and not seen.is_passed:
@@ -153,7 +154,7 @@ class DiskStates:
             seen = self._seen.get(seen.before) if seen.before else None
 
     def _worth(self, seen: _Seen) -> int:
-        """The tokens since the last state in its prefix that is on disk."""
+        """The number of tokens since the last state of its prefix that is on disk."""
         num_tokens = seen.num_tokens
         before = self._seen.get(seen.before) if seen.before else None
         while before is not None and not before.is_written:
@@ -162,7 +163,7 @@ class DiskStates:
         return num_tokens
 
     def _last(self, block_hash: BlockHash, is_on_disk: IsOnDisk) -> _Seen | None:
-        """A state, unless prompts have gone past it."""
+        """A tracked state, unless prompts have passed it."""
         seen = self._seen.get(block_hash)
         if seen is None or (seen.is_passed and not self.checkpoints.is_shared(block_hash)):
             return None

@@ -1,6 +1,4 @@
-"""``DiskTier``: full blocks of the prefix cache in a folder, where a restart and other processes
-find them.
-"""
+"""``DiskTier``: writes full blocks of the prefix cache to a folder, and reads them back."""
 
 from __future__ import annotations
 
@@ -36,48 +34,47 @@ from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
 from mlx_paged.request import Request, SeqId
 
-# What a step may copy to or from the host beside its own work: some 30 ms.
+# The most bytes that a step copies to or from the host in addition to its own work: some 30 ms.
 MAX_STEP_NBYTES = 64 * 2**20
-# What waits to be written, and what is read and not in the pool yet, as shares of the K/V budget,
-# and at most this many bytes.
+# Limits of the queued writes, and of the blocks that are read but not in the pool yet: a share of
+# the K/V budget, and a number of bytes.
 QUEUE_SHARE, MAX_QUEUED_NBYTES = 1 / 8, 512 * 2**20
 MAX_READY_NBYTES = 256 * 2**20
-# Blocks that are to be saved and not copied yet; each is some hundred bytes of bookkeeping.
+# The most blocks that wait to be copied out; each takes some hundred bytes of bookkeeping.
 MAX_UNSAVED_BLOCKS = 100_000
-# Floating-point operations that a chip does in the time in which a disk gives one byte: an M1 does
-# 2.6 TFLOPS, and its disk gives some 2.6 GB/s.
+# Floating-point operations in the time in which a disk reads one byte: an M1 does 2.6 TFLOPS, and
+# its disk reads some 2.6 GB/s.
 OPERATIONS_PER_DISK_BYTE = 1_000
 
 
-# Makes a change when no step runs; False if that is not done within the given seconds.
+# Makes a change between two steps; False if that was not possible within the given seconds.
 BetweenSteps: TypeAlias = Callable[[Callable[[], None], float], bool]
 
 
 def at_once(change: Callable[[], None], timeout: float) -> bool:
-    """Where no step can run."""
+    """For callers that know that no step runs."""
     change()
     return True
 
 
 def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
-    """Whether K/V are read from disk in less time than they are computed."""
+    """Whether reading K/V from disk takes less time than computing them."""
     return is_moving_cheaper(num_parameters, kv_nbytes_per_token, OPERATIONS_PER_DISK_BYTE)
 
 
 class DiskTier:
-    """Copies new full blocks out while the loop goes on, and brings back those that waiting
-    requests need.
+    """Copies new full blocks out between steps, and loads the blocks that waiting requests need.
 
-    Blocks that come back go into free blocks of the pool and under their hashes into the prefix
-    index; then they are like any other cached block. So this knows nothing of tables, and the
-    scheduler knows of it only whom to let wait (:class:`BlockTier`).
+    Loaded blocks are put into free blocks of the pool and entered into the prefix index, like any
+    other cached block. So this class does not depend on block tables, and the scheduler only needs
+    to know which requests have to wait (:class:`BlockTier`).
 
-    All methods are the stepping thread's, but ``stats``. A failure of the disk fails no request:
-    the engine continues without it, and a warning says so once.
+    All methods but ``stats`` are called by the stepping thread. A failure of the disk fails no
+    request: the engine continues without it, and warns once.
 
     Args:
-        cache: whose blocks these are.
-        tier: where the blocks lie, a folder or a place of the caller's.
+        cache: the cache of the blocks.
+        tier: stores the blocks: a folder, or a tier of the caller's.
         num_parameters: of the model.
         checkpoints: the states of a model with recurrent layers; ``None`` for others.
     """
@@ -95,9 +92,12 @@ class DiskTier:
         share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
         self._writer = BlockWriter(self.store, share)
         self._reader = BlockReader(self.store, min(share, MAX_READY_NBYTES))
+        # Their threads hold references to them, and must end even if the engine can't be built.
+        for end in (self._reader.close, self._writer.finish):
+            weakref.finalize(self, end).atexit = False
         self._cache = cache
         self._block_size = config.block_size
-        # Blocks without K/V are brought back with the state after them, and have no files.
+        # Blocks without K/V have no files. They are restored with the state after them.
         self._groups = range(len(config.groups) if config.keeps_kv else 0)
         self._block_nbytes = {group: config.block_nbytes(group) for group in self._groups}
         self._block_nbytes[STATES] = config.state_nbytes
@@ -107,25 +107,25 @@ class DiskTier:
             worth = num_tokens_per_state(config.state_nbytes, kv_nbytes)
             self._states = DiskStates(checkpoints, config.block_size, worth, config.keeps_kv)
             checkpoints.on_eviction = self._save_evicted
-        # Computed and not copied out yet, in the order in which they were computed.
+        # Computed but not copied out yet, in the order of computation.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
-        self._wanted: dict[SeqId, dict[bytes, AbsentBlock]] = {}  # the blocks being read
+        self._wanted: dict[SeqId, dict[bytes, AbsentBlock]] = {}  # blocks that are being read
         self._num_brought: dict[SeqId, int] = {}
         self._num_read_tokens = self._num_unsaved_dropped = 0
         self._num_read_states = self._num_saved_states = 0
         self._is_closed = self._has_said_why = False
         _open_tiers.add(self)
 
-    # What the scheduler asks
+    # For the scheduler: BlockTier
 
     def has(self, block_hash: BlockHash) -> bool:
         if self._is_closed or self.store.failure is not None:
             return False
         if not self._groups and len(block_hash) == HASH_NBYTES:
-            return True  # There is nothing in it, and the state after it says whether it is of use.
+            return True  # It is empty. Whether it is useful depends on the state after it.
         try:
             return self.store.has(block_hash)
-        except Exception as error:  # of a tier that is the caller's
+        except Exception as error:  # raised by a tier of the caller's
             self.store.fail(f"a block could not be looked up: {reason(error)}")
             return False
 
@@ -133,9 +133,9 @@ class DiskTier:
         self._wanted[seq_id] = {block.block_hash: block for block in blocks}
         with_bytes = [block.block_hash for block in blocks if block.group in self._block_nbytes]
         self._reader.read(seq_id, with_bytes)
-        if not with_bytes:  # Without K/V, and the state is in memory.
+        if not with_bytes:  # The model has no K/V, and the state is in memory.
             self._put_empty(seq_id)
-        # Once for all of them, and while they are read: each growth copies the slabs.
+        # Grow once for all of them, during the reads: growing copies the slabs.
         self._cache.make_room(sum(map(len, self._wanted.values())))
 
     def is_reading(self, seq_id: SeqId) -> bool:
@@ -148,7 +148,7 @@ class DiskTier:
         return self._num_brought.pop(seq_id, 0) * self._block_size
 
     def keep(self, request: Request) -> None:
-        """Copy out at once what is not on disk of a request that is preempted."""
+        """Copy out the blocks of a preempted request that are not on disk yet."""
         hashes = [
             block_hash
             for group in self._groups
@@ -161,13 +161,13 @@ class DiskTier:
             self.forget(seq_id)
         self._unsaved.clear()
 
-    # What steps ask
+    # For steps
 
     def bring_back(self, is_busy: bool) -> None:
         """Put blocks that were read into the pool.
 
         Args:
-            is_busy: others wait for the step.
+            is_busy: whether other requests wait for the step.
         """
         if not self._wanted:
             return
@@ -177,7 +177,7 @@ class DiskTier:
         for read in taken:
             wanted = self._wanted.get(read.key, {}).get(read.block_hash)
             if wanted is None:
-                continue  # No request waits for it any more.
+                continue  # No request is waiting for it any more.
             if wanted.group == STATES:
                 self._put_state(wanted, read)
             elif len(read.payload) == self._block_nbytes[wanted.group]:
@@ -188,16 +188,16 @@ class DiskTier:
                 self._count(read_blocks)
 
     def wait(self, timeout: float) -> None:
-        """Wait until something was read, for a step that has nothing else to do."""
+        """Wait until blocks were read, if the step has nothing else to do."""
         if self._wanted:
-            # Not for each block: a step has costs of its own.
+            # Not for each block, since each step has an overhead.
             self._reader.wait(timeout, MAX_STEP_NBYTES // 2)
 
     def note(self, batch: Batch, in_flight: Iterable[Batch]) -> None:
-        """A step was computed and read: its full blocks are to be kept.
+        """Save the full blocks of a step that was computed and read.
 
         Args:
-            in_flight: later steps, whose blocks are not.
+            in_flight: later steps, whose blocks are not computed yet.
         """
         if self._is_off():
             return
@@ -211,16 +211,16 @@ class DiskTier:
             self._save(list(self._unsaved), unready, MAX_STEP_NBYTES)
 
     def save_more(self) -> bool:
-        """Copy out blocks that had no room in the writer's queue, while no step runs; whether some
-        are left.
+        """Copy out blocks that did not fit into the writer's queue, while no step runs; whether
+        some are left.
         """
         if self._unsaved and not self._is_off():
             self._save(list(self._unsaved), frozenset(), MAX_STEP_NBYTES)
         return bool(self._unsaved)
 
     def close(self, timeout: float, between_steps: BetweenSteps = at_once) -> bool:
-        """Write what is to be kept, for ``timeout`` seconds at most; whether all was written. May
-        be called again. Ctrl-C ends the wait, which is the caller's and not the engine's.
+        """Write all blocks to be saved, for at most ``timeout`` seconds; whether all were written.
+        May be called again. Ctrl-C ends the wait, which is in the caller's thread.
         """
         deadline = time.monotonic() + timeout
         if self._is_closed:
@@ -228,7 +228,7 @@ class DiskTier:
         if not between_steps(self._stop_reading, timeout):
             return False
         try:
-            # The queue may hold less than what is left.
+            # The queue may be smaller than what is left.
             while self._unsaved and self.store.failure is None:
                 if not self._writer.flush(max(0.0, deadline - time.monotonic())):
                     break
@@ -241,13 +241,13 @@ class DiskTier:
         except BaseException:
             self._writer.close(0.0)
             raise
-        if is_at_rest:  # Otherwise its thread has the store, and may have it for long.
+        if is_at_rest:  # Otherwise its thread still uses the store.
             self.store.close()
         return is_at_rest and not self._unsaved
 
     def let_go(self) -> None:
-        """Close without a wait for the disk, for an engine that is dropped, perhaps in the thread
-        of an event loop. What finds room in the writer's queue is written by its thread.
+        """Close without waiting for the disk, for an engine that is garbage collected, perhaps in
+        the thread of an event loop. Blocks that fit into the writer's queue are still written.
         """
         if not self._is_closed:
             self._stop_reading()
@@ -256,8 +256,8 @@ class DiskTier:
             self._writer.finish()
 
     def _save_evicted(self, checkpoint: Checkpoint) -> None:
-        """A state is about to leave memory."""
-        assert self._states is not None, "it gets what states evict"
+        """Save a state that is about to be evicted, if it is worth it."""
+        assert self._states is not None, "it is called by states"
         key = state_key(checkpoint.block_hash)
         due = self._unsaved.pop(key, None)
         evicted = self._states.evicted(checkpoint.block_hash, self._is_kept)
@@ -268,12 +268,12 @@ class DiskTier:
             try:
                 if has_room:
                     self._offer(header, checkpoint)
-            except RuntimeError:  # Of the step that computes it, which says so itself.
+            except RuntimeError:  # The step that computes it failed, and reports that itself.
                 has_room = False
             self._num_unsaved_dropped += not has_room
 
     def _is_kept(self, block_hash: BlockHash) -> bool:
-        """Whether a block or a state is on disk, or on its way there."""
+        """Whether a block or a state is on disk or about to be written."""
         is_queued = block_hash in self._unsaved or self._writer.is_queued(block_hash)
         return is_queued or self.has(block_hash)
 
@@ -281,7 +281,7 @@ class DiskTier:
         self._save(list(self._unsaved), frozenset())
 
     def stats(self) -> DiskTierStats:
-        """From any thread."""
+        """The current figures. Any thread may call it."""
         store = self.store.stats()
         return DiskTierStats(
             num_blocks=store.num_blocks,
@@ -297,7 +297,7 @@ class DiskTier:
             failure=None if self._is_closed else self.store.failure,
         )
 
-    # Inside
+    # Internals
 
     def _stop_reading(self) -> None:
         if self._states is not None and not self._is_off():
@@ -325,7 +325,7 @@ class DiskTier:
                 self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
     def _note_blocks(self, request: Request, group: int, begin: int, num_full_blocks: int) -> None:
-        """Take note of the blocks from ``begin`` on, and of those that are on disk already."""
+        """Mark the full blocks from ``begin`` on to be saved, or as used if they are on disk."""
         hashes, block_size = request.block_hashes, self._block_size
         used: list[BlockHash] = []
         parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
@@ -350,23 +350,23 @@ class DiskTier:
         unready: frozenset[int],
         max_nbytes: int = MAX_QUEUED_NBYTES,
     ) -> None:
-        """Copy blocks out and queue them to be written, in order, as long as the queue has room.
+        """Copy blocks out and queue them to be written, in order, until the queue is full.
 
         Args:
-            unready: blocks that a step in flight fills; they are left for later.
+            unready: ids of blocks that a step in flight fills, which are saved later.
         """
         num_left = max_nbytes
         for block_hash in block_hashes:
             header = self._unsaved[block_hash]
             found = self._find(header)
-            if found is None:  # Evicted since.
+            if found is None:  # It was evicted.
                 del self._unsaved[block_hash]
                 self._num_unsaved_dropped += 1
                 continue
             if isinstance(found, KVCacheBlock) and found.block_id in unready:
                 continue
             nbytes = self._block_nbytes[header.group]
-            # One is always copied, however large it is.
+            # One is always copied, whatever its size.
             is_beyond = nbytes > num_left < max_nbytes
             if is_beyond or not self._writer.has_room(nbytes):
                 return
@@ -375,14 +375,14 @@ class DiskTier:
             self._offer(header, found)
 
     def _find(self, header: BlockHeader) -> KVCacheBlock | Checkpoint | None:
-        """What is in memory of that which is to be saved."""
+        """The block or state of a header, if it is still in memory."""
         if header.group != STATES:
             return self._cache.pool.get_cached_block(BlockHash(header.block_hash))
-        assert self._states is not None, "it said which ones"
+        assert self._states is not None, "states are saved only if there are some"
         return self._states.in_memory(header)
 
     def _offer(self, header: BlockHeader, found: KVCacheBlock | Checkpoint) -> None:
-        """Copy out and queue what there is room for."""
+        """Copy a block or a state out, and queue it."""
         if isinstance(found, KVCacheBlock):
             (content,) = self._cache.read_blocks(header.group, [found.block_id])
         else:
@@ -391,15 +391,15 @@ class DiskTier:
         self._writer.offer(header, content)
 
     def _put_state(self, wanted: AbsentBlock, read: ReadBlock) -> None:
-        """Keep a state that was read. Without K/V, it brings the blocks before it, too."""
-        assert self._states is not None, "no others are asked for"
+        """Put a state that was read into memory. Without K/V, it restores the blocks before it."""
+        assert self._states is not None, "states are read only if the model has some"
         try:
             state = state_from_bytes(read.payload)
-        except ValueError:  # From a tier of the caller's: the folder checks what it reads.
+        except ValueError:  # From a tier of the caller's: the folder verifies what it reads.
             self.store.count("num_corrupt")
             return
         except RuntimeError as error:  # MLX's, when memory runs out
-            self.store.fail(f"what was read can't be used: {reason(error)}")
+            self._fail_to_use(error)
             return
         block_hash = BlockHash(read.block_hash[:HASH_NBYTES])
         self._states.checkpoints.put(Checkpoint(block_hash, state), wanted.num_tokens)
@@ -420,7 +420,7 @@ class DiskTier:
             self._num_brought[key] = self._num_brought.get(key, 0) + 1
 
     def _put(self, group: int, reads: Sequence[ReadBlock]) -> Sequence[ReadBlock]:
-        """Put blocks into the pool; returns those that were not there and found room."""
+        """Put blocks into the pool; returns those that were absent and fitted."""
         pool = self._cache.pool
         absent = {
             BlockHash(read.block_hash): read
@@ -441,22 +441,25 @@ class DiskTier:
         try:
             put_cached_blocks(pool, hashes, fill)
         except RuntimeError as error:  # MLX's, when memory runs out
-            self.store.fail(f"what was read can't be used: {reason(error)}")
-            self._report_failure()
+            self._fail_to_use(error)
             return []
         return contents
+
+    def _fail_to_use(self, error: RuntimeError) -> None:
+        self.store.fail(f"what was read can't be used: {reason(error)}")
+        self._report_failure()
 
     def _is_off(self) -> bool:
         self._report_failure()
         return self._is_closed or self.store.failure is not None
 
     def _report_failure(self) -> None:
-        """Say once why the disk is not used any more."""
+        """Warn once that the disk is not used any more."""
         if self.store.failure is None or self._is_closed or self._has_said_why:
             return
         self._has_said_why = True
         self._unsaved.clear()
-        # Where warnings are errors, this one would fail the step.
+        # If warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
             warnings.warn(
                 f"[engine] {self.store.failure}; from now on K/V are kept in memory only",
@@ -473,5 +476,6 @@ def _close_all() -> None:
         tier.close(max(0.0, deadline - time.monotonic()))
 
 
-# Before the writers' own end, which takes nothing more; finalizers may run after that.
+# Runs before the exit handler of the writers, which accept no blocks afterwards; finalizers may run
+# later.
 atexit.register(_close_all)

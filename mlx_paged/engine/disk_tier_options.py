@@ -1,6 +1,4 @@
-"""``DiskTierOptions``: the folder in which an engine keeps K/V on disk, and its limits. Imports no
-MLX.
-"""
+"""``DiskTierOptions``: the folder in which an engine stores K/V, and its limits. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_paged.block_store import BlockStore, Fingerprint, WeightDigests
+from mlx_paged.block_store.layout import folder_path
 from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
     DURATION,
@@ -20,13 +19,13 @@ from mlx_paged.errors import ArgumentError, shown
 
 @dataclass(frozen=True)
 class DiskTierOptions:
-    """Where full blocks of K/V are kept on disk.
+    """Where full blocks of K/V are stored on disk.
 
     Args:
-        folder: absolute; it is made if it does not exist.
-        max_nbytes: the most bytes that its blocks take, those of all models and engines that use
-            the folder together.
-        ttl: seconds after which a block that was not used is removed; ``None`` is never.
+        folder: absolute path; made if it does not exist.
+        max_nbytes: the most bytes that its blocks take, including those of other models and engines
+            that use the folder.
+        ttl: seconds after which an unused block is removed; ``None`` for never.
     """
 
     folder: Path
@@ -40,7 +39,7 @@ class DiskTierOptions:
         cache_dir_size: str | int | None = None,
         cache_dir_ttl: str | float | None = None,
     ) -> DiskTierOptions | None:
-        """The options of an engine as users give them; ``None`` without a folder.
+        """The options as users give them to an engine; ``None`` without a folder.
 
         Args:
             cache_dir: a leading ``~`` is the user's home.
@@ -49,7 +48,7 @@ class DiskTierOptions:
             cache_dir_ttl: a duration, such as ``"7d"``, or seconds.
 
         Raises:
-            ArgumentError: a value of another form, or a size or a duration without a folder.
+            ArgumentError: an invalid value, or a size or a duration without a folder.
         """
         if cache_dir is None:
             for name, value in (
@@ -66,13 +65,13 @@ class DiskTierOptions:
         size = DEFAULT_CACHE_DIR_SIZE if cache_dir_size is None else cache_dir_size
         ttl = cache_dir_ttl
         return cls(
-            _folder(cache_dir),
+            folder_path(cache_dir),
             NBYTES.check("engine", "cache_dir_size", size),
             None if ttl is None else DURATION.check("engine", "cache_dir_ttl", ttl),
         )
 
     def __call__(self, fingerprint: Fingerprint) -> BlockStore:
-        """The blocks of a fingerprint in the folder.
+        """Open the store of a fingerprint's blocks.
 
         Raises:
             BlockStoreError: the folder can't be used.
@@ -80,14 +79,14 @@ class DiskTierOptions:
         return BlockStore(self.folder, self.max_nbytes, fingerprint, self.ttl)
 
     def digests(self) -> WeightDigests:
-        """What weights hash to, as the folder has it from earlier starts."""
+        """The digests of weights that earlier starts have stored in the folder."""
         return WeightDigests(self.folder)
 
     def check_holds(self, what: str, nbytes: int) -> None:
-        """Refuse a limit that does not hold one block, or one state.
+        """Check that one block or state fits within the limit.
 
         Raises:
-            ArgumentError: it takes more than the limit.
+            ArgumentError: it does not.
         """
         if nbytes > self.max_nbytes:
             raise ArgumentError(
@@ -98,13 +97,14 @@ class DiskTierOptions:
 
 
 def check_engine(name: str, kv: str, config: SchedulerConfig, num_ranks: int) -> None:
-    """Refuse engines whose K/V can't be found again by the hashes of blocks.
+    """Check that an engine finds its K/V by the hashes of blocks, which a tier requires.
 
     Args:
-        name: of the option that asks for a tier.
+        name: the option that requests a tier.
 
     Raises:
-        ArgumentError: a contiguous cache, no prefix cache, or a model that is split over ranks.
+        ArgumentError: the cache is contiguous, there is no prefix cache, or the model is split over
+            ranks.
     """
     why = None
     if kv != "paged":
@@ -118,18 +118,3 @@ def check_engine(name: str, kv: str, config: SchedulerConfig, num_ranks: int) ->
         )
     if why is not None:
         raise ArgumentError(f"[engine] {name} {why}", name)
-
-
-def _folder(given: object) -> Path:
-    if isinstance(given, (str, os.PathLike)):
-        path = os.fspath(given)
-        if isinstance(path, str) and path.strip() and "\0" not in path:
-            expanded = os.path.expanduser(path)
-            if expanded.startswith("~"):
-                raise ArgumentError(
-                    f"[engine] cache_dir {shown(path)} is in the home of an unknown user",
-                    "cache_dir",
-                )
-            # The program may change its working directory later.
-            return Path(os.path.abspath(expanded))
-    raise ArgumentError(f"[engine] cache_dir must be a folder, got {shown(given)}", "cache_dir")

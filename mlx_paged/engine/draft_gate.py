@@ -1,5 +1,5 @@
-"""How many drafts a step verifies: a rule over sizes and counts, with no clock in it, so that the
-same requests make the same plan on every machine of a kind.
+"""``DraftGate``: how many drafts a step verifies. The rule depends on sizes and counts only, so the
+same requests have the same schedule on all machines of a kind.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 
-# What building and running the operations of a layer costs on a CPU, once per step and once per
-# row, in weights that it multiplies meanwhile. Measured on 2 cores of x86 with the BLAS of MLX's
-# wheel, which multiplies a weight once for each row: the benchmark `speculation` has the fit.
+# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
+# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
+# once for each row: the benchmark `speculation` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
-# The share by which a step takes longer if it is not launched ahead of the tokens before it:
-# vLLM-metal gains 10 to 50% by doing so on an M1 Ultra.
+# The share by which a step takes longer if it is not launched before the previous one is read:
+# vLLM-metal gains 10 to 50% from this on an M1 Ultra.
 WAITING_SHARE = 0.3
 
-# Drafts have to promise this much more, as the promise is an estimate.
+# The least expected gain, since the expectation is an estimate.
 MIN_GAIN = 1.3
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step costs: a fixed part, and one per row; any unit."""
+    """The cost of a step: a fixed part and a part per row, in any unit."""
 
     fixed: float
     per_row: float
@@ -35,14 +35,14 @@ class StepCost:
 
     @classmethod
     def on_gpu(cls, num_parameters: int, nbytes: int) -> StepCost:
-        """Weights are read once per step and multiplied once per row. An estimate: not measured on
-        a Mac.
+        """Weights are read once per step and multiplied once per row. This is an estimate, not
+        measured on a Mac.
         """
         return cls(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
 
     @classmethod
     def on_cpu(cls, num_parameters: int, num_layers: int) -> StepCost:
-        """Weights are multiplied once per row, beside what operations cost whatever their size."""
+        """Weights are multiplied once per row, in addition to the overhead of the operations."""
         return cls(
             CPU_WEIGHTS_PER_LAYER * num_layers,
             num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * num_layers,
@@ -54,20 +54,19 @@ NO_COST = StepCost(0, 0)
 
 @dataclass(frozen=True)
 class DraftGate:
-    """Decides how many drafts each request of a step may try.
+    """Decides how many drafts each request of a step has.
 
     The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
-    row if that is more than what the row adds to the cost of the step, relative to the tokens that
-    the step gives. The number of drafts is that with the most tokens per cost; it has to promise
-    ``MIN_GAIN`` times what the step gives without drafts.
+    row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
+    expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
 
     Args:
-        step: the cost of a step of the model.
-        draft_pass: the cost of a pass of the draft model, of which k drafts take k.
-        waiting_share: by how much a step with drafts takes longer because it has to be read before
-            the next one is launched.
-        repeats_runs: whether the rows of a request are computed again in its next step, up to the
-            draft that was not accepted: those of a recurrent model.
+        step: cost of a step of the model.
+        draft_pass: cost of a pass of the draft model; k drafts take k passes.
+        waiting_share: how much longer a step with drafts takes because it has to be read before the
+            next one is launched.
+        repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
+            as for a recurrent model.
     """
 
     step: StepCost
@@ -87,9 +86,9 @@ class DraftGate:
 
         Args:
             acceptances: of the candidates.
-            run_lengths: their rows in the step without drafts.
-            num_rows: of the step without drafts.
-            num_tokens: that the step gives without drafts.
+            run_lengths: rows of each candidate without drafts.
+            num_rows: rows of the step without drafts.
+            num_tokens: tokens that the step samples without drafts.
         """
         plain_cost = self.step.of(num_rows)
         least_worth = self.step.per_row * num_tokens / plain_cost
@@ -110,7 +109,7 @@ class DraftGate:
 
 
 ALWAYS = DraftGate(StepCost(1, 0))
-"""Steps cost the same, whatever their rows: all drafts are tried."""
+"""The cost of a step does not depend on its rows, so all drafts are verified."""
 
 
 def _num_powers_above(base: float, least: float, most: int) -> int:
@@ -123,12 +122,10 @@ def _num_powers_above(base: float, least: float, most: int) -> int:
 
 
 def _expected_accepted(acceptance: float, num_drafts: int) -> float:
-    """How many drafts are accepted on average, all before the first that is not."""
+    """The expected number of accepted drafts."""
     return sum(acceptance**k for k in range(1, num_drafts + 1))
 
 
 def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
-    """How many rows are computed again on average: those before the first draft that is not
-    accepted, if there is one.
-    """
+    """The expected number of rows that are computed again: those before a rejected draft."""
     return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))

@@ -1,4 +1,4 @@
-"""``DraftModel``: a small model of the same vocabulary that says how answers may go on."""
+"""``DraftModel``: drafts by a small model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
 
-# It is not known how good a model's drafts are before it has made some, and users who bring one
-# expect them to be good. What is not tried is forgotten, so that a request whose drafts did not pay
-# tries again some time.
+# The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
+# high. The estimate returns to this value over time, so that a request whose drafts did not pay off
+# tries again later.
 FIRST_ACCEPTANCE = 0.8
 FORGETTING_RATE = 1 / 256
-# Tokens that the model may lack when it makes drafts, because it was not asked for a while: they
-# are computed in the first pass, which all others wait for.
+# The most tokens that the model may be behind when it makes drafts. They are computed in the first
+# pass, which delays the step.
 MAX_CATCH_UP = 512
 
 
 class DraftModel:
-    """Makes drafts by a model whose K/V live in the same blocks as the target's, in further layers
-    of the same cache (speculative decoding, Leviathan et al. 2023).
+    """Makes drafts by a model whose K/V are in the same blocks as the target's, in more layers of
+    the same cache (speculative decoding, Leviathan et al. 2023).
 
-    So prefix hits, forks, copies, swapping and trimming hold for both. The model computes prompts
-    along with the target. Of an answer it computes what it needs when it makes drafts: up to
-    ``MAX_CATCH_UP`` tokens in the first pass, then one token per pass. Blocks that are found in the
-    prefix cache are taken to hold its K/V; where they don't, drafts are worse and tokens the same.
+    So prefix hits, forks, copies, swapping and trimming apply to both. The model computes prompts
+    together with the target. It computes answers only when it makes drafts: up to ``MAX_CATCH_UP``
+    tokens in the first pass, then one token per pass. Blocks from the prefix cache are assumed to
+    contain its K/V; if they don't, drafts are worse, and the output is the same.
 
-    Each draft is drawn with the key and the settings with which the target's token will be drawn,
-    so that both tend to choose the same where their probabilities are alike.
+    Each draft is sampled with the same key and settings as the target's token will be, so that both
+    tend to choose the same token if their distributions are similar.
 
     Args:
-        model: of the vocabulary of the target.
-        cache: with ``model``'s layers, which come after those of the target.
+        model: with the same vocabulary as the target.
+        cache: includes the layers of ``model``, after those of the target.
         manager: of the block tables of the cache's sequences.
     """
 
@@ -61,7 +61,7 @@ class DraftModel:
         return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
 
     def propose(self, request: Request, num_drafts: int) -> list[int]:
-        """Places for drafts, which :meth:`run` makes when the step is launched."""
+        """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
     def made(self, part: Scheduled) -> list[int]:
@@ -74,18 +74,18 @@ class DraftModel:
         state.num_seen = request.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        # A token that ended the answer says nothing about the drafts after it.
+        # Drafts after the end of an answer were not verified.
         if num_accepted < num_drafts and not request.is_finished:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
     # In a step
 
     def run(self, batch: Batch) -> None:
-        """Compute the prompts of a step, and begin to make its drafts; nothing waits for them."""
+        """Launch the computation of the prompts and drafts of a step, without waiting for them."""
         runs, drafted = [], []
         for part in batch.scheduled:
             state = self._state_of(part.request, part.start)
-            # Whatever was computed after it is gone: preempted, or taken back.
+            # K/V after it were lost to a preemption or a rollback.
             begin = state.num_computed = min(state.num_computed, part.start)
             num_drafts = len(part.draft_token_ids)
             end = part.start + part.num_new_tokens - num_drafts
@@ -123,7 +123,7 @@ class DraftModel:
             logits = self._pass(runs, tokens)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
-        """``[num_tokens]``, the tokens of a step with its drafts in their places."""
+        """``[num_tokens]``, the tokens of a step with the drafts in place of the placeholders."""
         places: list[int] = []
         drafts: list[mx.array] = []
         end = 0
@@ -139,7 +139,7 @@ class DraftModel:
     def _pass(
         self, runs: Sequence[_Run], tokens: mx.array, shares_new_blocks: bool = False
     ) -> mx.array:
-        """The logits of the runs that want some, ``[num_drafted, vocab_size]``."""
+        """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
         cache, groups = self.cache, self._manager.groups
         with cache.open_step(
             [groups[run.request.seq_id] for run in runs],
@@ -153,7 +153,7 @@ class DraftModel:
             if cache.can_run_ahead:
                 mx.async_eval(logits, cache.arrays)
             else:
-                # A reader in flight would make each write of the next pass copy a slab.
+                # Slabs that are still being read would be copied by each write of the next pass.
                 mx.eval(logits, cache.arrays)
         return logits
 
@@ -176,12 +176,12 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _DraftState(ModuleState):
-    """What is known of a request's drafts.
+    """The state of a request's drafts.
 
     Attributes:
-        num_computed: tokens with K/V of the draft model, or that were found in the prefix cache.
-        num_seen: tokens of the request when its acceptance was estimated.
-        drafts: those of the newest step: an array of tokens, and the entry in it.
+        num_computed: tokens with K/V of the draft model, or from the prefix cache.
+        num_seen: tokens of the request when its acceptance was last updated.
+        drafts: of the newest step: an array of tokens and an index into it for each.
     """
 
     num_computed: int

@@ -1,4 +1,4 @@
-"""Who makes an engine's drafts, and what its steps cost on this device."""
+"""How an engine speculates, and what its steps cost on this device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def speculation_of(
     """How an engine speculates.
 
     Args:
-        drafter: makes the drafts; ``None`` looks them up in a request's own tokens.
+        drafter: a draft model; ``None`` for prompt look-up.
 
     Raises:
-        ArgumentError: there is a draft model, and no draft for it to make.
+        ArgumentError: there is a draft model, and ``num_draft_tokens`` is 0.
     """
     if num_draft_tokens == 0:
         if drafter is not None:
@@ -45,11 +45,11 @@ def speculation_of(
 
 
 def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> LanguageModel | None:
-    """``draft_model``, if there is one and it can make drafts for ``model``.
+    """Check that ``draft_model``, if there is one, can make drafts for ``model``.
 
     Raises:
-        ArgumentError: it is not a model, it has another vocabulary, it has recurrent layers, or the
-            K/V are basic.
+        ArgumentError: it is not a model, its vocabulary differs, it has recurrent layers, or the
+            cache is not a paged one.
     """
     if draft_model is None:
         return None
@@ -69,8 +69,8 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     if draft_model.state_nbytes:
         raise ArgumentError(
             f"[engine] draft_model can't be a {model_type_of(draft_model)}: its recurrent state "
-            "can't take back drafts that are not accepted; take one of attention alone, or leave "
-            "draft_model out: then drafts are looked up in a request's own tokens",
+            "can't be rolled back when drafts are rejected; use a model of attention layers only, "
+            "or leave draft_model out: then drafts are looked up in a request's own tokens",
             "draft_model",
         )
     if kv == "basic":
@@ -83,7 +83,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
 
 
 def cost_of(model: LanguageModel) -> StepCost:
-    """What a step of a model costs on the device that is used."""
+    """The cost of a step of a model on the default device."""
     num_parameters = num_parameters_of(model)
     if device.is_cpu():
         return StepCost.on_cpu(num_parameters, model.num_layers)
@@ -92,5 +92,5 @@ def cost_of(model: LanguageModel) -> StepCost:
 
 
 def num_parameters_of(model: Module) -> int:
-    """Parameters of a model; quantised ones count as what they stand for."""
+    """The number of a model's parameters, counting packed ones individually."""
     return int(get_total_parameters(model))

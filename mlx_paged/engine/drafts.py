@@ -1,7 +1,7 @@
-"""Who proposes how an answer goes on, so that one step can verify several tokens. Pure Python.
+"""``Drafter``: proposes tokens of an answer, so that one step verifies several. Pure Python.
 
-A draft changes no token: it is accepted only where it equals the token that is drawn anyway
-(speculative decoding, Leviathan et al. 2023, with the draws of the request itself in the place of
+Drafts don't change the output: a draft is accepted only if it equals the token that is sampled
+anyway (speculative decoding, Leviathan et al. 2023, with the request's own draws instead of
 rejection sampling).
 """
 
@@ -13,47 +13,45 @@ from typing import Protocol
 from mlx_paged.engine.batch import Scheduled
 from mlx_paged.request import ModuleState, Request
 
-# Tokens that have to come again for the look-up to find what followed them. Of two, too many are
-# chance; after a draft that was wrong, it takes this many tokens to find the place again.
+# Length of the n-grams that are looked up. With two, too many matches are random; the longer they
+# are, the longer it takes to find a match again after a wrong draft.
 NGRAM_SIZE = 3
 
-# The acceptance to begin with, and how fast it follows what happens.
+# The initial estimate of the acceptance rate, and the weight of each new observation.
 FIRST_ACCEPTANCE = 0.5
 ACCEPTANCE_RATE = 1 / 8
 
 
 class Drafter(Protocol):
-    """Proposes drafts for requests whose tokens are all computed but the last one."""
+    """Proposes drafts for requests of which only the last token is not computed yet."""
 
     def acceptance(self, request: Request) -> float:
-        """The estimated probability that the first draft is accepted; 0 if there are no drafts to
-        make.
-
-        The k-th draft is taken to be accepted with its k-th power.
+        """The estimated probability that the first draft is accepted; 0 if it has none to propose.
+        The probability that the first k drafts are accepted is taken to be its k-th power.
         """
         ...
 
     def propose(self, request: Request, num_drafts: int) -> list[int]:
-        """``[num_drafts]`` token ids, to follow the tokens that the request has; ``PENDING_TOKEN``
-        for those that the step itself makes.
+        """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
+        drafts that are computed within the step.
         """
         ...
 
     def made(self, part: Scheduled) -> Sequence[int]:
-        """``[num_drafts]`` token ids, the drafts of a part whose step was computed."""
+        """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
         ...
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Note how many drafts of a request were verified, and how many of them were accepted."""
+        """Update the acceptance by the result of a verification."""
 
 
 class PromptLookup:
-    """Drafts from the request's own tokens: what followed when its last ``NGRAM_SIZE`` tokens came
-    before (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
+    """Drafts from the request's own tokens: those that followed the last occurrence of its last
+    ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
 
-    Looking costs O(1) per token. So the acceptance is known of requests that make no drafts, too:
-    each token of the answer says whether the look-up foresaw it. Text that begins to repeat itself
-    is noticed although drafts did not pay before.
+    A look-up takes O(1) per token. So the acceptance is also known for requests without drafts, by
+    whether the look-up predicts each token of the answer: text that begins to repeat itself is
+    noticed even if drafts did not pay off before.
     """
 
     def acceptance(self, request: Request) -> float:
@@ -66,7 +64,7 @@ class PromptLookup:
             return []
         token_ids = request.token_ids
         drafts = token_ids[begin : begin + num_drafts]
-        # What repeats with a period shorter than the drafts goes on with the drafts themselves.
+        # A repetition with a shorter period than the drafts continues with the drafts themselves.
         period = len(token_ids) - begin
         while len(drafts) < num_drafts:
             drafts.append(drafts[-period])
@@ -76,7 +74,7 @@ class PromptLookup:
         return part.draft_token_ids
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """The tokens themselves say it when they are read."""
+        """Nothing: the acceptance is updated when the tokens are read."""
 
     def _read(self, request: Request) -> _Occurrences:
         found = request.draft_state
@@ -88,12 +86,12 @@ class PromptLookup:
 
 
 class _Occurrences(ModuleState):
-    """Where the last tokens of a request came before.
+    """Earlier occurrences of a request's n-grams.
 
     Attributes:
-        next: the position of the token that followed them there, if there is one.
-        acceptance: of the tokens of the answer that were looked up, the share that was right, the
-            newest ones counting most.
+        next: the position of the token after the last occurrence, if there is one.
+        acceptance: the share of correct predictions for tokens of the answer, as an exponential
+            moving average.
     """
 
     __slots__ = ("_after", "acceptance", "next", "num_read")
@@ -102,21 +100,21 @@ class _Occurrences(ModuleState):
         self.num_read = 0
         self.next: int | None = None
         self.acceptance = FIRST_ACCEPTANCE
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last one
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
     def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
         after, found = self._after, self.next
         for position in range(self.num_read, len(token_ids)):
             if found is not None:
                 is_right = token_ids[found] == token_ids[position]
-                # A prompt says nothing about how well the answer will repeat it.
+                # Repetition within the prompt does not predict repetition in the answer.
                 if position >= num_prompt_tokens:
                     self.acceptance += (is_right - self.acceptance) * ACCEPTANCE_RATE
                 found = found + 1 if is_right else None
             end = position + 1
             if end >= NGRAM_SIZE:
                 ngram = tuple(token_ids[end - NGRAM_SIZE : end])
-                # As long as it is right, the longer match goes on: it knows more of the context.
+                # While its predictions are correct, the longer match is kept.
                 if found is None:
                     found = after.get(ngram)
                 after[ngram] = end

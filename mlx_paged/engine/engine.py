@@ -21,7 +21,7 @@ from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import follow, share
 from mlx_paged.engine.input_processor import InputProcessor
-from mlx_paged.engine.options import passed_on_names, split_own_options
+from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
@@ -30,13 +30,9 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
-from mlx_paged.engine.thread import (
-    EngineStoppedError,
-    EngineThread,
-    run_apart,
-)
+from mlx_paged.engine.thread import EngineStoppedError, EngineThread, run_apart
 from mlx_paged.engine.view import EngineView, view_of
-from mlx_paged.engine_options import EngineOptions
+from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
@@ -49,12 +45,12 @@ T = TypeVar("T")
 
 def engine_option_names() -> frozenset[str]:
     """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | passed_on_names()
+    return argument_names(Engine) | ENGINE_OPTIONS.keys()
 
 
 class Engine(EngineParts):
-    """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal
-    beginnings::
+    """Runs requests together: they share a model, a pool of K/V blocks and the K/V of common
+    prefixes::
 
         engine = Engine(model, tokenizer, kv_cache_bytes="2G")
         engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=100))
@@ -62,23 +58,23 @@ class Engine(EngineParts):
             for output in engine.step():
                 print(output.request_id, output.outputs[0].text)
 
-    Steps and whatever else touches K/V run in a thread of the engine's own, one after another,
-    while the caller waits; so Ctrl-C ends a wait at once, and cuts no step. Any thread may call.
-    ``add_request`` and ``abort`` never wait for a step.
+    Steps and everything else that touches K/V run in the engine's own thread, one after another,
+    while the caller waits; so Ctrl-C ends the wait at once and interrupts no step. Any thread may
+    call. ``add_request`` and ``abort`` never wait for a step.
 
     Args:
         model: as :func:`mlx_paged.load` returns it.
-        tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
-            ids only.
-        draft_model: a small model of the same vocabulary that makes the drafts.
-        options: keyword arguments of :class:`EngineOptions`, of which each says what it does.
+        tokenizer: for text prompts, text output, stop texts and the end of sequence; with ``None``
+            there are only token ids.
+        draft_model: a small model with the same vocabulary that makes the drafts.
+        options: keyword arguments, documented in :class:`EngineOptions`.
 
     Raises:
-        ValueError: a setting out of its range, or a budget that holds no block.
-        TypeError: an unknown argument; the message says what to use instead.
+        ValueError: a setting is out of its range, or the budget holds no block.
+        TypeError: an argument is unknown; the message says what to use instead.
     """
 
-    @refuses_unknown_arguments("engine", also=passed_on_names)
+    @refuses_unknown_arguments("engine", also=ENGINE_OPTIONS.keys)
     def __init__(
         self,
         model: Module,
@@ -105,7 +101,7 @@ class Engine(EngineParts):
             acquire_wired_limit(wired_nbytes),
             acquire_cache_limit(self.nbytes_activations),
         ]
-        # What lives as long as this engine. The end of Python ends it by itself.
+        # These end with the engine; at the end of Python they do so by themselves.
         let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
         for end in (self.thread.end, *self._release_limits, *let_go):
             weakref.finalize(self, end).atexit = False
@@ -130,16 +126,16 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs first, as in vLLM, and preempts what runs; ``priority_steps`` says
-                in which order.
+            priority: lower runs first, as in vLLM, and preempts running requests; for the order see
+                ``priority_steps``.
             cache_salt: only requests with the same salt share K/V.
-            no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
+            no_store: write none of its K/V to ``cache_dir``; stored blocks are still used.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
                 prepared here.
 
         Raises:
-            ValueError: an empty prompt, a token id that the model does not have, a request id that
-                is in use, or parameters that can't be met.
+            ValueError: the prompt is empty, a token id is not in the vocabulary, the request id is
+                in use, or the parameters can't be satisfied.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         self._refuse_on_followers("add_request")
@@ -160,14 +156,14 @@ class Engine(EngineParts):
         self.scheduler.check(request)
         if request.params.has_functions:
             self._calls_functions = True
-        # An interrupt comes before this or after: the engine takes on what is in the table.
+        # A single operation, so an interrupt comes before or after it.
         if self.reports.states.setdefault(request_id, state) is not state:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         self._ask_for(self._read_inbox)
 
     def prepare(self, params: SamplingParams) -> TokenRules:
-        """Do what may take long of ``add_request`` with these parameters, and return what it takes
-        as ``token_rules``: check their token ids, encode their words and compile their grammar.
+        """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
+        their words and compile their grammar. Returns its argument ``token_rules``.
 
         Raises:
             ArgumentError: as :meth:`add_request`.
@@ -175,27 +171,28 @@ class Engine(EngineParts):
         return self.input_processor.prepare(params)
 
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it is, and give its blocks back: at once, or when the step that
-        runs is done.
+        """End a request and free its blocks: at once, or after the step that runs.
 
-        Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
-        done is left alone.
+        The next step returns its output, with finish reason ``"abort"``. A request that is unknown
+        or finished is ignored.
         """
         state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is not None:
             self._abort([state])
 
     def abort_all(self) -> None:
-        """Abort every request that is there."""
+        """Abort all requests."""
         self._abort(list(self.reports.states.values()))
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """As :meth:`abort`, without a last output: of requests whose reader has left."""
+        """Abort requests without a last output, because their readers are gone."""
         states = [self.reports.states.get(request_id) for request_id in request_ids]
         self._abort([state for state in states if state is not None], self.reports.drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
-        """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
+        """How many tokens of a request's prompt are computed, and its length; zeros for an unknown
+        request.
+        """
         state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is None:
             return 0, 0
@@ -206,9 +203,7 @@ class Engine(EngineParts):
     def cached_block_ids(
         self, token_ids: Sequence[int], cache_salt: str | None = None
     ) -> list[int]:
-        """The blocks that hold the K/V of these tokens' beginning now, as far as they are in the
-        prefix cache.
-        """
+        """The ids of the cached blocks that hold the longest prefix of these tokens."""
         block_hashes = hash_token_blocks(
             token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
         )
@@ -219,18 +214,17 @@ class Engine(EngineParts):
         """Whether :meth:`step` has something to do or to report."""
         return bool(self.reports.states or self._ready)
 
-    # In the engine's thread; the caller waits
+    # In the engine's thread, while the caller waits
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs that changed. Those that have the answer so far grow
-        with further steps.
+        """Run one step; returns the outputs that changed. Cumulative outputs grow with further
+        steps.
 
-        An interrupt ends the wait, and the step goes on: its outputs come with those of the next
-        one.
+        An interrupt ends the wait, but not the step, whose outputs are returned by the next call.
 
         Raises:
-            EngineStoppedError: a step failed in a way that leaves nothing to go on with, or did not
-                end when it was interrupted twice.
+            EngineStoppedError: a step failed so that the engine can't continue, or did not end when
+                it was interrupted twice.
         """
         self._refuse_on_followers("step")
         step = partial(self._change, "step", self._step)
@@ -238,57 +232,57 @@ class Engine(EngineParts):
             with_random_state(self.thread.call, step)
         else:
             self.thread.call(step)
-        # No call stands between these lines, so an interrupt comes before both or after.
+        # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
 
     def read_rows(self, reader: RowReader | None) -> None:
-        """Have ``reader`` called with the row of logits after each token that is appended from now
-        on, in the thread that steps; ``None`` ends it.
+        """From now on, call ``reader`` in the engine's thread with the row of logits of each token
+        that is appended; ``None`` ends it.
 
         Args:
             reader: called with the ``Request``, the number of the token in its answer, from 1,
-                and the logits ``[vocab_size]`` that it was drawn from: after penalties, masks and
+                and the logits ``[vocab_size]`` that it was sampled from: after penalties, masks and
                 the request's processors, before temperature, filters and its sampler. Must not
-                raise. After an interrupt, a token may come twice. On rank 0 alone.
+                raise. After an interrupt, it may get a token twice. On rank 0 only.
         """
         self.steps.row_reader = reader
 
     @property
     def token_budgets(self) -> list[ChosenBudgets]:
-        """The budgets that steps had, the oldest first, each with the step from which on it held:
-        with ``prefill_step_seconds`` and ``mixed_step_seconds`` those that were chosen by the
-        clock, of which the last 16,384 changes are kept. An engine with these ``token_budgets``
-        computes the same requests, added at the same steps, in the same steps.
+        """The budgets of past steps, the oldest first, each with the step in which it began: with
+        ``prefill_step_seconds`` and ``mixed_step_seconds`` those that were chosen by the clock, of
+        which the last 16,384 changes are kept. An engine with these ``token_budgets`` computes the
+        same requests, added at the same steps, in the same steps.
         """
         return self.steps.budgets.chosen
 
     @property
     def prefix_history(self) -> PrefixHistory:
-        """Why the prefix cache did not hold more of the last prompts."""
+        """Why more of the last prompts was not in the prefix cache."""
         return self.scheduler.prefix_history
 
     def shrink(self) -> int:
-        """Give back K/V memory that no running request needs; returns the bytes. What is cached
-        there is forgotten.
+        """Free K/V memory that no running request needs, with the blocks that are cached there;
+        returns the number of bytes.
         """
         return self._changed("shrink", self.steps.shrink)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V; False, and nothing has changed, while requests run."""
+        """Forget all cached K/V. While requests run, changes nothing and returns False."""
         return self._changed("reset_prefix_cache", self.steps.reset_prefix_cache)
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
     ) -> int:
-        """Write the K/V of a conversation to a file; returns of how many of its tokens. Arguments
-        and errors: :meth:`Snapshots.save`.
+        """Write the K/V of a conversation to a file; returns the number of its tokens that were
+        saved. Arguments and errors: :meth:`Snapshots.save`.
         """
         return self._read(partial(self.snapshots.save, path, token_ids, cache_salt))
 
     def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
-        """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
-        prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
+        """Load the K/V of a file into the prefix cache, for requests whose prompts begin with its
+        tokens; returns their ids. Arguments and errors: :meth:`Snapshots.open`.
         """
         return self._put(self.snapshots.open(path, cache_salt))
 
@@ -300,8 +294,8 @@ class Engine(EngineParts):
         cache_salt: str | None = None,
         model_name: str | None = None,
     ) -> int:
-        """Write the K/V of a conversation as mlx-lm's own prompt cache; returns of how many of its
-        tokens. The rest of them is mlx-lm's prompt. Arguments and errors:
+        """Write the K/V of a conversation as a prompt cache of mlx-lm; returns the number of its
+        tokens that were saved. mlx-lm's prompt is the rest of them. Arguments and errors:
         :meth:`Snapshots.export_prompt_cache`.
         """
         export = self.snapshots.export_prompt_cache
@@ -314,7 +308,7 @@ class Engine(EngineParts):
         *,
         cache_salt: str | None = None,
     ) -> list[int]:
-        """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
+        """Load the K/V of a prompt cache of mlx-lm into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
         return self._put(self.snapshots.open_prompt_cache(path, token_ids, cache_salt))
@@ -322,19 +316,19 @@ class Engine(EngineParts):
     hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
     def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
-        """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
-        that begin with its ``token_ids`` and have its ``cache_salt``. They stay in host memory as
-        long as the engine. Errors: :meth:`Snapshots.pin_prompt_cache`.
+        """Pin the K/V of a prompt cache of mlx-lm whose tokens are unknown, for requests that begin
+        with the returned ``token_ids`` and have its ``cache_salt``. They stay in host memory until
+        the engine ends. Errors: :meth:`Snapshots.pin_prompt_cache`.
         """
         return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
 
     def _read(self, read: Callable[[], T]) -> T:
-        """Call what reads K/V, between two steps."""
+        """Call a function that reads K/V, between two steps."""
         self._changed("a snapshot", self.steps.process_output)
         return self.thread.call(read)
 
     def _put(self, prefix: Prefix) -> list[int]:
-        """Put K/V into the prefix cache, between two steps."""
+        """Load K/V into the prefix cache, between two steps."""
         put = partial(self.snapshots.put, self.steps.process_output, prefix)
         error = self._changed("a snapshot", put)
         if error is not None:
@@ -342,16 +336,15 @@ class Engine(EngineParts):
         return prefix.token_ids
 
     def save_more(self) -> bool:
-        """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
-        had to wait for the disk. Steps do so by themselves.
+        """Copy more blocks to ``cache_dir`` while no request runs, as steps do by themselves.
+        Returns whether some are left because the disk is too slow.
         """
         return self.disk_tier is not None and self._changed("save_more", self.disk_tier.save_more)
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
-        """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
-        more; whether all was written. No memory stays wired for this engine, and MLX's limit of
-        freed buffers is what it was before. Without it, the end of the engine or of Python does
-        this.
+        """Write the remaining blocks to ``cache_dir``, for at most ``timeout`` seconds, and stop
+        using it; returns whether all were written. Restores MLX's limits of wired memory and freed
+        buffers. Without a call, the end of the engine or of Python does the same.
         """
         for release in self._release_limits:
             release()
@@ -360,26 +353,24 @@ class Engine(EngineParts):
         return self.disk_tier.close(timeout, self._done_between_steps)
 
     def view(self) -> EngineView:
-        """The pool, block by block, and the requests; from any thread. It takes a millisecond for
-        some 15,000 blocks.
-        """
+        """The pool, block by block, and the requests; from any thread. 15,000 blocks take 1 ms."""
         return view_of(self.manager, self.reports.states)
 
     # Several ranks
 
     def share(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns on rank 0, on every rank. It is called there alone; the other ranks
-        take part in the steps that it runs, and raise what it raises.
+        """Run ``call`` on rank 0; the other ranks take part in its steps. Every rank returns its
+        result, or raises its error.
 
         Raises:
-            RanksError: on the other ranks, if rank 0 ends before it returns.
+            RanksError: on the other ranks, if rank 0 ends before the call returns.
         """
         if self.ranks is None:
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, self.thread, call)
         following = self.thread.submit(partial(follow, self.ranks, self, self.input_processor))
-        # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
+        # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
         following.outlast()
         value: T = following.result()
         return value
@@ -400,13 +391,13 @@ class Engine(EngineParts):
     # Inside
 
     def _changed(self, name: str, change: Callable[[], T]) -> T:
-        """What ``change`` returns, which changes the bookkeeping between two steps."""
+        """Change the bookkeeping between two steps; returns the result of ``change``."""
         return self.thread.call(partial(self._change, name, change))
 
     def _change(self, name: str, change: Callable[[], T]) -> T:
-        """Change the bookkeeping, in the engine's thread. An exception in the middle of that leaves
-        nothing that a step could trust, so it stops the engine. ``KeyboardInterrupt`` is raised in
-        a model or in a function of a request, if at all, and its step was taken back.
+        """Change the bookkeeping, in the engine's thread. An exception may leave it inconsistent,
+        so it stops the engine. ``KeyboardInterrupt`` can only come from the model or a function of
+        a request, and its step was rolled back.
         """
         if self._is_changing:
             raise RuntimeError(
@@ -424,8 +415,8 @@ class Engine(EngineParts):
             self._is_changing = False
 
     def _done_between_steps(self, change: Callable[[], None], timeout: float) -> bool:
-        """Make a change; False if that is not done within ``timeout`` seconds, or never. Where an
-        interrupt has ended the wait for a step, nothing waits for that step again.
+        """Make a change within ``timeout`` seconds; returns whether it was made. Does not wait for
+        a step that an interrupt has stopped the caller from waiting for.
         """
         if self.thread.is_current:
             self._change("close", change)
@@ -436,13 +427,13 @@ class Engine(EngineParts):
             call = self.thread.submit(partial(self._change, "close", change))
             if not call.wait(timeout):
                 return False
-            call.result()  # It raises where the change has failed.
+            call.result()  # raises if the change failed
         except EngineStoppedError:
             return False
         return True
 
     def _ask_for(self, change: Callable[[], None]) -> None:
-        """Have a change made between two steps, at once if no step runs."""
+        """Request a change between two steps, and wait for it if no step runs."""
         is_idle = self.thread.is_idle and not self.thread.is_current
         call = self.thread.submit(partial(self._change, "", change))
         if is_idle:
@@ -453,7 +444,7 @@ class Engine(EngineParts):
         states: Iterable[RequestState],
         then: Callable[[RequestState], None] | None = None,
     ) -> None:
-        # The states and not their ids: a later request may have the same id.
+        # States instead of ids, because a later request may have the same id.
         for state in states:
             self._inbox.append(partial(self.steps.abort, state))
             if then is not None:
@@ -462,7 +453,7 @@ class Engine(EngineParts):
             self._ask_for(self._read_inbox)
 
     def _read_inbox(self) -> None:
-        """Take on what other threads have asked for."""
+        """Process the requests and aborts of other threads."""
         self.steps.add_new()
         while self._inbox:
             self._inbox.popleft()()
@@ -475,7 +466,7 @@ class Engine(EngineParts):
         outputs = self.reports.report()
         self.latencies.busy_seconds += time.perf_counter() - begin
         if self._ready:
-            # Of an interrupted wait. An output that has grown since is there once.
+            # Outputs of an interrupted wait, without those that have changed again.
             known = set(map(id, outputs))
             outputs = [*(each for each in self._ready if id(each) not in known), *outputs]
         self._ready = outputs

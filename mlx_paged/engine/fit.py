@@ -16,9 +16,7 @@ REMEDIES = (
 
 
 def num_tokens_held(cache: KVCache, manager: KVCacheManager) -> int:
-    """The most tokens that one sequence alone can have within the budget; ``sys.maxsize`` where it
-    never needs more.
-    """
+    """The most tokens of a single sequence in the budget; ``sys.maxsize`` if it is unlimited."""
     return manager.block_need.max_num_tokens(cache.config.num_blocks)
 
 
@@ -29,7 +27,7 @@ def warn_unless_it_fits(
     max_model_len: int | None,
     has_default_budget: bool,
 ) -> None:
-    """Warn, with the numbers, of weights that leave K/V no room in this machine's memory."""
+    """Warn, with the numbers, if the weights leave too little of this machine's memory for K/V."""
     reason = why_too_large(weight_nbytes, has_default_budget)
     if reason is None:
         return
@@ -45,7 +43,7 @@ def warn_unless_it_fits(
 
 def _context_held(num_held: int, max_model_len: int | None) -> str:
     if max_model_len is None:
-        return "a context without end" if num_held == sys.maxsize else f"{num_held:,} tokens"
+        return "an unlimited context" if num_held == sys.maxsize else f"{num_held:,} tokens"
     if num_held < max_model_len:
         return f"{num_held:,} of its {max_model_len:,} tokens of context"
     return f"its {max_model_len:,} tokens of context"

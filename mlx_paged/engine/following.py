@@ -1,4 +1,4 @@
-"""The ranks that follow: they do what the leader's engine does, in the same order."""
+"""The side of the followers: they do what rank 0's engine does, in the same order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from mlx_paged.engine.replicas import state_of_scheduler
 from mlx_paged.engine.shared_values import as_json, from_json
 from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.engine.thread import EngineThread
-from mlx_paged.request import Request
 
 T = TypeVar("T")
 
 
 def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -> Any:
-    """Do what the leader's engine does until it hands over a value; return that, or raise it.
+    """Do what the leader's engine does until it sends a result; return or raise that result.
 
     Raises:
         RanksError: the leader has ended.
     """
     steps, scheduler, reports = engine.steps, engine.scheduler, engine.reports
 
-    def add(asked: Any) -> None:
-        request = Request(**from_json(asked))
+    def add(value: Any) -> None:
+        request = from_json(value)
         reports.states[request.request_id] = input_processor.state_of(request, None)
         steps.add_new()
 
@@ -63,7 +62,7 @@ def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -
 
 
 def share(ranks: Ranks, thread: EngineThread, call: Callable[[], T]) -> T:
-    """On rank 0 what ``call`` returns or raises, which the other ranks are told."""
+    """On rank 0: send what ``call`` returns or raises to the other ranks, and do the same here."""
 
     def tell(value: object) -> Callable[[], None]:
         return partial(ranks.send, "result", as_json(value))
@@ -72,7 +71,7 @@ def share(ranks: Ranks, thread: EngineThread, call: Callable[[], T]) -> T:
         value = call()
         told = tell(value)
     except BaseException as error:
-        # An interrupt does not wait for the step that runs: it is told behind that.
+        # An interrupt does not wait for the current step: it is sent after that.
         run = thread.call if isinstance(error, Exception) else thread.submit
         run(tell(error))
         raise

@@ -1,8 +1,8 @@
 """Structured outputs: which tokens keep an answer within its grammar.
 
-The grammar engine is llguidance: an Earley parser over a lexer of derivatives, which walks the trie
-of the vocabulary (https://github.com/guidance-ai/llguidance). It fills a mask of one bit per token
-on the host, in microseconds, while the device computes the logits.
+The grammar engine is llguidance: an Earley parser with a lexer based on derivatives, which walks
+the trie of the vocabulary (https://github.com/guidance-ai/llguidance). It fills a mask of one bit
+per token on the host, in microseconds, while the device computes the logits.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 NUM_REMEMBERED = 32  # compiled grammars
-NUM_REFUSALS = 256  # that are remembered
-# Behind its reasoning a model breaks the line before it goes on; as many of these tokens are free.
+NUM_REFUSALS = 256  # remembered
+# Models break the line after their reasoning; this many tokens of line breaks are allowed.
 MAX_LINE_BREAKS = 2
 
-# Of the separators of JSON, each with a space or without, as models write them.
+# Separators of JSON with or without a space, as models write them.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _FLEXIBLE = {"whitespace_flexible": True}
 
 
 class StructuredOutputError(ValueError):
-    """An answer can't go on within its grammar."""
+    """An answer can't be continued within its grammar."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and tokenizer, and remembers the last ones, and the last ones
-    that it refused. From any thread.
+    """Compiles grammars for a model and a tokenizer, and caches the last ones and the last
+    refusals. Any thread may call it.
 
     Args:
-        tokenizer: ``None`` compiles none.
+        tokenizer: with ``None``, all grammars are refused.
         vocab_size: of the model.
     """
 
@@ -61,17 +61,17 @@ class GrammarCompiler:
         self._reading = threading.Lock()
         self._remembering = threading.Lock()
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # what each one says
+        self._refusals: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # their messages
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """The grammar of a request.
+        """Compile the grammar of a request.
 
-        The first one takes about a second with a vocabulary of 150,000 tokens; the others take
-        milliseconds, hundreds of them where they are large, and nothing where they are remembered.
+        The first one takes about a second with a vocabulary of 150,000 tokens. Others take
+        milliseconds, large ones hundreds of them, and cached ones no time.
 
         Raises:
-            ArgumentError: no tokenizer or one that llguidance can't read, a grammar that can't be
-                compiled, or one that no answer is in; the message names the argument.
+            ArgumentError: there is no tokenizer that llguidance can read, the grammar can't be
+                compiled, or it has no answer; the message names the argument.
         """
         vocabulary = self.read_vocabulary()
         for name in ("begin_after", "reasoning_start"):
@@ -108,8 +108,8 @@ class GrammarCompiler:
         return matcher
 
     def read_vocabulary(self) -> Vocabulary:
-        """The tokens, read at the first call; raises ``ArgumentError`` where grammars can't be
-        had.
+        """The vocabulary, read at the first call. Raises ``ArgumentError`` if that is
+        impossible.
         """
         if self._tokenizer is None:
             raise refusal("structured outputs need a tokenizer")
@@ -120,14 +120,14 @@ class GrammarCompiler:
 
 
 def _remember(values: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Keep a value among the last ones, of which there are ``most``."""
+    """Store a value, and keep only the last ``most`` values."""
     values[key] = value
     while len(values) > most:
         values.popitem(last=False)
 
 
 class GrammarState:
-    """Where an answer is in its grammar. Tokens of an answer only grow; each is read once."""
+    """The state of an answer in its grammar. Tokens are only appended, and each is read once."""
 
     def __init__(self, grammar: CompiledGrammar):
         self.vocabulary = grammar.vocabulary
@@ -139,13 +139,13 @@ class GrammarState:
         self._num_free_breaks = 0  # that may still come before the structure
 
     def fill_mask(self, request: Request, mask: np.ndarray) -> None:
-        """Write the tokens that may come next.
+        """Fill the mask of the tokens that may come next.
 
         Args:
-            mask: ``[num_words] uint32``, a bit per token, the lowest first.
+            mask: ``[num_words] uint32``, one bit per token, the lowest first.
 
         Raises:
-            StructuredOutputError: the answer left its grammar, or the grammar is too complex here.
+            StructuredOutputError: the answer has left its grammar, or the grammar is too complex.
         """
         self._read_new_tokens(request)
         num_tokens, start = request.num_output_tokens, self._reasoning_start
@@ -174,7 +174,7 @@ class GrammarState:
         self._num_read = request.num_output_tokens
 
     def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
-        """The tokens of the structure, once it begins."""
+        """The tokens of the structure, which begins after the reasoning."""
         start, end = self._reasoning_start, self._begin_after
         if tuple(answer[: len(start)]) != start[: len(answer)]:
             self._is_structured = True
@@ -187,7 +187,7 @@ class GrammarState:
         return []
 
     def _without_breaks(self, tokens: list[int]) -> list[int]:
-        """The tokens of the structure after those that only break the line."""
+        """The tokens of the structure after leading line breaks."""
         for number, token in enumerate(tokens):
             if not self._num_free_breaks or token not in self.vocabulary.line_breaks:
                 self._num_free_breaks = 0
@@ -205,8 +205,8 @@ class GrammarState:
 def fill_masks(
     states: Sequence[GrammarState], requests: Sequence[Request]
 ) -> tuple[np.ndarray, dict[int, Exception]]:
-    """The tokens that may come next, ``[num_requests, vocab_size] bool``, and what failed a
-    request, by its entry. One that failed may have any.
+    """The tokens that may come next, ``[num_requests, vocab_size] bool``, and errors by entry. A
+    failed request may have any token.
     """
     vocabulary = states[0].vocabulary
     words = np.empty((len(states), vocabulary.num_words), np.uint32)
@@ -214,7 +214,7 @@ def fill_masks(
     for entry, (state, request) in enumerate(zip(states, requests, strict=True)):
         try:
             state.fill_mask(request, words[entry])
-        except BaseException as error:  # The panics of Rust are no Exception.
+        except BaseException as error:  # Panics of Rust are not Exceptions.
             failed[entry] = request_error(error)
             words[entry] = vocabulary.unstructured
     # Unpacking 150,000 bits takes 8 us here, and each operation on the device takes as much.
@@ -223,7 +223,7 @@ def fill_masks(
 
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
-    """A grammar in llguidance's notation."""
+    """The grammar of a request in llguidance's notation."""
     from llguidance import LLMatcher
 
     if params.kind in ("json", "json_object"):
@@ -236,37 +236,33 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
                 "{}" if schema == "true" else schema,
                 overrides=options,  # type: ignore[arg-type]
             )
-        except ValueError as error:  # Rust's JSON has no halves of characters.
+        except ValueError as error:  # JSON in Rust has no lone surrogates.
             raise ArgumentError(
                 f"[structured_outputs] json can't be compiled: {one_line(error)}", "json"
             ) from error
         return text
     if params.choice is not None:
-        return "start: " + " | ".join(map(_quoted, params.choice))
+        # The strings of Lark have the escapes of JSON.
+        return "start: " + " | ".join(map(dumps, params.choice))
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
     return str(LLMatcher.grammar_from_lark(params.grammar or ""))
 
 
-def _quoted(text: str) -> str:
-    """A text as a terminal of Lark, which has JSON's escapes."""
-    return dumps(text)
-
-
 class _GrammarError(ArgumentError):
-    """A grammar is refused, and would be refused again."""
+    """A grammar is refused for a permanent reason, which is cached."""
 
 
 _trials = Trials()
 
 
 def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
-    """Refuse a grammar whose compilation would end this process, or not end."""
+    """Refuse a grammar whose compilation would crash this process, or not terminate."""
     try:
         failure = _trials.failure_of(text, vocabulary.light)
     except OSError as error:
         raise refusal(
-            f"grammars are compiled first in a process of their own, which can't be started: "
+            "grammars are first compiled in a separate process, which can't be started: "
             f"{reason(error)}"
         ) from error
     if failure is not None:
@@ -283,7 +279,7 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
         raise _GrammarError(
             f"[structured_outputs] {kind} can't be compiled: {_message(matcher)}", kind
         )
-    # The first mask shows whether there is an answer at all, and fills caches that copies share.
+    # The first mask shows whether there is any answer, and fills caches that copies share.
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error() or not mask.any():
         raise _GrammarError(
@@ -302,7 +298,7 @@ _starting = threading.Lock()
 
 
 def _on_large_stack(work: Callable[[], T]) -> T:
-    """Do some work in a thread with a stack that deep grammars don't overflow."""
+    """Run a function in a thread whose stack is large enough for deep grammars."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,12 +1,12 @@
-"""A process in which each grammar is compiled first.
+"""Separate processes in which each grammar is first compiled.
 
-llguidance is careful with grammars, but some overflow the stack (the JSON schema
-``{"const": -9223372036854775807}``, in 1.9), and some never end (``{"multipleOf": 1000003}``).
-Neither can be caught in a thread, and llguidance's own limits count other work. So a grammar is
-tried in a process of its own, which has a limit of CPU time and a low priority, and is compiled in
-the engine's when that has survived it. There are ``NUM_PROCESSES`` of them at most; each begins
-when it is needed, serves all engines, and ends with this one. It imports llguidance and nothing of
-this package.
+llguidance has limits, but some grammars overflow the stack (the JSON schema
+``{"const": -9223372036854775807}``, in 1.9), and some never terminate (``{"multipleOf":
+1000003}``). Neither can be caught in a thread, and llguidance's own limits apply to other work. So
+a grammar is first compiled in a separate process with a CPU time limit and a low priority, and in
+the engine's process only if the first one survives. There are at most ``NUM_PROCESSES`` of them;
+each is started on demand, serves all engines, and ends with this process. It imports llguidance and
+nothing from this package.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Seconds. What is compiled here takes milliseconds of CPU time, large schemas hundreds of them. The
-# other limit is that of the clock, for a machine that has no time for the process.
+# Seconds. Compiling takes milliseconds of CPU time, and hundreds of them for large schemas. TIMEOUT
+# is wall-clock time, for a machine that is too busy to run the process.
 MAX_CPU_SECONDS = 2
 TIMEOUT = 10.0
 NUM_PROCESSES = 2
 _NICENESS = 10
-# Compiling recurses as deep as rules and schemas refer to each other. This is some five times what
-# the deepest of the longest grammars took; what is not used costs no memory.
+# Compiling recurses as deep as rules and schemas refer to each other. This is about five times what
+# the deepest grammar of the maximum length needed; unused stack takes no memory.
 STACK_NBYTES = 2**29
 
 
 class Failure(NamedTuple):
-    """Why a grammar did not survive its trial.
+    """Why a trial failed.
 
     Args:
-        what: it did.
-        is_certain: it would do that again.
+        what: the reason, as a predicate of the grammar.
+        is_certain: whether another trial would fail, too.
     """
 
     what: str
@@ -49,21 +49,21 @@ class Failure(NamedTuple):
 
 
 class Trials:
-    """Tries grammars, as many at a time as there are processes; from any thread."""
+    """Tries grammars, one at a time in each process. Any thread may call it."""
 
     def __init__(self, num_processes: int = NUM_PROCESSES):
         self._processes = [TrialProcess() for _ in range(num_processes)]
 
     def failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
-        """What :meth:`TrialProcess.failure_of` says, from a process that is free if one is."""
+        """As :meth:`TrialProcess.failure_of`, in a free process if there is one."""
         free = [each for each in self._processes if not each.is_busy]
-        # The first one, so that grammars that come one by one start no second process.
+        # The first one, so that grammars in sequence don't start a second process.
         process = free[0] if free else random.choice(self._processes)
         return process.failure_of(text, vocabulary)
 
 
 class TrialProcess:
-    """Tries grammars, one at a time; from any thread. Its process is started when it is needed."""
+    """Tries grammars one at a time, in a process started on demand. Any thread may call it."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
@@ -75,22 +75,22 @@ class TrialProcess:
         return self._one_at_a_time.locked()
 
     def failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
-        """Compile a grammar in the other process: ``None`` if that is still there, else what became
-        of it.
+        """Compile a grammar in the other process: ``None`` if the process survives, else the reason
+        for its end.
 
         Args:
-            vocabulary: of :func:`light_vocabulary`.
+            vocabulary: from :func:`light_vocabulary`.
 
         Raises:
-            OSError: no other process can be started.
+            OSError: the process can't be started.
         """
         with self._one_at_a_time:
             return self._failure_of(text, vocabulary)
 
     def _failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
         process, is_late = self._started(), threading.Event()
-        # Asked again only once it has answered: what it says after an interrupt is not for the next
-        # grammar.
+        # It is reused only after it has answered: an answer that comes after an interrupt must not
+        # be taken for that to the next grammar.
         self._process = None
 
         def end() -> None:
@@ -114,19 +114,19 @@ class TrialProcess:
             return Failure(f"takes more than {MAX_CPU_SECONDS} seconds", is_certain=True)
         if is_late.is_set():
             return Failure(f"takes more than {TIMEOUT:g} seconds", is_certain=False)
-        return Failure("is more than the compiler survives", is_certain=True)
+        return Failure("crashes the compiler", is_certain=True)
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                # Without this folder on the path: its modules are not top-level ones.
+                # Without this folder on the path, since its modules are not top-level ones.
                 [sys.executable or "python", "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # not interrupted by Ctrl-C
             )
             self._end = weakref.finalize(self, _end, self._process)
         return self._process
@@ -135,12 +135,12 @@ class TrialProcess:
 def light_vocabulary(
     num_tokens: int, special: Mapping[str, int], eos_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What a trial needs of a vocabulary: its size, and its special tokens by name."""
+    """The part of a vocabulary that a trial needs: its size, and special tokens by name."""
     return {"num_tokens": num_tokens, "special": dict(special), "eos": list(eos_token_ids)}
 
 
 def _ask(process: subprocess.Popen[str], question: Mapping[str, Any]) -> str:
-    """The line that a process answers with; empty if it is gone."""
+    """The line that a process answers with; empty if it has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(question) + "\n")
@@ -155,15 +155,17 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # What was written reaches no reader.
+            with contextlib.suppress(OSError):  # Buffered output can't be written any more.
                 pipe.close()
 
 
-# What follows runs in the other process.
+# The rest runs in the other process.
 
 
 class _Vocabulary:
-    """Bytes and special tokens; all others are empty. What llguidance wants of a tokenizer."""
+    """The tokenizer interface of llguidance with single bytes and special tokens; others are
+    empty.
+    """
 
     def __init__(self, vocabulary: Mapping[str, Any]):
         special: dict[str, int] = vocabulary["special"]
@@ -182,8 +184,8 @@ class _Vocabulary:
 
 
 def limit_cpu_time(seconds: float) -> None:
-    """Let the system end this process (SIGXCPU) when it has worked for this long from now on,
-    rounded up to the next whole second of all that it worked.
+    """Let the system end this process (SIGXCPU) after this much more CPU time, rounded up to a
+    whole second of its total.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
@@ -193,11 +195,11 @@ def limit_cpu_time(seconds: float) -> None:
 
 
 def main() -> None:
-    """Try one grammar for each line of the input."""
+    """Try one grammar for each line of stdin."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-    os.nice(_NICENESS)  # What is answered meanwhile comes first.
-    # The end of a grammar that takes too long leaves no file of the process's memory behind.
+    os.nice(_NICENESS)  # Answers in progress have priority.
+    # No core dump when a grammar exceeds the limit.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     tokenizers: dict[str, LLTokenizer] = {}
     threading.stack_size(STACK_NBYTES)

@@ -1,4 +1,4 @@
-"""``InputProcessor``: what users ask of an engine, checked and made into requests."""
+"""``InputProcessor``: checks the arguments of users and makes requests from them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from mlx_paged.sampling_params import SamplingParams
 
 
 class InputProcessor:
-    """Makes requests for one model and one tokenizer. Changes nothing; any thread may call it.
+    """Makes requests for one model and one tokenizer; from any thread.
 
     Args:
-        seed: what the seeds of requests that have none are drawn from; ``None`` is another each
-            time.
+        seed: of the generator of seeds for requests without one; random if ``None``.
 
     Attributes:
         token_texts: ``None`` without a tokenizer.
@@ -49,7 +48,7 @@ class InputProcessor:
         no_store: bool,
         token_rules: TokenRules | None,
     ) -> RequestState:
-        """A request; arguments and errors are those of :meth:`Engine.add_request`."""
+        """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
         request_id = REQUEST_ID.check("engine", "request_id", request_id)
         priority = PRIORITY.check("engine", "priority", priority)
         cache_salt = check_cache_salt(cache_salt)
@@ -80,7 +79,7 @@ class InputProcessor:
         return self.state_of(request, text)
 
     def state_of(self, request: Request, prompt: str | None) -> RequestState:
-        """What is kept of a request until its last output is handed out."""
+        """The state of a request until its last output is reported."""
         return RequestState(request, prompt, self.token_texts, self.special_token_ids)
 
     def prepare(self, params: SamplingParams) -> TokenRules:

@@ -1,4 +1,4 @@
-"""How an engine joins those of the other ranks: what has to be equal, and what they agree on."""
+"""How an engine joins those of the other ranks: the checks that they match, and a common budget."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from mlx_paged.ops import device
 def join_ranks(
     model: LanguageModel, tokenizer: TokenizerWrapper | None, settings: Mapping[str, object]
 ) -> Ranks | None:
-    """The ranks that a model is split over; ``None`` for a whole one.
+    """Connect the ranks that a model is split over, and check that they match; ``None`` if the
+    model is not split.
 
     Args:
-        settings: of the engine, by their names.
+        settings: of the engine, by name.
 
     Raises:
-        ArgumentError: a setting that a model of several ranks can't have.
-        RanksError: the ranks have other packages, settings, models or tokenizers.
+        ArgumentError: a setting is not supported on several ranks.
+        RanksError: the ranks have different packages, settings, models or tokenizers.
     """
     if model.group is None:
         return None
@@ -43,7 +44,7 @@ def join_ranks(
         "the device": "CPU" if device.is_cpu() else "GPU",
         "the kind of model": type(model),
         **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
-        # The shares of all ranks are alike.
+        # The shares of all ranks have equal shapes.
         "the names, shapes and types of the weights": [
             (name, leaf.shape, leaf.dtype)
             for name, leaf in dict(tree_flatten(model.parameters())).items()
@@ -61,8 +62,8 @@ def join_ranks(
 
 
 def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: LanguageModel) -> str | int:
-    """The K/V budget that every rank has room for. What a rank keeps of a token is as large on all
-    of them, so the same bytes are the same blocks.
+    """The largest K/V budget that fits on every rank. A token takes the same number of bytes on
+    each of them, so equal bytes are equal numbers of blocks.
     """
     budget = kv_budget(kv_cache_bytes, model)
     if budget.nbytes is None:

@@ -15,8 +15,9 @@ from mlx_paged.models.identity import KV_VERSION, ModelIdentity
 
 
 def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
-    """What the bytes of a block depend on beside its tokens. Versions of MLX, backends and devices
-    round in different places, and an answer is to be the one that would be computed here.
+    """What the bytes of a block depend on besides its tokens. That includes the version of MLX, the
+    backend and the device, which differ in rounding: an answer must be the same as if it were
+    computed here.
     """
     config = cache.config
     layers = tuple(

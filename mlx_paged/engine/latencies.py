@@ -1,7 +1,6 @@
-"""``Latencies``: how long requests take and how many tokens they have, as histograms that an engine
-fills while it runs. Pure Python.
+"""``Latencies``: histograms of the durations and token counts of an engine's requests. Pure Python.
 
-What is observed, and the bounds of the buckets, are those of vLLM's v1 metrics.
+The metrics and the bounds of their buckets are those of vLLM's v1.
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ REQUEST_BOUNDS = (
 )
 NUM_BOUNDS = (1, 2, 5, 10, 20)
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-UNLIMITED_MODEL_LEN = 1_000_000  # the last bucket where requests have no limit
+UNLIMITED_MODEL_LEN = 1_000_000  # the last bucket if requests have no limit
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ANSWERED = ("stop", "length")
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum. One thread observes, and any
-    thread may read.
+    """The number of observations per bucket, and their sum. Only one thread may observe; any thread
+    may read.
 
     Args:
-        bounds: the largest value of each bucket, ascending; larger values have a bucket of their
-            own after them.
+        bounds: the upper bound of each bucket, ascending; one more bucket has all larger values.
         name: of the metric.
         help: what is observed, in a sentence.
 
@@ -63,7 +61,7 @@ class Histogram:
         return sum(self.counts)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value that was seen once, or ``times`` times."""
+        """Count a value, once or ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -71,20 +69,20 @@ class Histogram:
 class Latencies:
     """Histograms and counters over all requests of an engine; seconds of ``time.perf_counter``.
 
-    A request is observed when its tokens are reported, at one reading of the clock per step. What
-    a failed step takes back was not reported, and is not observed. What concerns the prompt counts
-    once per request, what concerns an answer once per completion.
+    A request is observed when its tokens are reported, with one reading of the clock per step.
+    Tokens that a failed step takes back were not reported, so they are not observed. Metrics of
+    prompts count once per request, metrics of answers once per completion.
 
     Args:
-        max_model_len: the most tokens of a request, if there is a limit; ends the buckets of
+        max_model_len: the most tokens of a request, if there is a limit; the last bucket of
             numbers of tokens.
 
     Attributes:
-        histograms: all of them; each is an attribute, too, and says what it observes. Times and
-            lengths of completions are of those that ended by ``stop`` or ``length``. Preemptions
-            count as prefill and decode. Tokens that came in one step, by drafts, share its time.
+        histograms: all of them; each is also an attribute, with a description. Times and lengths of
+            completions count those with finish reason ``stop`` or ``length``. Preemptions count as
+            prefill and decode. Several tokens of one step, by drafts, share its time.
         num_steps: that were read.
-        num_generation_tokens: of all completions, those that run included.
+        num_generation_tokens: of all completions, including running ones.
         num_cached_prompt_tokens: of all requests that got a first token.
         num_read_prompt_tokens: of these, read from disk.
         num_finished: completions by finish reason.
@@ -179,14 +177,12 @@ class Latencies:
         return histogram
 
     def note_step(self, num_tokens: int) -> None:
-        """A step that computed ``num_tokens`` tokens was read."""
+        """Count a step that computed ``num_tokens`` tokens."""
         self.num_steps += 1
         self._step_tokens.append(num_tokens)
 
     def observe(self, states: Iterable[RequestState], now: float) -> None:
-        """Note that the outputs of these requests are reported as they are now, and observe what is
-        new in them.
-        """
+        """Observe what is new in the outputs of these requests, which are reported now."""
         num_new_tokens = num_first_tokens = 0
         num_by_latency: dict[float, int] = {}  # tokens of a step share a few
         begun: list[Request] = []
@@ -196,7 +192,7 @@ class Latencies:
                 output, num_before = completion.output, completion.num_reported_tokens
                 num_tokens, time_before = len(output.token_ids), completion.last_token_time
                 if output.finish_reason is not None and not completion.is_end_reported:
-                    # Before its last tokens: without its end, it would continue after them.
+                    # Before the ``continue`` below.
                     completion.is_end_reported = True
                     ended.setdefault(state, []).append(completion)
                 if num_tokens > num_before:
@@ -222,7 +218,7 @@ class Latencies:
             self._observe_ends(state, completions, now)
 
     def observe_steps(self) -> None:
-        """Observe the steps since the last report, when all that they gave is reported."""
+        """Observe the steps since the last report, after all of their tokens are reported."""
         if self._step_tokens:
             self._step_tokens[-1] += self._num_first_tokens
             self._num_first_tokens = 0
@@ -265,7 +261,7 @@ class Latencies:
 
 
 def one_two_five(most: int) -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50 and so on, as far as they are at most ``most``."""
+    """1, 2, 5, 10, 20, 50 and so on, up to ``most``."""
     scale = 1
     while scale <= most:
         yield from (digit * scale for digit in (1, 2, 5) if digit * scale <= most)

@@ -1,6 +1,4 @@
-"""Log-probabilities of a token and of the likeliest ones in each row of logits; and those of the
-tokens of prompts, from the rows that a step has for them.
-"""
+"""Log-probabilities of sampled tokens, of the most likely tokens, and of the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from mlx_paged.request import Logprob, Request
 
 
 class LogprobReport(NamedTuple):
-    """Log-probabilities for the requests that want some, in the order of the requests."""
+    """Log-probabilities for the requests that have requested them, in their order."""
 
-    chosen: mx.array  # [num_wanted], of the sampled token, or of that of the prompt
+    chosen: mx.array  # [num_wanted], of the sampled token or of the prompt's token
     ranks: mx.array  # [num_wanted], of the same token
     top_ids: mx.array  # [num_wanted, num_top], the most likely tokens in any order
-    top: mx.array  # [num_wanted, num_top], of these
+    top: mx.array  # [num_wanted, num_top], of the most likely tokens
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -48,8 +46,8 @@ def report_logprobs(
 def read_report(
     report: LogprobReport, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[dict[int, Logprob]]:
-    """For each row of a report, the log-probabilities by rank, then by token id; that of the row's
-    own token last, unless it is among the most likely ones.
+    """For each row of a report, log-probabilities by rank, then by token id, followed by that of
+    the row's own token unless it is among the most likely ones.
     """
     results: list[dict[int, Logprob]] = []
     for token, count, own, own_rank, top_ids, top in zip(
@@ -88,13 +86,13 @@ def score_prompts(
     logits: mx.array,  # [num_rows, vocab_size], of a step
     scheduled: Iterable[Scheduled],
 ) -> list[ScoredPrompt]:
-    """Launch the log-probabilities that a step has to give for prompts."""
+    """Launch the computation of the log-probabilities that requests of a step need for prompts."""
     scored: list[ScoredPrompt] = []
     first_row = 0
     for part in scheduled:
         request, num_rows = part.request, part.num_scored_rows
         if num_rows and not request.is_finished:
-            # The logits of a row are those of the token after it.
+            # The logits of a row are for the token after it.
             first = part.start + part.num_new_tokens - part.num_logit_rows + 1
             token_ids = request.token_ids[first : first + num_rows]
             report = report_logprobs(

@@ -1,4 +1,4 @@
-"""The arrays of a model by their places, so that they can be the inputs of a function."""
+"""The arrays of a model as a flat list, so that they can be the inputs of a function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlx_paged.models.language_model import LanguageModel
 class ModelArrays:
     """All arrays in the tree of a model's modules, dictionaries and lists.
 
-    Weights that are replaced or changed in place show in :meth:`current`; a tree that gets other
-    modules, as by quantisation or adapters, has to be :meth:`read` again.
+    :meth:`current` reflects weights that are replaced or changed in place. A tree whose modules
+    change, as by quantisation or adapters, has to be :meth:`read` again.
     """
 
     def __init__(self, model: LanguageModel):
@@ -24,7 +24,7 @@ class ModelArrays:
         self.read()
 
     def read(self) -> list[mx.array]:
-        """Note where the arrays are; returns them."""
+        """Find all arrays of the tree; returns them."""
         edges = list(_edges(self._model))
         arrays = [edge for edge in edges if isinstance(edge[2], mx.array)]
         others = [edge for edge in edges if not isinstance(edge[2], mx.array)]
@@ -36,10 +36,8 @@ class ModelArrays:
         return [array for _, _, array in arrays]
 
     def current(self) -> list[mx.array] | None:
-        """The arrays that are in the places now, in the order of :meth:`read`; ``None`` if the tree
-        has changed.
-        """
-        # Loops in C: there are hundreds of places, and this runs once per step.
+        """The current arrays, in the order of :meth:`read`; ``None`` if the tree has changed."""
+        # Loops in C, because there are hundreds of arrays and this runs once per step.
         try:
             found: list[Any] = list(map(operator.getitem, self._parents, self._keys))
         except LookupError:
@@ -52,19 +50,19 @@ class ModelArrays:
         return found[: self._num_arrays]
 
     def copy_on(self, arrays: list[mx.array]) -> LanguageModel:
-        """The model with other arrays, in the order of :meth:`read`; modules are copies."""
+        """A copy of the model with other arrays, in the order of :meth:`read`."""
         places = zip(map(id, self._parents), self._keys, strict=True)
         copied: LanguageModel = _copy_on(self._model, dict(zip(places, arrays, strict=False)))
         return copied
 
 
 def _children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The keys of a module, dictionary, list or tuple, and what lies there."""
+    """The keys and values of a module, dictionary, list or tuple."""
     return iter(node.items()) if isinstance(node, dict) else enumerate(node)
 
 
 def _edges(node: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Parent, key and child: an array, or what may hold some."""
+    """Parent, key and child for each array, and for each container that may hold arrays."""
     for key, child in _children(node):
         if isinstance(child, mx.array):
             yield node, key, child
@@ -86,5 +84,5 @@ def _copy_on(node: Any, arrays: dict[tuple[int, Any], mx.array]) -> Any:
     if isinstance(node, list | tuple):
         return type(node)(children.values())
     copied = copy.copy(node)
-    dict.update(copied, children)  # nn.Module has an update of its own
+    dict.update(copied, children)  # ``nn.Module.update`` is another method.
     return copied

@@ -30,9 +30,9 @@ class StepInFlight:
 
     Attributes:
         logits: ``[num_rows, vocab_size]``.
-        sampled: the tokens sampled from it, once their sampler is launched.
-        scored: the log-probabilities of prompts that it gives, launched together with that.
-        forks: completions that began with it.
+        sampled: the sampled tokens, once the sampler is launched.
+        scored: the log-probabilities of prompts, launched with the sampler.
+        forks: completions that were forked in this step.
     """
 
     batch: Batch
@@ -42,7 +42,7 @@ class StepInFlight:
     forks: list[Request] = field(default_factory=list)
 
     def first_row_of(self, part: Scheduled) -> int:
-        """The row of ``logits`` from which the first token of a part is drawn."""
+        """The row of ``logits`` from which the first token of a part is sampled."""
         parts = itertools.takewhile(lambda each: each is not part, self.batch.scheduled)
         return sum(each.num_logit_rows for each in parts)
 
@@ -52,11 +52,11 @@ class ModelRunner:
 
     Args:
         manager: of the block tables of the cache's sequences.
-        swap_space: holds the K/V of preempted requests.
-        draft_model: makes the drafts of a step, if any.
+        swap_space: for the K/V of preempted requests.
+        draft_model: makes the drafts of a step, if given.
 
     Attributes:
-        compiled_decode: replays decodes; ``None`` builds each of them.
+        compiled_decode: replays decodes; without it (``None``) each is built in Python.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class ModelRunner:
         if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
-        # Behind them are those of the draft model.
+        # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
         self._swap_space = swap_space or SwapSpace(0)
-        # Of recurrent layers: those before the newest step, while each of their states is held.
+        # The states of recurrent layers before the newest step, while they are referenced.
         self._stacks_before = WeakSet[StateStack]()
 
     def launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
-        """Begin to compute a step that a scheduler planned, and don't wait for it.
+        """Launch a step, without waiting for it.
 
         Args:
-            awaited: the tokens that stand in the batch as ``PENDING_TOKEN``.
+            awaited: the tokens of the batch's ``PENDING_TOKEN`` entries.
 
         Returns:
-            The logits ``[num_rows, vocab_size]``, one row at least; when they are there, the step
-            was computed.
+            The logits ``[num_rows, vocab_size]``, at least one row. Once they are evaluated, the
+            step is computed.
         """
         cache = self.cache
         for transfer in batch.transfers:
@@ -123,17 +123,34 @@ class ModelRunner:
 
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """``[num_tokens] int32``, the packed new tokens of a batch."""
-        if self.draft_model is None or not batch.drafted:
-            return _tokens_of(batch, awaited)
-        # A step with drafts was planned when all tokens before it were known.
-        return self.draft_model.put_drafts(batch, mx.array(batch.token_ids, dtype=mx.int32))
+        scheduled, token_ids = batch.scheduled, batch.token_ids
+        if PENDING_TOKEN not in token_ids:
+            return mx.array(token_ids, dtype=mx.int32)
+        if self.draft_model is not None and batch.drafted:
+            # All pending tokens are drafts, because the tokens before them are known by now.
+            return self.draft_model.put_drafts(batch, mx.array(token_ids, dtype=mx.int32))
+        entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
+        ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
+        pairs = zip(ends, scheduled, strict=True)
+        places = [
+            (end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token
+        ]
+        positions, entries = zip(*places, strict=True)
+        pending = awaited.token_ids
+        if entries != tuple(range(len(entry_of))):
+            pending = pending[mx.array(entries, dtype=mx.int32)]
+        if len(positions) == len(token_ids):
+            return pending
+        tokens = mx.array(token_ids, dtype=mx.int32)
+        tokens[mx.array(positions, dtype=mx.int32)] = pending
+        return tokens
 
     def _transfer(self, transfer: Transfer) -> None:
         cache = self.cache
         if isinstance(transfer, CopyBlocks):
             cache.copy_blocks(transfer.copies)
             return
-        assert isinstance(cache, PagedKVCache), "a basic cache has no windows and swaps nothing"
+        assert isinstance(cache, PagedKVCache), "a basic cache has no windows and does not swap"
         if isinstance(transfer, ShiftKeys):
             cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
@@ -149,23 +166,3 @@ class ModelRunner:
             ]
             load_blocks(cache, self._swap_space.tier, blocks)
             self._swap_space.release(transfer.name)
-
-
-def _tokens_of(batch: Batch, awaited: SampledTokens) -> mx.array:
-    """``[num_tokens] int32``, the packed new tokens of a batch."""
-    scheduled, token_ids = batch.scheduled, batch.token_ids
-    if PENDING_TOKEN not in token_ids:
-        return mx.array(token_ids, dtype=mx.int32)
-    entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
-    ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
-    pairs = zip(ends, scheduled, strict=True)
-    places = [(end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token]
-    positions, entries = zip(*places, strict=True)
-    pending = awaited.token_ids
-    if entries != tuple(range(len(entry_of))):
-        pending = pending[mx.array(entries, dtype=mx.int32)]
-    if len(positions) == len(token_ids):
-        return pending
-    tokens = mx.array(token_ids, dtype=mx.int32)
-    tokens[mx.array(positions, dtype=mx.int32)] = pending
-    return tokens

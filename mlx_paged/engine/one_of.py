@@ -1,9 +1,8 @@
-"""``oneOf`` of JSON schemas as ``anyOf``, where no value is valid for two of its branches.
+"""Rewrites ``oneOf`` in JSON schemas as ``anyOf`` if its branches are mutually exclusive.
 
-A grammar can say "any of", and not "exactly one of". pydantic writes ``oneOf`` for unions whose
-members a property tells apart. llguidance sees for itself that some branches exclude one another,
-but not behind references, in recursive schemas, or where the property has a default and so is not
-required. Pure functions.
+A grammar can express "any of", but not "exactly one of". pydantic writes ``oneOf`` for unions with
+a discriminator. llguidance recognises some exclusive branches itself, but not with references, in
+recursive schemas, or if the discriminator has a default and so is not required. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from typing import Any, TypeAlias
 
 Schema: TypeAlias = Mapping[str, Any]
 
-# Where schemas stand in a schema. What stands elsewhere (const, enum, default) is data.
+# Keywords that contain schemas. Others (const, enum, default) contain data.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not")
 # Here "number" stands for numbers that are not integers.
 _TYPES = {"number": {"number", "integer"}}
 _ALL_TYPES = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
-_MAX_COMPARISONS = 10_000  # of two schemas, in one that is rewritten: some ten milliseconds
+_MAX_COMPARISONS = 10_000  # of pairs of schemas per rewritten one: some ten milliseconds
 
 
 def one_of_as_any_of(schema: Schema) -> Schema:
-    """The schema with ``anyOf`` in the place of each ``oneOf`` whose branches exclude one another,
+    """The schema with ``anyOf`` in place of each ``oneOf`` whose branches are mutually exclusive,
     by their types, by their values, or by those of a property.
 
-    What is valid for the result is valid for the schema. The reverse holds, but for a property that
-    tells branches apart and is not required in all of them: it is required in the result, as
-    pydantic itself requires it. Any other ``oneOf`` stays.
+    What is valid for the result is valid for the schema. The reverse is true except that a property
+    that distinguishes branches is required in the result, as pydantic itself requires it. Any other
+    ``oneOf`` is kept.
     """
     rewriting = _Rewriting(schema)
     try:
@@ -43,10 +42,10 @@ def one_of_as_any_of(schema: Schema) -> Schema:
 
 
 class _Rewriting:
-    """One schema while it is rewritten.
+    """The rewriting of one schema.
 
     Attributes:
-        definitions: those that are added to its own: with a property that is required.
+        definitions: added definitions, which require a property.
     """
 
     def __init__(self, root: Schema):
@@ -76,7 +75,7 @@ class _Rewriting:
         return result
 
     def _exclusive(self, branches: Sequence[Any], parent: Schema) -> list[Any] | None:
-        """The branches as they exclude one another; ``None`` if that can't be seen."""
+        """The branches, made mutually exclusive if necessary; ``None`` if that is impossible."""
         common = {"type": parent["type"]} if "type" in parent else {}
         resolved = [self._resolved(each, common) for each in branches]
         if all(self._exclude(one, other) for one, other in combinations(resolved, 2)):
@@ -98,13 +97,13 @@ class _Rewriting:
             return stricter
         place = dumps(branch), name
         if place not in self._names:
-            # Named before it is written: it may refer to itself.
+            # It is named before it is rewritten, since it may refer to itself.
             self._names[place] = added = f"mlx_paged.required.{len(self._names)}"
             self.definitions[added] = self.of(stricter)
         return {"$ref": f"#/$defs/{self._names[place]}"}
 
     def _exclude(self, one: Any, other: Any) -> bool:
-        """Whether it can be seen that no value is valid for both schemas."""
+        """Whether it is certain that no value is valid for both schemas."""
         self._num_left -= 1
         one, other = self._resolved(one), self._resolved(other)
         if self._num_left < 0 or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
@@ -127,7 +126,7 @@ class _Rewriting:
         return any(self._exclude(ours.get(name), theirs.get(name)) for name in both)
 
     def _resolved(self, schema: Any, common: Schema | None = None) -> Any:
-        """What a reference refers to, with what stands beside it."""
+        """The target of a reference, with the keywords next to the reference."""
         for _ in range(16):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
@@ -140,8 +139,8 @@ class _Rewriting:
 
 
 def _told_by(parent: Schema, branches: Sequence[Any]) -> Iterator[str]:
-    """The properties that may tell branches apart: the one that a discriminator names, or those
-    that all of them declare, where each is an object.
+    """The properties that may distinguish branches that are objects: the discriminator, or those
+    that all of them declare.
     """
     if not all(isinstance(each, Mapping) and _types_of(each) == {"object"} for each in branches):
         return
@@ -165,7 +164,7 @@ def _required_of(schema: Schema) -> list[str]:
 
 
 def _types_of(schema: Schema) -> frozenset[str]:
-    """The types of the values that a schema may have, or more."""
+    """A superset of the types of valid values."""
     said, values = schema.get("type"), _values_of(schema)
     if values is not None:
         return frozenset(value.partition(" ")[0] for value in values)
@@ -174,7 +173,7 @@ def _types_of(schema: Schema) -> frozenset[str]:
 
 
 def _values_of(schema: Schema) -> list[str] | None:
-    """The values of a schema that lists them, each as its type and its JSON."""
+    """The values of a schema that enumerates them, each as its type and its JSON."""
     if "const" in schema:
         return [_type_and_json(schema["const"])]
     values = schema.get("enum")

@@ -1,6 +1,4 @@
-"""How an engine checks its options and hands them on: to its cache, its scheduler and its tier on
-disk.
-"""
+"""Checks an engine's options and splits them for its cache, its scheduler and its disk tier."""
 
 from __future__ import annotations
 
@@ -43,19 +41,14 @@ class RequestOptions(TypedDict, total=False):
     token_rules: TokenRules | None
 
 
-def passed_on_names() -> frozenset[str]:
-    """The names of an engine's options."""
-    return frozenset(ENGINE_OPTIONS)
-
-
 def checked_options(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they are used.
+    """The options with checked and normalised values.
 
     Args:
-        part: of the package, for the error.
+        part: the part of the package, for the error.
 
     Raises:
-        ArgumentError: a value that is not what the declaration says.
+        ArgumentError: a value is not in the domain of its declaration.
     """
     return {
         name: ENGINE_OPTIONS[name].domain.check(part, name, value)
@@ -64,10 +57,10 @@ def checked_options(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnOptions(NamedTuple):
-    """What stays with each rank, and need not be alike.
+    """Options that may differ between ranks.
 
     Attributes:
-        make_budgets: makes what sets the budgets of steps, up to these limits.
+        make_budgets: makes the object that chooses the budgets of steps, from their limits.
     """
 
     seed: int | None
@@ -77,17 +70,23 @@ class OwnOptions(NamedTuple):
 
 
 def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions]:
-    """The options of a rank, and those of all ranks.
+    """The options of this rank, and those that must be equal on all ranks.
 
     Raises:
-        ArgumentError: one of the rank's own is out of its range, or they don't go together.
+        ArgumentError: an option of this rank is out of its range, or conflicts with another one.
     """
     given: dict[str, Any] = {**options}
     wired_limit = given.pop("wired_limit", None)
     names = ("seed", "run_ahead", *_BUDGET_OPTIONS)
     own = checked_options("engine", {name: given.pop(name, None) for name in names})
+    clocked = [name for name in _BUDGET_OPTIONS[:2] if own[name]]
+    if clocked and own["token_budgets"] is not None:
+        raise ArgumentError(
+            f"[engine] token_budgets can't be combined with {clocked[0]}, which chooses budgets; "
+            "leave one out",
+            "token_budgets",
+        )
     make_budgets = partial(_make_budgets, *(own[name] for name in _BUDGET_OPTIONS))
-    _check_budgets(own)
     return (
         OwnOptions(own["seed"], own["run_ahead"], wired_limit, make_budgets),
         cast(EngineOptions, given),
@@ -97,13 +96,13 @@ def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions
 def split_options(
     options: EngineOptions, max_model_len: int | None, has_draft_model: bool
 ) -> tuple[CacheOptions, SchedulerConfig]:
-    """Those of the cache, but for its kind, and those of the scheduler.
+    """The options of the cache, except its kind, and those of the scheduler.
 
     A ``num_draft_tokens`` of ``None`` is ``DEFAULT_NUM_DRAFT_TOKENS`` with a draft model, and 0
-    without one. Numbers of tokens that are ``None`` are the defaults of ``SchedulerConfig``.
+    without one. Other numbers of tokens default to those of ``SchedulerConfig``.
 
     Raises:
-        ArgumentError: one of the scheduler is out of its range, or they don't go together.
+        ArgumentError: an option of the scheduler is out of its range, or conflicts with another.
     """
     given: dict[str, Any] = {**options, "max_model_len": max_model_len}
     cache = {name: given[name] for name in CacheOptions.__annotations__ if name in given}
@@ -118,8 +117,8 @@ def split_options(
 
 
 def with_step_seconds(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an engine that steps by itself: where neither the seconds nor the tokens of a
-    step are given, the seconds are the defaults.
+    """The options of an engine that steps by itself: if neither the seconds nor the tokens of a
+    step are given, the seconds are set to their defaults.
     """
     chosen = dict(options)
     if options.get("token_budgets") is None:
@@ -130,16 +129,6 @@ def with_step_seconds(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get("mixed_step_seconds") is None and tokens is None:
             chosen["mixed_step_seconds"] = DEFAULT_MIXED_STEP_SECONDS
     return chosen
-
-
-def _check_budgets(given: Mapping[str, Any]) -> None:
-    clocked = [name for name in _BUDGET_OPTIONS[:2] if given[name]]
-    if clocked and given["token_budgets"] is not None:
-        raise ArgumentError(
-            f"[engine] token_budgets can't be combined with {clocked[0]}, which chooses budgets; "
-            "leave one out",
-            "token_budgets",
-        )
 
 
 def _make_budgets(
@@ -156,11 +145,11 @@ def _make_budgets(
 def tier_of(
     options: EngineOptions, config: SchedulerConfig, model: LanguageModel
 ) -> Callable[[Fingerprint], Tier] | None:
-    """What makes the tier of full blocks, if there is to be one: :class:`DiskTierOptions`, or what
-    the caller gave.
+    """The factory of the tier of full blocks, if the options have one: :class:`DiskTierOptions`, or
+    the caller's own.
 
     Raises:
-        ArgumentError: a value that can't be, or an engine that can't have such a tier.
+        ArgumentError: an invalid value, or an engine that does not support a tier.
     """
     own = options.get("tier")
     if own is not None:
@@ -169,7 +158,7 @@ def tier_of(
         options.get("cache_dir"), options.get("cache_dir_size"), options.get("cache_dir_ttl")
     )
     if own is not None and disk is not None:
-        raise ArgumentError("[engine] tier takes the place of cache_dir; leave one out", "tier")
+        raise ArgumentError("[engine] tier replaces cache_dir; leave one out", "tier")
     made: Callable[[Fingerprint], Tier] | None = own or disk
     if made is not None:
         num_ranks = 1 if model.group is None else model.group.size()

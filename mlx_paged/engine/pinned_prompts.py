@@ -1,9 +1,9 @@
-"""``PinnedPrompt``: K/V of unknown tokens that stand before prompts.
+"""``PinnedPrompt``: K/V of unknown tokens that precede prompts.
 
-mlx-lm's prompt caches do not say of which tokens their K/V are. Such K/V can't be computed again,
-so they stay in host memory as if they had been swapped out, and each request that begins with them
-swaps them in. In the place of their tokens it has others, and a salt of its own keeps the blocks
-that it leaves in the prefix cache from all others.
+mlx-lm's prompt caches do not contain token ids. Their K/V can't be computed again, so they stay in
+host memory as if they had been swapped out, and each request that begins with them swaps them in.
+Such a request has placeholders for the unknown tokens, and a unique salt, so that no other request
+finds the blocks that it leaves in the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PLACEHOLDER_TOKEN = 0
 
 
 class PinnedPrompt(NamedTuple):
-    """What a request gives that shall begin with held K/V.
+    """What a request passes to begin with pinned K/V.
 
     Attributes:
-        token_ids: stand for the tokens of the K/V, and the request's own follow.
-        cache_salt: the request's.
+        token_ids: placeholders for the tokens of the K/V, which the prompt begins with.
+        cache_salt: the salt of the request.
     """
 
     token_ids: list[int]
     cache_salt: str
 
     def __repr__(self) -> str:
-        return f"PinnedPrompt({len(self.token_ids):,} tokens)"  # The salt keeps others out.
+        return f"PinnedPrompt({len(self.token_ids):,} tokens)"  # The salt is secret.
 
 
 def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedPrompt:
-    """Read the K/V of a file into the swap space, where they stay.
+    """Read the K/V of a file into the swap space, and pin them there.
 
     Raises:
         SnapshotError: the file can't be read.
@@ -58,7 +58,7 @@ def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedP
 
 
 def check_can_pin(cache: KVCache, has_draft_model: bool) -> None:
-    """Refuse by name what a prompt cache of unknown tokens can't be combined with.
+    """Check that an engine supports prompt caches of unknown tokens.
 
     Raises:
         ArgumentError: the cache is not a paged one, or has windows, or there is a draft model.
@@ -72,8 +72,8 @@ def check_can_pin(cache: KVCache, has_draft_model: bool) -> None:
         why, argument = "a draft model, of which it has no K/V", "draft_model"
     if why:
         raise ArgumentError(
-            "[engine] a prompt cache that does not say its tokens can't be combined with "
-            f"{why}; where the tokens are known, import_prompt_cache takes them",
+            f"[engine] a prompt cache without token ids can't be combined with {why}; if the "
+            "tokens are known, use import_prompt_cache",
             argument,
         )
 
@@ -81,16 +81,16 @@ def check_can_pin(cache: KVCache, has_draft_model: bool) -> None:
 def check_begins_with_pinned(
     token_ids: Sequence[int], num_held: int, params: SamplingParams
 ) -> None:
-    """Refuse what would read, or compute, unknown tokens.
+    """Check that a request does not depend on unknown tokens.
 
     Raises:
-        ArgumentError: the prompt does not begin with the held one and go on, or a parameter looks
-            at the prompt's tokens.
+        ArgumentError: the prompt does not continue the pinned one, or a parameter depends on the
+            prompt's tokens.
     """
     if len(token_ids) <= num_held or set(token_ids[:num_held]) != {PLACEHOLDER_TOKEN}:
         raise ArgumentError(
-            f"[engine] with the cache_salt of a held prompt, a prompt begins with its {num_held} "
-            f"token_ids and has at least one of its own; got {len(token_ids)} tokens",
+            f"[engine] with the cache_salt of a pinned prompt, a prompt must begin with its "
+            f"{num_held} token_ids and add at least one token; got {len(token_ids)} tokens",
             "prompt",
         )
     for name, is_used in (
@@ -100,7 +100,7 @@ def check_begins_with_pinned(
     ):
         if is_used:
             raise ArgumentError(
-                f"[engine] {name} can't be combined with a prompt cache that does not say its "
-                "tokens, which it would look at",
+                f"[engine] {name} can't be combined with a prompt cache without token ids: it "
+                "depends on them",
                 name,
             )

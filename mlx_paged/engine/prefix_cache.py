@@ -1,5 +1,5 @@
-"""``PrefixCache``: what requests find of the K/V that others computed, and what others find of
-theirs. Pure Python, no arrays.
+"""``PrefixCache``: full blocks that requests share by the hashes of their tokens. Pure Python, no
+arrays.
 """
 
 from __future__ import annotations
@@ -21,42 +21,40 @@ from mlx_paged.request import Request, SeqId
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
-    """What is hashed with each block besides its tokens."""
+    """What is hashed with each block in addition to its tokens."""
     return () if cache_salt is None else (cache_salt,)
 
 
 class UnsharedKV(Protocol):
-    """What a cache does whose sequences share no blocks: it copies forks and, in the place of a
-    prefix cache, keeps the last sequence that ended.
+    """A cache whose sequences share no blocks: it copies forks and, instead of a prefix cache, has
+    the last finished sequence.
     """
 
     def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a second sequence with the same tokens, in blocks of its own; False, and nothing has
-        changed, where there are too few.
-        """
+        """Add a copy of a sequence in new blocks; False, without a change, if there are too few."""
         ...
 
     def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a sequence that ends, whose first blocks have these hashes."""
+        """Keep a finished sequence, whose first blocks have these hashes."""
 
     def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks, from the first one on, the kept sequence begins with."""
+        """How many of these blocks the kept sequence begins with."""
         ...
 
     def take_last(self, table: BlockTable) -> None:
-        """Let a new sequence, which has its slots, go on with what is kept."""
+        """Move the kept sequence into the slots of a new one."""
 
     def forget_last(self) -> None:
-        """Keep nothing."""
+        """Drop the kept sequence."""
 
 
 class PrefixCache:
-    """The full blocks of all requests, by the hashes of their tokens. Where sequences share no
-    blocks it is the last one that ended.
+    """The full blocks of all requests, by the hashes of their tokens; or, if sequences share no
+    blocks, the last finished sequence.
 
     Args:
-        unshared: of a cache whose sequences share no blocks.
-        is_enabled: whether anything is found at all.
+        unshared: a cache whose sequences share no blocks; ``None`` for others.
+        is_enabled: whether prefix caching is enabled.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class PrefixCache:
         self._finds_blocks = is_enabled and unshared is None
 
     def computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The blocks of the longest prefix of a request that are cached; none is taken."""
+        """The blocks of the longest cached prefix of a request, which are not allocated yet."""
         if not self._finds_blocks:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
@@ -76,7 +74,7 @@ class PrefixCache:
         return self._manager.get_computed_blocks(request.block_hashes, num_tokens)
 
     def num_kept_tokens(self, request: Request) -> int:
-        """Of a new request, the tokens with which the last sequence began; whole blocks."""
+        """How many tokens of a new request the kept sequence begins with, in full blocks."""
         if self._last_sequence is None:
             return 0
         self._hash_blocks(request)
@@ -85,21 +83,21 @@ class PrefixCache:
         return self._last_sequence.num_kept_blocks(hashes) * self._block_size
 
     def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
-        """What a request could have of a tier beside what is cached."""
+        """The blocks of a request that a tier has and the pool lacks."""
         self._hash_blocks(request)
         num_tokens = _num_findable_tokens(request)
         return self._manager.absent_blocks(request.block_hashes, num_tokens, tier.has)
 
     def begin(self, request: Request, num_held_tokens: int) -> None:
-        """A request has its slots, the first of which the last sequence may fill."""
+        """A request has got its slots, into which the kept sequence may be moved."""
         if self._last_sequence is not None:
             self._manager.count_lookup(_num_findable_tokens(request), num_held_tokens)
             if num_held_tokens:
                 self._last_sequence.take_last(self._manager.tables[request.seq_id])
 
     def cache_blocks(self, request: Request) -> list[int]:
-        """Let others hit the blocks that are full after the newest step, as far as their tokens are
-        known; returns the ids of those that are new.
+        """Cache the blocks that the newest step has filled, as far as their tokens are known;
+        returns the ids of the new ones.
         """
         if not self._finds_blocks:
             return []
@@ -115,7 +113,7 @@ class PrefixCache:
         return block_ids
 
     def end(self, request: Request) -> None:
-        """A request ends, whose blocks are about to be given back."""
+        """A request is finished, and its blocks are about to be freed."""
         if self._last_sequence is not None:
             self._hash_blocks(request)
             num_full_blocks = request.num_computed_tokens // self._block_size
@@ -123,12 +121,12 @@ class PrefixCache:
             self._last_sequence.keep_last(self._manager.tables[request.seq_id], hashes)
 
     def forget_last(self) -> None:
-        """Keep no sequence that has ended."""
+        """Drop the kept sequence."""
         if self._last_sequence is not None:
             self._last_sequence.forget_last()
 
     def reset(self) -> bool:
-        """Forget all that requests left, or return False and change nothing while some run."""
+        """Drop all cached blocks; False, without a change, while requests are running."""
         if not self._manager.reset_prefix_cache():
             return False
         self.forget_last()
@@ -145,7 +143,7 @@ class PrefixCache:
 
 
 def _num_findable_tokens(request: Request) -> int:
-    """Tokens of which all but the last may be found: a row whose logits are wanted is computed."""
+    """Tokens of which all but the last may be cached: rows whose logits are needed are computed."""
     if request.num_unscored_tokens:
         return request.num_prompt_tokens - request.num_unscored_tokens
     return request.num_tokens

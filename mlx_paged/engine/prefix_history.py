@@ -1,9 +1,8 @@
-"""``PrefixHistory``: why the prefix cache did not hold more of a prompt.
+"""``PrefixHistory``: why the prefix cache did not contain more of a prompt.
 
-The cache knows hashes, and a hash that is not there says nothing. So the token ids of the last
-sequences are remembered for a while, and the prompt of a new request is compared with them: was its
-beginning computed before and evicted since, or where, and how, does it differ from all that was
-computed?
+A hash that is missing from the cache does not explain the miss. So the token ids of the last
+sequences are remembered, and compared with each new prompt: was its beginning computed and evicted,
+or where and how does it differ from all previous sequences?
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from mlx_paged.engine.prefix_report import REASONS, PrefixReport, Reason
 from mlx_paged.request import Request
 
 MAX_REPORTS = 256
-# Of sequences that go on from the same block, as many are compared with a prompt.
+# The most sequences after a common block that are compared with a prompt.
 MAX_BRANCHES = 64
-# A report keeps as many tokens of both sides, to say how they differ ...
+# The most differing tokens of either side in a report ...
 MAX_DIFFERING_TOKENS = 256
-# ... and as many before them, to show where.
+# ... and the tokens before them, which show the place.
 NUM_TOKENS_BEFORE = 16
 
 
 class _Sequence:
-    """The tokens of a request, as far as they are remembered."""
+    """The remembered tokens of a request."""
 
     __slots__ = ("block_hashes", "is_running", "request_id", "root", "token_ids")
 
@@ -39,23 +38,23 @@ class _Sequence:
         self.is_running = True
 
     def path(self) -> list[tuple[Hashable, Hashable]]:
-        """Each block's parent and name, and those of the tail after the last full block."""
+        """Parent and name of each block, and of the tail after the last full block."""
         names: list[Hashable] = [self.root, *self.block_hashes, self]
         return list(pairwise(names))
 
 
 class PrefixHistory:
-    """The token ids of the last sequences, and what the prefix cache held of the last prompts.
+    """The token ids of the last sequences, and reports on the cache hits of the last prompts.
 
-    Sequences with different salts are never compared. Not thread-safe, but for ``reports`` and
-    ``num_missed_tokens``, which any thread may copy.
+    Sequences with different salts are never compared. Not thread-safe, except that any thread may
+    copy ``reports`` and ``num_missed_tokens``.
 
     Args:
-        max_num_tokens: of all sequences together; 0 remembers and reports nothing.
+        max_num_tokens: the most tokens of all sequences together; 0 disables the history.
         block_size: tokens per block.
 
     Attributes:
-        reports: the last ones, oldest first.
+        reports: the last reports, oldest first.
         num_missed_tokens: prompt tokens that were not cached, by reason.
     """
 
@@ -65,7 +64,7 @@ class PrefixHistory:
         self.reports: deque[PrefixReport] = deque(maxlen=MAX_REPORTS)
         self.num_missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         self._block_size = block_size
-        # Oldest first. A sequence is entered with its prompt, and again when it is finished.
+        # Oldest first. A sequence is added with its prompt, and again when it is finished.
         self._sequences: dict[Hashable, _Sequence] = {}
         # {parent: {name: newest sequence}}, the newest last.
         self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
@@ -73,13 +72,13 @@ class PrefixHistory:
     def admit(
         self, request: Request, num_cached_tokens: int, num_tokens_with_kv: int = 0
     ) -> PrefixReport | None:
-        """Report on a prompt that begins to run, and remember it. Its blocks are hashed.
+        """Report on an admitted prompt, whose blocks are hashed, and remember it.
 
         Args:
-            num_tokens_with_kv: more than are cached where the model's state was not kept.
+            num_tokens_with_kv: more than the cached tokens if the recurrent state was not kept.
         """
         if not self.max_num_tokens or request.num_unscored_tokens:
-            return None  # Prompts that are scored are computed, whatever is cached.
+            return None  # Prompts that are scored are computed in any case.
         report = self._explain(request, num_cached_tokens, num_tokens_with_kv)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens
@@ -88,7 +87,7 @@ class PrefixHistory:
         return report
 
     def finish(self, request: Request) -> None:
-        """Remember a request's answer, too."""
+        """Remember a request's answer."""
         if self.max_num_tokens:
             self._remember(request)
             sequence = self._sequences.get(request.seq_id)
@@ -118,7 +117,7 @@ class PrefixHistory:
             elif other is not None and other.is_running:
                 reason = "pending"
         elif other is None or not position or position < num_cached_tokens:
-            # More may be cached than is remembered: what was on disk.
+            # More may be cached than is remembered, such as blocks from disk.
             reason, other, position = "new", None, num_cached_tokens
         elif position == len(other.token_ids):
             reason = "continued"
@@ -143,8 +142,8 @@ class PrefixHistory:
     def _longest_match(
         self, request: Request, num_blocks: int
     ) -> tuple[int, _Sequence | None, int]:
-        """How many of a prompt's blocks any sequence has, the sequence that has the most of its
-        tokens, and how many these are.
+        """How many of a prompt's blocks any sequence has, the sequence with the longest common
+        prefix, and its length in tokens.
         """
         parent: Hashable = ("root", request.cache_salt)
         depth, best = 0, None
@@ -175,7 +174,7 @@ class PrefixHistory:
         self._sequences[request.seq_id] = sequence
         for parent, name in sequence.path():
             children = self._children.setdefault(parent, {})
-            children.pop(name, None)  # The newest stands last.
+            children.pop(name, None)  # The newest comes last.
             children[name] = sequence
         self.num_tokens += num_tokens
         while self.num_tokens > self.max_num_tokens:

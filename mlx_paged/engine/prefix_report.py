@@ -1,4 +1,4 @@
-"""``PrefixReport``: what the prefix cache held of one prompt, and why not more."""
+"""``PrefixReport``: how much of a prompt was cached, and why not more."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from typing import Literal, NamedTuple, TypeAlias
 Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "no_state"]
 REASONS: dict[Reason, str] = {
     "hit": "all blocks of the prompt were cached",
-    "new": "nothing that was computed begins like it",
-    "continued": "it goes on where the longest sequence of the same beginning ended",
-    "changed": "it differs from the longest sequence of the same beginning",
-    "evicted": "its beginning was computed before, and evicted since",
+    "new": "no previous sequence begins like it",
+    "continued": "it continues the longest sequence with the same beginning",
+    "changed": "it differs from the longest sequence with the same beginning",
+    "evicted": "its beginning was computed before and has been evicted",
     "pending": "its beginning is being computed for another request",
-    "no_state": "more of its K/V are cached, and the recurrent state there was not kept",
+    "no_state": "more of its K/V are cached, but the recurrent state after them was not kept",
 }
 
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """What the prefix cache held of one prompt, and why not more.
+    """How much of a prompt was cached, and why not more.
 
     Args:
         reason: one of :data:`REASONS`.
-        position: the first token of the prompt where it left what was cached (``"evicted"``,
-            ``"pending"``, ``"no_state"``) or computed at all; the length of the cached prefix where
-            all of it was there.
-        other_request_id: the request whose sequence it is compared with, if there is one.
-        before: the last tokens in front of ``position``.
+        position: the first token of the prompt that was not cached (``"evicted"``, ``"pending"``,
+            ``"no_state"``) or not computed before; the length of the cached prefix for a full hit.
+        other_request_id: the request that it is compared with, if there is one.
+        before: the last tokens before ``position``.
         expected: the tokens of the other sequence from ``position`` on.
-        found: those of the prompt.
-        num_read_tokens: of the cached ones, those that were read from disk for it.
+        found: the tokens of the prompt from ``position`` on.
+        num_read_tokens: how many of the cached tokens were read from disk for it.
     """
 
     request_id: str
@@ -49,13 +48,13 @@ class PrefixReport:
     num_read_tokens: int = 0
 
     def change(self) -> Change | None:
-        """How the prompt differs from the other sequence, where it does; a millisecond or so."""
+        """How the prompt differs from the other sequence, if it does. Takes about a millisecond."""
         return change_between(self.expected, self.found) if self.reason == "changed" else None
 
 
 class Change(NamedTuple):
-    """The first difference between two sequences of tokens: ``num_expected`` tokens of one stand
-    where the other has ``num_found``. What is reordered has the same tokens on both sides.
+    """The first difference between two sequences of tokens: ``num_expected`` tokens of one are
+    replaced by ``num_found`` of the other. If they are reordered, they are the same on both sides.
     """
 
     kind: Literal["inserted", "removed", "replaced", "reordered"]
@@ -69,7 +68,7 @@ def change_between(expected: Sequence[int], found: Sequence[int]) -> Change:
     if reordered is not None:
         return reordered
     matcher = SequenceMatcher(None, expected, found, autojunk=False)
-    # Where a few tokens are the same by chance, the difference continues after them.
+    # A few equal tokens may be a coincidence: the difference continues after them.
     same = next(each for each in matcher.get_matching_blocks() if each.size >= 4 or not each.size)
     if not same.a:
         return Change("inserted", same.a, same.b)
@@ -77,7 +76,7 @@ def change_between(expected: Sequence[int], found: Sequence[int]) -> Change:
 
 
 def _reordered(expected: Sequence[int], found: Sequence[int]) -> Change | None:
-    """The shortest beginning of both, of one length and with the same tokens, if there is one."""
+    """The shortest beginnings of both with the same tokens in another order, if there are some."""
     surplus: Counter[int] = Counter()
     num_unequal = 0
     for number, (left, right) in enumerate(zip(expected, found, strict=False), 1):

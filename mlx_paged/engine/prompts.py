@@ -1,4 +1,4 @@
-"""Prompts in every form that users give them, read into token ids that the model has."""
+"""Prompts in all supported forms, converted to token ids of the model."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.token_ids import TokenIds, check_token_ids, is_array, read_array
 
-# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions
-# such as these.
+# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
+# unions such as this one.
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as the engine works on it."""
+    """A prompt as the engine processes it."""
 
-    text: str | None  # as the user gave it; None where there were only token ids
+    text: str | None  # as the user gave it; None if there were only token ids
     token_ids: list[int]  # at least one, each in the model's vocabulary
 
 
 def read_prompt(
     prompt: object, tokenizer: TokenizerWrapper | None, vocab_size: int, name: str = "prompt"
 ) -> EncodedPrompt:
-    """The text and the token ids of a prompt, checked. Changes nothing; any thread may call it.
+    """Check a prompt and return its text and token ids. Any thread may call it.
 
     Args:
         prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's
-            dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. Where both keys are given,
+            dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. If both keys are given,
             the ids are the prompt, and the text is kept for the output.
-        tokenizer: for text; ``None`` takes token ids only.
+        tokenizer: for text; with ``None``, only token ids are accepted.
         vocab_size: each id must be below it.
         name: of the argument, for error messages.
 
     Raises:
-        ValueError: something else, an empty prompt, a text that can't be encoded, or a token that
-            the model does not have; one line that names the argument.
+        ValueError: it has another type, is empty, can't be encoded, or has a token outside the
+            vocabulary; the message is one line that names the argument.
     """
     text, token_ids = _split_dict(prompt, name) if isinstance(prompt, Mapping) else (None, prompt)
     if isinstance(token_ids, str):
@@ -68,14 +68,14 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
 
 
 def split_prompts(prompts: object) -> list[Any]:
-    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is
-    checked.
+    """Split the argument of a call that accepts one or several prompts, by vLLM's rules, without
+    checking the prompts.
 
-    A text, a dict and a sequence that begins with a number are one prompt. An array of one
-    dimension is one, too; one of two dimensions has a prompt in each row.
+    A text, a dict, a sequence that begins with a number and a 1-d array are one prompt. A 2-d array
+    has a prompt in each row.
 
     Raises:
-        ValueError: neither a prompt nor a sequence of them.
+        ValueError: it is neither a prompt nor a sequence of prompts.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -95,11 +95,10 @@ def split_prompts(prompts: object) -> list[Any]:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "prompt") -> list[int]:
-    """Token ids of a text as mlx-lm makes them: with special tokens, unless the text begins with
-    them.
+    """Encode a text like mlx-lm: with special tokens, unless it begins with them.
 
     Raises:
-        ValueError: no tokenizer, or a text that it can't encode.
+        ValueError: there is no tokenizer, or it can't encode the text.
     """
     if tokenizer is None:
         raise ArgumentError(f"[prompt] a text prompt needs a tokenizer; give token ids as {name}")
@@ -114,8 +113,7 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     try:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
     except Exception as error:
-        # A tokenizer may be anybody's code and raise anything. The caller needs one fact: the text
-        # has no tokens.
+        # A tokenizer may be third-party code and raise anything.
         raise ArgumentError(
             f"[prompt] the tokenizer can't encode {name}: {reason(error)}"
         ) from error
@@ -123,12 +121,12 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is one number of whatever type, numpy's and MLX's included."""
+    """Whether a value is a single number of any type, including those of NumPy and MLX."""
     return isinstance(value, numbers.Number) or (is_array(value) and value.ndim == 0)
 
 
 def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None, object]:
-    """The text and what is to be read: the token ids, or else the text."""
+    """The text, and what is to be read: the token ids if there are some, else the text."""
     given = {key: value for key, value in prompt.items() if value is not None}
     text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if text is None and token_ids is None:

@@ -1,4 +1,4 @@
-"""Which waiting requests have blocks on disk, and whose are being read. Pure Python, no arrays."""
+"""``ReadAhead``: reads the blocks of waiting requests from disk. Pure Python, no arrays."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import NamedTuple, Protocol
 from mlx_paged.core import AbsentBlock, BlockHash
 from mlx_paged.request import Request, RequestStatus, SeqId
 
-# Waiting requests whose blocks are read though their turn is not near.
+# The number of requests at the front of the queue whose blocks are read ahead.
 MAX_READ_AHEAD = 4
 
 
 class BlockTier(Protocol):
-    """A place for full blocks beside the pool, named by their hashes."""
+    """A second place for full blocks, by their hashes."""
 
     @property
     def pays_for_preempted(self) -> bool:
-        """Whether bringing a block takes less than computing it."""
+        """Whether loading a block takes less time than computing it."""
         ...
 
     def has(self, block_hash: BlockHash) -> bool:
-        """Whether a block is there now. It may be gone when it is read."""
+        """Whether the tier has a block now. It may be gone when it is read."""
         ...
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
-        """Begin to bring blocks into the pool, where the request will find them cached."""
+        """Begin to load blocks into the pool, where the request will find them cached."""
 
     def is_reading(self, seq_id: SeqId) -> bool:
-        """Whether some of what was asked for is still to come."""
+        """Whether some of the requested blocks are still being read."""
         ...
 
     def forget(self, seq_id: SeqId) -> int:
-        """Bring no more for a request; returns how many tokens came."""
+        """Cancel the reads of a request; returns how many tokens were loaded for it."""
         ...
 
     def keep(self, request: Request) -> None:
-        """A request is preempted, and its blocks are about to be given back."""
+        """Save the blocks of a request that is preempted, before they are freed."""
 
     def clear(self) -> None:
-        """Bring no more for anybody."""
+        """Cancel the reads of all requests."""
 
 
 class BlockDemand(NamedTuple):
-    """What requests need, as a scheduler knows it.
+    """The demand for blocks, provided by the scheduler.
 
     Attributes:
-        has_room: whether requests would find room for all their tokens, together.
-        absent_blocks: what a request could have of a tier.
+        has_room: whether all tokens of these requests fit into the pool together.
+        absent_blocks: the blocks of a request that a tier has and the pool lacks.
     """
 
     has_room: Callable[[Sequence[Request]], bool]
@@ -58,26 +58,26 @@ class BlockDemand(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Asked:
     request: Request
-    block_hashes: set[BlockHash] = field(default_factory=set)  # what was asked for
-    is_over: bool = False  # nothing else is there
+    block_hashes: set[BlockHash] = field(default_factory=set)  # requested so far
+    is_over: bool = False  # the tier has nothing else for it
 
 
 class ReadAhead:
-    """Asks a tier once for what a request lacks in each stay in the queue, when the pool has room
-    for it, and again for something else where not all of that came.
+    """Requests the missing blocks of waiting requests from a tier, once for each stay in the queue,
+    when the pool has room for them, and again if some could not be read and others help instead.
 
     Args:
-        tier: ``None`` where there is none.
-        needs: of the requests that wait.
+        tier: ``None`` if there is none.
+        demand: of the waiting requests.
     """
 
     def __init__(self, tier: BlockTier | None, demand: BlockDemand):
         self._tier = tier
-        self._needs = demand
+        self._demand = demand
         self._asked: dict[SeqId, _Asked] = {}
 
     def look(self, waiting: Sequence[Request]) -> None:
-        """Begin to read for the first requests that wait, whose turn may be far."""
+        """Begin to read the blocks of the first waiting requests, long before they are admitted."""
         if self._tier is not None:
             for request in waiting[:MAX_READ_AHEAD]:
                 if not self._may_ask(self._tier, request):
@@ -85,14 +85,14 @@ class ReadAhead:
                 self._ask(self._tier, request)
 
     def first_ready(self, waiting: Iterable[Request]) -> Request | None:
-        """The first request for which nothing is to be read first."""
+        """The first waiting request that does not have to wait for its blocks."""
         tier = self._tier
         if tier is None:
             return next(iter(waiting), None)
         for request in waiting:
             if not self._may_ask(tier, request):
-                # Room that others have asked for is theirs. Alone, it may still find some: what it
-                # shares with requests that run takes none.
+                # Space for the reads of others is reserved for them. Without such reads, the
+                # request may still fit: blocks that it shares with running requests take no space.
                 return None if self._reading(tier) else request
             self._ask(tier, request)
             if not tier.is_reading(request.seq_id) and not self._ask_again(tier, request):
@@ -100,14 +100,14 @@ class ReadAhead:
         return None
 
     def end(self, request: Request) -> int:
-        """A request does not wait any more; returns how many tokens were brought for it."""
+        """A request leaves the queue; returns how many tokens were loaded for it."""
         if self._tier is None:
             return 0
         self._asked.pop(request.seq_id, None)
         return self._tier.forget(request.seq_id)
 
     def keep(self, request: Request) -> None:
-        """A request is preempted, and the K/V of it that are worth it are to be read again."""
+        """A request is preempted: save its K/V if reading them is cheaper than computing them."""
         if self._tier is not None and self._tier.pays_for_preempted:
             self._tier.keep(request)
 
@@ -122,7 +122,7 @@ class ReadAhead:
 
     def _may_ask(self, tier: BlockTier, request: Request) -> bool:
         is_asked = request.seq_id in self._asked
-        return is_asked or self._needs.has_room([*self._reading(tier), request])
+        return is_asked or self._demand.has_room([*self._reading(tier), request])
 
     def _ask(self, tier: BlockTier, request: Request) -> None:
         if request.seq_id in self._asked:
@@ -133,15 +133,15 @@ class ReadAhead:
         self._read(tier, asked)
 
     def _ask_again(self, tier: BlockTier, request: Request) -> bool:
-        """When all that was asked for has been read: whether there is more to be read. A block or a
-        state may have been lost, and a shorter prefix may end with another state.
+        """After all requested blocks were read: whether others have to be read. A block or a state
+        may have been lost, and a shorter prefix may end with another state.
         """
         asked = self._asked[request.seq_id]
         return bool(asked.block_hashes) and not asked.is_over and self._read(tier, asked)
 
     def _read(self, tier: BlockTier, asked: _Asked) -> bool:
-        """Begin to read what a request lacks; whether it was not asked for before."""
-        blocks = self._needs.absent_blocks(asked.request, tier)
+        """Begin to read the missing blocks of a request; whether any were not requested before."""
+        blocks = self._demand.absent_blocks(asked.request, tier)
         hashes = {block.block_hash for block in blocks}
         asked.is_over = hashes <= asked.block_hashes
         if not asked.is_over:

@@ -1,7 +1,4 @@
-"""Small arrays as Python's lists, for modules that have nothing else in common.
-
-MLX annotates ``tolist`` with all that any array may give; each of these names what its own gives.
-"""
+"""Small arrays as lists, with exact types: MLX annotates ``tolist`` with all possible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the states of a model with recurrent layers take of an engine's budget."""
+"""The share of an engine's budget that the states of recurrent layers take."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mlx_paged.core.checkpoints import MANY
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 
-# A checkpoint for as many tokens of K/V is all that a budget has use for.
+# More than one checkpoint per this many tokens of K/V would be of no use.
 TOKENS_PER_CHECKPOINT = 128
-# Copies of a running sequence's state that are alive at once: before a step and after it, and what
-# is gathered or computed meanwhile; MLX holds back what would be more.
+# Copies of a running sequence's state that exist at once: before and after a step, and one that is
+# gathered or computed meanwhile; MLX delays work that would need more.
 NUM_COPIES = 3
-# One more where the next step is launched while one runs.
+# One more if the next step is launched while one runs.
 NUM_COPIES_AHEAD = 4
-# And one more with drafts: some sequences fall back to the state before a step, others go on.
+# And one more with drafts: some sequences are rolled back to the state before a step.
 NUM_COPIES_BEFORE_DRAFTS = 1
 
 
 class StateRoom(NamedTuple):
-    """What the states of a model take of a budget, and what they leave."""
+    """How a budget is divided between states and K/V."""
 
     max_num_seqs: int
     num_checkpoints: int
@@ -33,14 +33,14 @@ class StateRoom(NamedTuple):
 def room_for_states(
     model: LanguageModel, config: SchedulerConfig, budget: KVBudget, runs_ahead: bool
 ) -> StateRoom:
-    """Take states from a budget in bytes: all copies of those of ``max_num_seqs`` sequences that
-    are alive at once, a quarter of it at most, and checkpoints, another quarter at most. A warning
-    says so where fewer sequences can run for that.
+    """Take states from a budget in bytes: at most a quarter of it for all copies of the states of
+    ``max_num_seqs`` sequences, and another quarter for checkpoints. A warning says if fewer
+    sequences can run.
 
-    Checkpoints are one for each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or
+    There is one checkpoint for each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or
     ``MANY``, whichever is most.
 
-    A budget in blocks is one of K/V alone, and left as it is.
+    A budget in blocks is for K/V only, and is not changed.
 
     Args:
         runs_ahead: whether the next step may be launched while one runs.
@@ -58,8 +58,8 @@ def room_for_states(
     if most < copies:
         raise ArgumentError(
             f"[engine] kv_cache_bytes of {budget.nbytes} is too small: a {model_type_of(model)} "
-            f"keeps a state of {nbytes} bytes per sequence, of which {copies} copies are alive at "
-            f"once, and a quarter of the budget holds {most}; raise it to {4 * copies * nbytes}",
+            f"keeps a state of {nbytes} bytes per sequence, with {copies} copies of it at a time, "
+            f"and a quarter of the budget holds {most}; raise it to {4 * copies * nbytes}",
             "kv_cache_bytes",
         )
     if num_seqs > most // copies:

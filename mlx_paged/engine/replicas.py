@@ -1,39 +1,29 @@
-"""What the ranks of a model tell each other about an engine's steps.
+"""How an engine's steps stay the same on all ranks of a model.
 
-Every rank has an engine with a scheduler of its own. Given the same requests in the same order and
-the same tokens, schedulers do the same: they look at no clock, and at no memory but the pool's. So
-rank 0, the leader, sends the others what was asked, says when a step begins, and what it drew.
-Followers draw no tokens: they need neither the functions of a request nor its grammar.
+Every rank has its own engine and scheduler. Schedulers read no clock, and no memory but the pool's,
+so the same requests in the same order and the same tokens give the same plans. Rank 0, the leader,
+sends the requests, the start of each step and the sampled tokens. Followers sample nothing, so they
+need neither the functions of a request nor its grammar.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.shared_values import as_json
 from mlx_paged.request import Request
 
 Results: TypeAlias = "list[SampledToken | Exception]"
 
-# Of a request, beside its prompt.
-_ASKED = ("request_id", "params", "seed", "priority", "cache_salt", "no_store")
-
-
-def asked_of(request: Request) -> Any:
-    """The arguments that make a request, for :func:`from_json`."""
-    asked = {name: getattr(request, name) for name in _ASKED}
-    return as_json({"prompt_token_ids": request.token_ids, **asked})
-
 
 def state_of_scheduler(scheduler: Scheduler) -> list[int]:
-    """Numbers that differ soon if two schedulers do."""
+    """Numbers that soon differ if two schedulers have diverged."""
     pool = scheduler.manager.pool
     return [
         scheduler.num_steps,
@@ -48,15 +38,13 @@ def state_of_scheduler(scheduler: Scheduler) -> list[int]:
 
 
 class Replicas:
-    """Draws the tokens of an engine's steps; where there are several ranks, on rank 0, which tells
-    the others what it drew, and what else they have to do.
-
-    What a follower hears between two steps is for :mod:`mlx_paged.engine.following`.
+    """Samples the tokens of an engine's steps. With several ranks, rank 0 samples and sends the
+    tokens, and everything else that followers need (:mod:`mlx_paged.engine.following`).
 
     Args:
-        ranks: ``None`` for a process that has the whole model.
-        run_ahead: whether steps are launched before the tokens of the one before are read. These
-            then travel in MLX's graph, too.
+        ranks: ``None`` for a model that is not split.
+        run_ahead: whether a step is launched before the tokens of the previous one are read. The
+            tokens then also travel in MLX's graph.
     """
 
     def __init__(self, ranks: Ranks | None, run_ahead: bool):
@@ -65,7 +53,7 @@ class Replicas:
         self._run_ahead = run_ahead
 
     def tell(self, kind: str, value: Callable[[], object] = lambda: None) -> None:
-        """On rank 0, tell the others; ``value`` is called there alone."""
+        """On rank 0, send a message to the others; ``value`` is called only there."""
         if self._ranks is not None and self._ranks.is_leader:
             self._ranks.send(kind, value())
 
@@ -76,7 +64,7 @@ class Replicas:
         requests: Sequence[Request],
         num_before: Sequence[int] | None = None,
     ) -> SampledTokens:
-        """As :func:`mlx_paged.engine.sampler.sample`; a follower launches no draw."""
+        """As :func:`mlx_paged.engine.sampler.sample`; a follower samples nothing."""
         if self._leader is None:
             sampled = sample(logits, rows, requests, num_before)
         else:
@@ -88,7 +76,7 @@ class Replicas:
         return dataclasses.replace(sampled, token_ids=token_ids)
 
     def read(self, sampled: SampledTokens) -> Results:
-        """Wait for tokens; an exception fails its request."""
+        """Wait for the tokens; an exception stands for a request that failed."""
         if self._leader is not None:
             _, drawn = self._leader.receive("drawn")
             return [
@@ -103,6 +91,6 @@ class Replicas:
         return results
 
     def failed(self, error: BaseException) -> None:
-        """A step raised in the middle, so the ranks do not agree any more."""
+        """End all ranks: a step raised on this one, so they have diverged."""
         if self._ranks is not None:
             self._ranks.fail(error)

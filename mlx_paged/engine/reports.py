@@ -1,4 +1,4 @@
-"""``Reports``: what became of the requests, and what of it their readers were told."""
+"""``Reports``: the outputs of requests, and which of them have to be reported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mlx_paged.sampling_params import RequestOutputKind
 
 
 class Reports:
-    """The requests that are not reported as finished yet, and which of them have news.
+    """The requests whose end is not reported yet, and which of them have changed.
 
     Attributes:
-        states: by request id. Any thread adds to this table, in a single operation that needs no
-            lock; the engine's thread alone takes from it.
+        states: by request id. Any thread may add an entry, in a single operation that needs no
+            lock; only the engine's thread removes them.
     """
 
     def __init__(self, latencies: Latencies):
@@ -31,19 +31,19 @@ class Reports:
         num_new = len(self.states) - self._num_taken_on
         if not num_new:
             return ()
-        # One more may have come since they were counted: dicts keep their order.
+        # Another thread may have added more since then; dicts keep their order.
         new = list(self.states.values())[self._num_taken_on :]
         self._num_taken_on += len(new)
         return new
 
     def note(self, request: Request) -> None:
-        """There is news of a request."""
+        """Mark a request as changed."""
         if request.is_finished:
             self.states[request.request_id].finish(request)
         self._news[request.request_id] = None
 
     def drop(self, state: RequestState) -> None:
-        """Forget a request that has ended, of which no output is wanted."""
+        """Forget a finished request without reporting it."""
         name = state.output.request_id
         if self.states.get(name) is state:
             self._latencies.observe([state], time.perf_counter())
@@ -51,7 +51,7 @@ class Reports:
             self._forget(name)
 
     def report(self) -> list[RequestOutput]:
-        """The outputs with news, as each request wants them. Finished requests are forgotten."""
+        """The changed outputs, by the ``output_kind`` of each request. Forgets finished ones."""
         states = [self.states[name] for name in self._news]
         self._news.clear()
         self._latencies.observe(states, time.perf_counter())

@@ -13,13 +13,12 @@ _by_order = attrgetter("order")
 
 
 class RequestQueues:
-    """Who runs, and who waits to run, for the first time or again.
-
-    Each request has an ``order``, fixed when it comes; both queues are in this order.
+    """The running and the waiting requests, both in the ``order`` that a request gets when it is
+    added.
 
     Attributes:
-        running: the requests that hold blocks. Read it; the methods change it.
-        waiting: those that hold none.
+        running: the requests that hold blocks. Read-only; the methods change it.
+        waiting: those that hold none, new or preempted.
         requests: all of them.
     """
 
@@ -30,26 +29,26 @@ class RequestQueues:
         self._arrivals = itertools.count()
 
     def add(self, request: Request, step: int) -> None:
-        """Let a new request wait, behind those whose ``step`` is lower or that came before."""
+        """Queue a new request, after those with a lower ``step``, or an equal one."""
         request.order = (step, next(self._arrivals), request.index)
         self.requests[request.seq_id] = request
         insort(self.waiting, request, key=_by_order)
 
     def add_fork(self, child: Request, has_blocks: bool) -> None:
-        """Let a fork of a running request run beside it, or wait to be computed again."""
+        """Add a fork of a running request: running, or waiting to be recomputed."""
         self.requests[child.seq_id] = child
         if not has_blocks:
             child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
         insort(self.running if has_blocks else self.waiting, child, key=_by_order)
 
     def run(self, request: Request) -> None:
-        """Let a request run that waits."""
+        """Move a waiting request to the running ones."""
         _remove(self.waiting, request)
         insort(self.running, request, key=_by_order)
         request.status = RequestStatus.RUNNING
 
-    def wait_again(self, request: Request) -> None:
-        """Let a request that runs wait in its old place, to be computed from its first token."""
+    def requeue(self, request: Request) -> None:
+        """Move a running request back to its place among the waiting ones, to be recomputed."""
         _remove(self.running, request)
         insort(self.waiting, request, key=_by_order)
         request.status = RequestStatus.PREEMPTED
@@ -57,13 +56,13 @@ class RequestQueues:
         request.num_computed_tokens = 0
 
     def remove(self, request: Request) -> None:
-        """Take a request out that ends; its status is the caller's."""
+        """Remove a request; the caller sets its status."""
         is_running = request.status is RequestStatus.RUNNING
         _remove(self.running if is_running else self.waiting, request)
         del self.requests[request.seq_id]
 
     def check_integrity(self, manager: KVCacheManager) -> None:
-        """Verify the queues against the tables of a manager. Raises AssertionError."""
+        """Check the queues against the tables of a manager. Raises AssertionError."""
         running = {request.seq_id for request in self.running}
         assert {
             seq for seq, request in self.requests.items() if request.status is RequestStatus.RUNNING
@@ -80,7 +79,7 @@ class RequestQueues:
 
 
 def _remove(queue: list[Request], request: Request) -> None:
-    """Take a request out of a queue that is in order; raises ``ValueError`` if it is not there."""
+    """Remove a request from a sorted queue; raises ``ValueError`` if it is not there."""
     index = bisect_left(queue, request.order, key=_by_order)
     if index == len(queue) or queue[index] is not request:
         raise ValueError(f"[scheduler] {request} is not in its queue")

@@ -1,4 +1,4 @@
-"""``RequestState``: the output of a request, which grows with its completions' tokens."""
+"""``RequestState``: the output of a request, which grows with each token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Completion:
 
     Attributes:
         output: grows with every token.
-        stream: makes its text; ``None`` where no text is wanted.
-        num_reported_tokens: tokens that a reader may have.
-        last_token_time: when the newest of these was reported; seconds of ``time.perf_counter``.
-        is_end_reported: whether a reader may know its end.
-        handed_over: what its reader has, if that gets only what is new.
+        stream: makes its text; ``None`` if no text is wanted.
+        num_reported_tokens: the number of tokens that were reported.
+        last_token_time: when the last of these was reported; seconds of ``time.perf_counter``.
+        is_end_reported: whether its end was reported.
+        handed_over: how much its reader has received, for ``RequestOutputKind.DELTA``.
     """
 
     __slots__ = (
@@ -43,14 +43,14 @@ class Completion:
 
 
 class RequestState:
-    """A user's request: the sequences that work on it, and the output they make together.
+    """A user's request: its sequences and their common output.
 
     Attributes:
-        requests: one at first; one per completion when the prompt is computed.
-        completions: all of them, from the beginning on.
-        output: of the completions.
-        output_kind: what its reader gets of it.
-        first_token_time: when the first of its tokens was reported; ``None`` before that.
+        requests: one at first; one per completion after the prompt is computed.
+        completions: all of them, from the start.
+        output: with the outputs of all completions.
+        output_kind: which part of it the reader gets.
+        first_token_time: when its first token was reported; ``None`` before that.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RequestState:
         self.output.prompt_logprobs = None if request.params.prompt_logprobs is None else [None]
 
     def add_token(self, request: Request, sampled: SampledToken) -> str | None:
-        """Take the newest token of a completion; returns the stop text that it completed."""
+        """Add a token to a completion; returns the stop text that it completed, if any."""
         completion = self.completions[request.index]
         output, stream = completion.output, completion.stream
         if self.output.time_to_first_token is None:
@@ -85,7 +85,7 @@ class RequestState:
             self._add_logprobs(output, sampled.token_id, sampled.logprobs)
         if stream is None:
             return None
-        # The token that ended it has no text, unless the user wants to see it.
+        # The stop token is left out of the text, unless the user wants it.
         if request.finish_reason == "stop" and not request.params.include_stop_str_in_output:
             return None
         stop_text = stream.add(sampled.token_id)
@@ -102,14 +102,14 @@ class RequestState:
     def add_prompt_logprobs(
         self, request: Request, entries: Sequence[Mapping[int, Logprob]]
     ) -> None:
-        """Take the log-probabilities of the next tokens of the prompt."""
+        """Add the log-probabilities of the next tokens of the prompt."""
         known = self.output.prompt_logprobs or ()
-        # A new list, since outputs that were handed out must not grow.
+        # A new list, because outputs that were reported must not change.
         self.output.prompt_logprobs = [*known, *map(self._with_texts, entries)]
         request.num_unscored_tokens -= len(entries)
 
     def finish(self, request: Request) -> None:
-        """Note the end of a completion, or of the request before it was forked."""
+        """End a completion, or all of them if the request was not forked yet."""
         is_forked = len(self.requests) > 1
         for completion in [self.completions[request.index]] if is_forked else self.completions:
             output, stream, stop_text = completion.output, completion.stream, None
@@ -162,8 +162,8 @@ class RequestState:
 
 
 def _num_left_out(request: Request) -> int:
-    """How many tokens of an answer's text belong to the stop sequence that ended it: all of its
-    tokens but the last, which never came into the text.
+    """How many tokens of an answer's text belong to the stop sequence that ended it: all but the
+    last one, which was not added to the text.
     """
     reason = request.stop_reason
     if not isinstance(reason, tuple) or request.params.include_stop_str_in_output:

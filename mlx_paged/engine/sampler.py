@@ -1,11 +1,10 @@
 """Sample the next token of each request from one batch of logits.
 
-What a request gets depends on its own logits, tokens and parameters, never on what else is in the
-batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
+The token of a request depends on its own logits, tokens and parameters, never on the rest of the
+batch: each draw has its own key, and an error in a request's settings fails only that request. The
 order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
-processors; then mlx-lm's filters and its temperature. Masks and grammars come after the penalties,
-so that no bias, however large, brings back a token that is banned. The end of a reasoning at its
-budget comes last.
+processors; then mlx-lm's filters and temperature. Masks and grammars are applied after the
+penalties, so that no bias can bring back a banned token. The thinking budget is applied last.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SampledToken(NamedTuple):
-    """A token; if asked for, the log-probabilities of the likeliest tokens, and its own."""
+    """A token and, if requested, its log-probability and those of the most likely tokens."""
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
@@ -42,16 +41,17 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """The next token of each request, on its way: launched, and not waited for.
+    """The next token of each request, launched and not waited for.
 
     Attributes:
-        token_ids: ``[num_requests] int32``, within the vocabulary whatever went wrong.
-        failed: what is known already to have failed a request, by its entry.
-        peaks: of each entry in ``may_have_none``, the highest logit ``[len(may_have_none)]``.
-        drawn: what the samplers of requests drew, by entry: ``[1]`` integers, not checked yet.
-        rows: ``[num_requests, vocab_size]``, the logits that the tokens were drawn from: after
-            penalties, masks and processors, before temperature, filters and samplers. ``None``
-            where no token was drawn.
+        token_ids: ``[num_requests] int32``, within the vocabulary even after an error.
+        failed: errors that are already known, by entry.
+        may_have_none: entries whose settings may exclude all tokens.
+        peaks: ``[len(may_have_none)]``, their highest logits.
+        drawn: tokens from the requests' own samplers, by entry: ``[1]`` integers, not checked yet.
+        rows: ``[num_requests, vocab_size]``, the logits that the tokens were sampled from: after
+            penalties, masks and processors, before temperature, filters and samplers. ``None`` if
+            nothing was sampled.
     """
 
     requests: Sequence[Request]
@@ -66,13 +66,13 @@ class SampledTokens:
     rows: mx.array | None = None
 
     def read(self) -> list[SampledToken | Exception]:
-        """Wait for the tokens; an exception fails its request."""
+        """Wait for the tokens. An exception in place of a token fails its request."""
         if not self.requests:
             return []
         token_ids, failed = read_ints(self.token_ids), self.failed
         if self.peaks is not None:
             for entry, peak in zip(self.may_have_none, read_floats(self.peaks), strict=True):
-                if not peak > -np.inf:  # nor is NaN
+                if not peak > -np.inf:  # also for NaN
                     failed.setdefault(entry, _no_token(self.requests[entry]))
         for entry, drawn in self.drawn.items():
             token = read_ints(drawn)[0]
@@ -98,12 +98,12 @@ def sample(
     requests: Sequence[Request],
     num_before: Sequence[int] | None = None,  # [num_requests]
 ) -> SampledTokens:
-    """Launch the draw of each request's next token from its row of logits.
+    """Launch the sampling of each request's next token from its row of logits.
 
     Several requests may share a row. A request may have several entries, to verify its drafts:
-    ``num_before`` is then how many drafts stand before the token that is drawn; none by default.
-    What is known of a request from one token to the next is its
-    ``sampling_state``. Its own functions are called here; those that look at numbers wait for them.
+    ``num_before`` is the number of drafts before each sampled token, 0 by default. The state of a
+    request between two tokens is its ``sampling_state``. The request's own functions are called
+    here, and wait for the device if they read numbers.
     """
     if not requests:
         return NO_TOKENS
@@ -132,8 +132,8 @@ def draw_drafts(
     requests: Sequence[Request],
     num_before: int,
 ) -> mx.array:
-    """``[num_requests] int32``, each drawn as the request's token after that many drafts will be:
-    with its key, temperature and filters.
+    """Drafts ``[num_requests] int32``, each sampled with the key, temperature and filters that will
+    be used for the request's own token at that position.
     """
     states = [state_of(request, logits.shape[-1]) for request in requests]
     positions = [request.num_output_tokens + num_before for request in requests]
@@ -141,7 +141,7 @@ def draw_drafts(
 
 
 def state_of(request: Request, vocab_size: int) -> SamplingState:
-    """What the sampler keeps of a request; new if there is nothing yet."""
+    """The sampling state of a request, created at its first token."""
     state = request.sampling_state
     if not isinstance(state, SamplingState):
         state = request.sampling_state = SamplingState(request, vocab_size)
@@ -180,9 +180,7 @@ def _draw_with_settings(
 def _adjust(
     logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
 ) -> mx.array:
-    """Add the biases, apply the penalties and the masks, in float32; logits that need none of it
-    are returned as they are.
-    """
+    """The logits after biases, penalties and masks, in float32; unchanged if no request has any."""
     if all(state.penalties is None and not state.may_leave_nothing for state in states):
         return logits
     logits = logits.astype(mx.float32)
@@ -207,8 +205,8 @@ def _keep_to_grammars(
     states: Sequence[SamplingState],
     failed: dict[int, Exception],
 ) -> mx.array:
-    """The logits with -inf for tokens that would leave a request's grammar; those that can't go on
-    in theirs are put into ``failed``.
+    """The logits with -inf for tokens outside a request's grammar. Errors of grammars are put into
+    ``failed``.
     """
     entries = [entry for entry, state in enumerate(states) if state.grammar is not None]
     if not entries:
@@ -228,7 +226,7 @@ def _penalise(
     lengths = [len(states[entry].token_ids) for entry in penalised]
     if not any(lengths):
         return logits
-    # Some stand there twice, which sets the same number, so that sizes repeat while answers grow.
+    # Padded with duplicates, which set the same values, so that sizes repeat while answers grow.
     pairs = np.arange(rounded_up(sum(lengths), 4)) % sum(lengths)
     rows = mx.array(np.repeat(penalised, lengths)[pairs])
     columns = mx.array(np.concatenate([states[entry].token_ids for entry in penalised])[pairs])
@@ -244,13 +242,13 @@ def _penalise(
 def _run_processors(
     logits: mx.array, requests: Sequence[Request], entries: list[int], failed: dict[int, Exception]
 ) -> tuple[mx.array, mx.array]:
-    """The logits after these requests' own functions, and the peak of each; those that fail are put
-    into ``failed``.
+    """The logits after these requests' own processors, and the highest of each request. Errors are
+    put into ``failed``.
     """
     processed: dict[int, mx.array] = {}
     for entry in entries:
         if requests[entry].params.logits_processors and entry not in failed:
-            mx.eval(logits)  # outside of the try: an error of the model is not theirs
+            mx.eval(logits)  # outside the try: an error of the model is not the processor's
             try:
                 processed[entry] = _process(requests[entry], logits[entry : entry + 1])
             except KeyboardInterrupt:
@@ -259,7 +257,7 @@ def _run_processors(
                 failed[entry] = request_error(error)
     if processed:
         logits[mx.array(list(processed))] = mx.concatenate(list(processed.values()))
-    # An infinite logit takes all of the probability; left as it is, the probabilities would be NaN.
+    # An infinite logit would make the probabilities NaN. Clipped, it gets all of the probability.
     if len(entries) == len(requests):
         logits = mx.minimum(logits, FLOAT32_MAX)
         return logits, logits.max(axis=-1)
@@ -272,8 +270,8 @@ def _run_processors(
 def _run_samplers(
     logits: mx.array, tokens: mx.array, requests: Sequence[Request], failed: dict[int, Exception]
 ) -> dict[int, mx.array]:
-    """Put the tokens that the requests' own samplers draw among the others, and return them by
-    entry; those that fail are put into ``failed``.
+    """Replace ``tokens`` of requests with their own samplers, and return these tokens by entry.
+    Errors are put into ``failed``.
     """
     drawn: dict[int, mx.array] = {}
     last_token = logits.shape[-1] - 1
@@ -284,7 +282,7 @@ def _run_samplers(
         row = logits[entry : entry + 1]
         logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
         if len(requests) > 1:
-            mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
+            mx.eval(logprobs)  # outside the try: an error of the model is not the sampler's
         try:
             drawn[entry] = _check_sampled(sampler(logprobs))
         except KeyboardInterrupt:
@@ -292,7 +290,7 @@ def _run_samplers(
         except BaseException as error:
             failed[entry] = request_error(error)
         else:
-            # The next step may look it up before anybody has read it.
+            # The next step may embed it before it is read and checked.
             tokens[entry] = mx.clip(drawn[entry], 0, last_token)[0]
     return drawn
 
@@ -306,7 +304,7 @@ def _no_token(request: Request) -> ValueError:
 
 
 def _no_such_token(token: int, vocab_size: int) -> ValueError:
-    # An embedding looks up any number in silence.
+    # An embedding would accept any number without an error.
     return ValueError(
         f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}"
     )
@@ -325,8 +323,8 @@ def _check_sampled(sampled: object) -> mx.array:
 
 
 def _process(request: Request, row: mx.array) -> mx.array:
-    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated, so that their
-    errors are raised here.
+    """``row`` ``[1, vocab_size]`` after the request's own processors, evaluated so that errors are
+    raised here.
     """
     shape, tokens = row.shape, mx.array(request.token_ids)
     for processor in request.params.logits_processors:
@@ -348,7 +346,7 @@ def _draw(
     states: Sequence[SamplingState],
     positions: Sequence[int],  # [num_requests]
 ) -> mx.array:
-    """Token ids ``[num_requests]``: one draw for all requests of a group."""
+    """Token ids ``[num_requests]``, sampled in one call for each group of requests."""
     groups: dict[Filters | None, list[int]] = {}
     for entry, state in enumerate(states):
         groups.setdefault(state.group, []).append(entry)
@@ -377,10 +375,10 @@ def _filter(
     group: Filters,
     xtc: Xtc | None,
 ) -> mx.array:
-    """Apply the filters as mlx-lm's ``make_sampler`` does, in its order, with the temperature last.
+    """Apply the filters like mlx-lm's ``make_sampler``, in its order, with the temperature last.
 
-    The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
-    halt all requests.
+    The settings are arrays: mlx-lm compiles its filters, and compiling a kernel for each new value
+    would stall all requests.
     """
     scale, top_p, log_min_p = values
     if group.has_top_p:
@@ -397,9 +395,9 @@ def _filter(
 
 
 class Xtc(NamedTuple):
-    """What XTC does to each request of a group."""
+    """The settings of XTC for each request of a group."""
 
-    thresholds: mx.array  # [num_requests, 1] float32; infinite leaves a row as it is
+    thresholds: mx.array  # [num_requests, 1] float32; infinity leaves a row unchanged
     spared: tuple[mx.array, mx.array] | None  # rows and token ids that it never removes
 
 
@@ -415,8 +413,8 @@ def _xtc(states: Sequence[SamplingState], positions: Sequence[int], entries: Seq
 
 
 def _exclude_top_choices(logprobs: mx.array, xtc: Xtc) -> mx.array:
-    """mlx-lm's ``apply_xtc``, with the coin of each row flipped already: remove the tokens above
-    the threshold but the least likely of them, and the special ones.
+    """mlx-lm's ``apply_xtc`` after the random decision for each row: remove the tokens above the
+    threshold, except for the least likely of them and special tokens.
     """
     probabilities = mx.softmax(logprobs, axis=-1)
     above = mx.where(probabilities > xtc.thresholds, probabilities, mx.inf)
@@ -431,7 +429,7 @@ def _report_logprobs(
     tokens: mx.array,  # [num_requests]
     states: Sequence[SamplingState],
 ) -> LogprobReport | None:
-    """The report for the requests that want one; ``None`` if there are none."""
+    """The report for the requests with ``logprobs``; ``None`` if there are none."""
     num_logprobs = {
         entry: state.num_logprobs
         for entry, state in enumerate(states)

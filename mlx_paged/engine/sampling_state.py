@@ -1,4 +1,4 @@
-"""``SamplingState``: what the sampler keeps of a request between two tokens."""
+"""``SamplingState``: a request's state in the sampler between two tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mlx_paged.request import ModuleState, Request
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
-# The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
-# float32: a scale of 0 would turn tokens that a filter removed into NaN.
+# Penalties and temperatures are at most this, and top_p at least its inverse, so that all products
+# are finite in float32: a scale of 0 would turn filtered tokens into NaN.
 HUGE = 1e30
-# Without these settings, a row's draw depends on nothing but its logits and its position.
+# Without these settings, a draw depends only on its row of logits and its position.
 _CROSS_ROW_DEFAULTS = [
     (name, getattr(SamplingParams(), name))
     for name, param in SAMPLING_PARAMS.items()
     if not param.per_row
 ]
-COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
+COLDEST = 1e-6  # the least temperature: log-probabilities over a lower one overflow float32
 
 
 class Filters(NamedTuple):
-    """What the filters of a group of requests have in common: those that are drawn in one call."""
+    """The filters that a group of requests shares, which is sampled in one call."""
 
     has_top_p: bool
     has_min_p: bool
@@ -38,18 +38,20 @@ class Filters(NamedTuple):
 
 
 class SamplingState(ModuleState):
-    """What the sampler keeps of a request between two tokens.
+    """A request's state in the sampler between two tokens.
 
-    Its different tokens stand in ``token_ids`` once each, with how often the answer has them. A
-    request's tokens only grow, so each is read once, and no step goes through the context.
+    Tokens are only ever appended to a request, so each is read once, and no step iterates over the
+    context.
 
     Attributes:
-        group: the requests of a group are drawn in one call; None is greedy.
+        group: requests of a group are sampled in one call; ``None`` is greedy.
         filters: 1 / temperature, top_p, log(min_p).
-        mask: the tokens that can't be drawn, if there are such.
-        grammar: where the answer is in its grammar, if it has one.
-        thinking_budget: where it is in its reasoning, if that has a limit.
-        draws_rows_together: whether a token may be drawn before those in front of it are known.
+        token_ids: the distinct tokens of the request.
+        counts: how often the answer contains each of them.
+        mask: the tokens that can't be sampled; ``None`` if there are none.
+        grammar: the state of the answer in its grammar; ``None`` if it has none.
+        thinking_budget: the state of its reasoning; ``None`` if that has no limit.
+        draws_rows_together: whether a token may be sampled before the preceding ones are known.
     """
 
     def __init__(self, request: Request, vocab_size: int):
@@ -100,11 +102,11 @@ class SamplingState(ModuleState):
         self.draws_rows_together = all(
             getattr(params, name) == default for name, default in _CROSS_ROW_DEFAULTS
         )
-        # Only the seed has a variable width, so no two triples have the same bytes.
+        # Only the seed has a variable width, so the bytes of all triples are distinct.
         seed, index = int(request.seed), request.index
         seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)
-        # Only the repetition penalty looks at the prompt.
+        # Only the repetition penalty depends on the prompt.
         self.num_read = 0 if params.repetition_penalty != 1 else request.num_prompt_tokens
         self.token_ids = array("i")
         self.counts = array("i")
@@ -121,18 +123,18 @@ class SamplingState(ModuleState):
         self.num_read = request.num_tokens
 
     def xtc_threshold(self, position: int) -> float:
-        """The threshold of XTC for the token at a position of the answer, infinite where the coin
-        of that position leaves XTC out.
+        """The threshold of XTC at a position of the answer; infinite if the random decision there
+        is not to apply it.
         """
-        # mlx-lm flips this coin on the device; its bits are as good, and cost no operation.
+        # mlx-lm decides on the device. These bits are as random, and need no operation there.
         key = self.key.copy()
         key.update(position.to_bytes(8, "little") + b"xtc")
         coin = int.from_bytes(key.digest(), "little") / 2**64
         return float(self._xtc_threshold) if coin < self._xtc_probability else math.inf
 
     def draw_key(self, position: int) -> bytes:
-        """8 bytes that depend on the request's seed, its index and the position in its answer, and
-        on nothing else.
+        """8 bytes that depend only on the request's seed, its index and the position in its
+        answer.
         """
         key = self.key.copy()
         key.update(position.to_bytes(8, "little"))

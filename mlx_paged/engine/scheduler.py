@@ -27,50 +27,50 @@ from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.engine.verification import Verification
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
-# Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
-# logits are 156 MB in float32, and some copies of it.
+# The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
+# 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
 
 
 class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
-    Each request has an ``order``, fixed when it comes: the step of its arrival, plus
-    ``priority_steps`` for each level of priority below the highest. The lowest order is
-    admitted first and preempted last.
+    Each request has an ``order``, fixed when it is added: the current step, plus ``priority_steps``
+    for each level of priority below the highest. The lowest order is admitted first and preempted
+    last.
 
-    A request is admitted when all its tokens fit now (and leave the watermark, beside others). One
-    is preempted, the last in order of those that may be, when
+    A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
+    A running request is preempted, the last in order of the eligible ones, when
 
-    - a running one finds no block, or
-    - the first that waits has no place to run or too few blocks, and comes with what the preempted
-      ones give back. These come after it in order, were added with a higher number as priority,
-      and have been preempted fewer than ``MAX_PREEMPTIONS`` times; equal levels never take each
-      other's place. None is preempted for one that has too few blocks all the same.
+    - another running request finds no free block, or
+    - the first waiting request exceeds ``max_num_seqs`` or the free blocks, and fits into what the
+      preempted requests free. Only requests that come after it in order, are less urgent, and
+      were preempted fewer than ``MAX_PREEMPTIONS`` times are eligible; if they would not free
+      enough, none is preempted.
 
-    A preempted request gives back its blocks and waits in its old place, to be computed again or,
-    if :class:`SwapSpace` has room, swapped in.
+    A preempted request frees its blocks and waits in its old place, to be recomputed or, if it fits
+    into the :class:`SwapSpace`, swapped in.
 
-    No request starves. With d levels between the most urgent request and one of interest, none
-    that comes more than ``d * priority_steps`` steps after that one stands before it. If n others
-    ever stand before it, and none has more than m tokens, prompt and answer, it is finished at most
-    ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it came: the first in
-    order of those that run goes on by a token in each step, so those that run are finished before
-    they have had ``max_num_seqs * m`` steps, if none is admitted meanwhile; then the first in
-    order of all is, and needs ``m`` steps itself. (Reading from a tier comes on top.)
+    No request starves. With d levels between the most urgent request and a given one, no request
+    that is added more than ``d * priority_steps`` steps later comes before it in order. If n other
+    requests ever come before it, and none has more than m tokens, prompt and answer, it is finished
+    at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it was added: the
+    first running request in order advances by a token in each step, so all running requests are
+    finished within ``max_num_seqs * m`` steps if none is admitted meanwhile; then the first of all
+    in order is admitted, and takes ``m`` steps itself. (The time to read from a tier is extra.)
 
     Not thread-safe: one thread at a time.
 
     Args:
-        manager: of the block tables; the scheduler alone allocates and frees requests in it.
+        manager: of the block tables; only the scheduler allocates and frees in it.
         supply: of the blocks of its pool.
         eos_token_ids: tokens that end a completion.
-        swap_space: where preempted requests may go; none by default.
-        speculation: how drafts are made, and how many; none by default.
-        tier: where blocks are kept beside the pool; nowhere by default. A waiting request whose
-            blocks it is bringing is passed by.
-        context_length: the most that ``max_model_len`` could be, for what errors advise; ``None``:
-            anything.
+        swap_space: for preempted requests; none by default.
+        speculation: makes drafts; none by default.
+        tier: keeps blocks outside of the pool; none by default. A waiting request whose blocks are
+            being read from it is skipped.
+        context_length: the upper limit of ``max_model_len`` that errors may advise; ``None``: no
+            limit.
         unshared: for a cache whose sequences share no blocks.
     """
 
@@ -110,11 +110,11 @@ class Scheduler:
         self._admission = Admission(
             manager, supply, config, self.swap_space, self._prefix_cache, context_length
         )
-        demand = BlockDemand(self._admission.has_room_for, self._admission.absent_blocks)
+        demand = BlockDemand(self._admission.fits, self._admission.absent_blocks)
         self._read_ahead = ReadAhead(tier, demand)
         self._block_size = self.manager.pool.block_size
-        self._num_blocks = 0  # that the budget held in the newest step
-        self._max_num_tokens = 0  # of one request, its last token without K/V, then
+        self._num_blocks = 0  # of the budget, in the newest step
+        self._max_num_tokens = 0  # of one request then, its last token without K/V
 
     @property
     def max_num_blocks(self) -> int:
@@ -124,31 +124,28 @@ class Scheduler:
     # A request comes and goes
 
     def check(self, request: Request) -> None:
-        """Refuse at once what can never run; from any thread. As :meth:`Admission.check`."""
+        """Refuse a request that can never run, as :meth:`Admission.check`; from any thread."""
         self._admission.check(request)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn; one that is there already, or finished meanwhile, is
-        left as it is.
-        """
+        """Queue a request; one that is queued already, or finished meanwhile, is ignored."""
         if request.is_finished or request.seq_id in self._queues.requests:
             return
         step = self.num_steps + request.priority * self.config.priority_steps
         self._queues.add(request, step)
 
     def add_fork(self, request: Request, child: Request) -> None:
-        """Take on a further completion of a running request.
+        """Add another completion of a running request.
 
-        It shares all blocks until one of the two writes. Where blocks can't be shared and a copy
-        has no room, it waits, to be computed again.
+        It shares all blocks until one of the two writes. If the cache can't share blocks and a copy
+        does not fit, it waits, to be recomputed.
         """
-        self._queues.add_fork(child, self._fork(request.seq_id, child.seq_id))
-
-    def _fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        if self._unshared is not None:
-            return self._unshared.fork(self.manager, seq, new_seq)
-        self.manager.fork(seq, new_seq)
-        return True
+        has_blocks = True
+        if self._unshared is None:
+            self.manager.fork(request.seq_id, child.seq_id)
+        else:
+            has_blocks = self._unshared.fork(self.manager, request.seq_id, child.seq_id)
+        self._queues.add_fork(child, has_blocks)
 
     def finish(
         self,
@@ -157,10 +154,9 @@ class Scheduler:
         stop_reason: StopReason = None,
         error: Exception | None = None,
     ) -> None:
-        """Take a request out, wherever it is, and give back all its blocks at once: finished,
-        aborted or failed.
+        """Remove a request that is finished, aborted or failed, and free its blocks at once.
 
-        One that was never added is marked as finished, and will not be added.
+        One that was not added yet is marked as finished, so that :meth:`add` ignores it.
         """
         if request.is_finished:
             return
@@ -178,10 +174,10 @@ class Scheduler:
     # A step
 
     def schedule(self, only: Request | None = None, budgets: TokenBudgets | None = None) -> Batch:
-        """Plan the next step and allocate its slots; the batch is empty when nothing can be done.
+        """Plan the next step and allocate its slots; the batch is empty if nothing can run.
 
         Args:
-            only: schedule this request and no other.
+            only: schedule no other request than this.
             budgets: of its new tokens (:func:`token_budget`); by default ``limits``.
         """
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
@@ -189,21 +185,22 @@ class Scheduler:
     def schedule_ahead(
         self, awaited: Iterable[Request], budgets: TokenBudgets | None = None
     ) -> Batch | None:
-        """Plan the step after one whose tokens are not read yet, as if they were.
+        """Plan the step after one whose tokens are not read yet.
 
-        No request is preempted or ended for it, since the tokens may end some.
+        No request is preempted or ended for it, since the unread tokens may end some.
 
         Args:
-            awaited: the requests that get a token from the step before.
+            awaited: the requests that get a token from the previous step.
             budgets: as :meth:`schedule`.
 
         Returns:
-            ``None``, and nothing has changed, where blocks may be short: read the tokens first.
+            ``None``, without a change, if there may be too few blocks: the tokens have to be read
+            first.
         """
-        if not self._admission.has_room_ahead(self.running):
+        if not self._admission.fits_ahead(self.running):
             return None
         urgent = self._first_urgent()
-        if urgent is not None and self._admission.requests_in_the_way(
+        if urgent is not None and self._admission.requests_to_preempt(
             urgent, self._admission.find(urgent), self.running
         ):
             return None
@@ -236,13 +233,13 @@ class Scheduler:
     def _schedule_running(self, plan: Batch) -> None:
         running, only, manager = self.running, plan.only, self.manager
         urgent = self._first_urgent() if only is None else None
-        # A decode takes one block at most; asked for once, before any evicts what is cached.
+        # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
         self.supply.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
             request = running[index]
             if urgent is not None and urgent.order < request.order:
-                # In its place in the order: those before it have got theirs.
+                # At its place in the order: the requests before it are scheduled.
                 if self._admit_urgent(plan, urgent, index):
                     index += 1
                     urgent = self._first_urgent()
@@ -250,7 +247,7 @@ class Scheduler:
                     urgent = None
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
-            # None is left where the token that it awaits is its last one.
+            # 0 if the token that it awaits is its last one.
             if num_new_tokens == 0 or (only is not None and request is not only):
                 index += 1
                 continue
@@ -264,18 +261,18 @@ class Scheduler:
             elif plan.is_ahead:
                 return
             elif len(running) > 1:
-                # The last in order: none of the requests after ``index`` is in this step yet.
+                # The last in order: no request after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
             elif request.num_output_tokens:
-                # It runs alone, and the device did not give the memory that the budget allows.
+                # It runs alone, and the device has less memory than the budget allows.
                 self.finish(request, "length")
                 plan.finished.append(request)
             else:
                 self._fail(plan, request)
 
     def _next_chunk(self, plan: Batch, request: Request, num_after: int) -> int:
-        """How many tokens of its prompt a running request has in this step. It leaves a token of
-        the budget to each of the requests after it, so that no decode waits for it.
+        """How many tokens of its prompt a running request computes in this step. It leaves a token
+        of the budget to each request after it, so that it delays no decode.
         """
         num_new_tokens = request.num_tokens - request.num_computed_tokens
         num_new_tokens = min(num_new_tokens, plan.token_budget - num_after)
@@ -294,7 +291,7 @@ class Scheduler:
             request = plan.only or self._read_ahead.first_ready(self.waiting)
             if request is None:
                 return
-            # The only one wanted may run already, or have ended just now.
+            # ``plan.only`` may run already, or have just ended.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if not is_waiting or num_running + request.num_seqs > self.config.max_num_seqs:
                 return
@@ -303,26 +300,26 @@ class Scheduler:
             elif self.running:
                 return
             else:
-                # No request runs that could give back blocks, so it would wait forever.
+                # No running request could free blocks, so it would wait forever.
                 self._fail(plan, request)
 
     def _first_urgent(self) -> Request | None:
-        """The first that waits, if it may take the place of one that runs."""
+        """The first waiting request, if a running one may be preempted for it."""
         waiting, running = self.waiting, self.running
         if not waiting or not running or waiting[0].order > running[-1].order:
             return None
         request = self._read_ahead.first_ready(waiting)
-        makes_way = self._admission.makes_way
-        if request is None or not any(makes_way(each, request) for each in running):
+        is_preemptible = self._admission.is_preemptible
+        if request is None or not any(is_preemptible(each, request) for each in running):
             return None
         return request
 
     def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
-        """Let a waiting request run before those from ``index`` on; what it lacks is taken from
-        the last of them. If that is not enough, nothing changes.
+        """Admit a waiting request before those from ``index`` on, preempting the last of them where
+        necessary. If that is not enough, nothing changes.
         """
         found = self._admission.find(urgent)
-        preempted = self._admission.requests_in_the_way(urgent, found, self.running)
+        preempted = self._admission.requests_to_preempt(urgent, found, self.running)
         if (
             preempted is None
             or (preempted and plan.is_ahead)
@@ -341,7 +338,7 @@ class Scheduler:
         return is_admitted
 
     def _admit(self, plan: Batch, request: Request, found: Found) -> bool:
-        """Let a waiting request run, if all its tokens fit now; else nothing changes."""
+        """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
         if self._admission.is_early(plan, found):
             return False
         hit, computed, swapped = found
@@ -352,7 +349,7 @@ class Scheduler:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
-        # Blocks that were found need no room: taking them evicts nothing.
+        # Taking blocks that were found evicts nothing.
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
@@ -385,8 +382,8 @@ class Scheduler:
     def _max_chunk(
         self, plan: Batch, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
-        """The most tokens of a request in a step: all of them see the same ones before it, and few
-        rows of logits are there at a time.
+        """The most tokens of a request in a step, limited by its windows and, for log-probabilities
+        of the prompt, by the rows of logits.
         """
         max_run = self.manager.max_run(request.seq_id, computed)
         if request.num_unscored_tokens:
@@ -404,7 +401,7 @@ class Scheduler:
             num_scored_rows = request.num_scored_rows(start, end)
             num_logit_rows += num_scored_rows
             plan.scored_rows_budget -= num_scored_rows
-        # A third of the time that the constructor of a NamedTuple takes.
+        # This takes a third of the time of a NamedTuple's constructor.
         fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
         part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
@@ -414,11 +411,11 @@ class Scheduler:
         if not self.manager.keeps_all:
             shifts = self.manager.take_key_shifts(request.seq_id)
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
-        if end % self._block_size < num_new_tokens:  # The end of a block was passed.
+        if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(request))
 
     def _fail(self, plan: Batch, request: Request) -> None:
-        """End a request whose tokens have no room, and no other request could make some."""
+        """Fail a request that does not fit, where no other request could free blocks."""
         self.finish(request, "error", error=self._admission.prompt_too_long_error(request))
         plan.finished.append(request)
 
@@ -431,16 +428,15 @@ class Scheduler:
             self._read_ahead.keep(request)
         self.manager.free(request.seq_id)
         plan.preempted.append(request)
-        self._queues.wait_again(request)
+        self._queues.requeue(request)
 
     # After the step
 
     def append_token(self, request: Request, token_id: int, ahead: Batch | None = None) -> None:
-        """A token was sampled for a request whose tokens are all computed; finishes it if that was
-        the last.
+        """Append a sampled token to a request, and finish the request if it was the last.
 
         Args:
-            ahead: the step after the one that sampled the token, if it was planned already.
+            ahead: the step after the one that sampled the token, if it is planned already.
         """
         token_ids, params = request.token_ids, request.params
         if token_ids[-1] == PENDING_TOKEN:
@@ -448,7 +444,7 @@ class Scheduler:
         else:
             token_ids.append(token_id)
         num_tokens = len(token_ids)
-        # In the last slot of a block, and with K/V: a step ahead computes it, or it was a draft.
+        # It fills a block and has K/V, because a step ahead computes it or because it was a draft.
         if not num_tokens % self._block_size and num_tokens <= request.num_computed_tokens:
             new_block_ids = self._prefix_cache.cache_blocks(request)
             if ahead is not None:
@@ -465,36 +461,36 @@ class Scheduler:
             self.finish(request, "length")
 
     def discard(self, batch: Batch) -> None:
-        """Take a step back that failed: its rows may not be written, its requests wait again."""
-        # Also the blocks of requests that have ended since.
+        """Roll back a failed step: its rows may not be written, and its requests wait again."""
+        # Including the blocks of requests that have finished since.
         self.manager.evict_blocks(batch.new_block_ids)
         if batch.scheduled:
             self._prefix_cache.forget_last()
         for request in batch.requests:
-            # It may wait already, if it was in the step after this one, too.
+            # It waits already if it was also in the step after this one.
             if request.status is RequestStatus.RUNNING:
                 self.manager.free(request.seq_id)
-                self._queues.wait_again(request)
+                self._queues.requeue(request)
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut | SwapIn):
                 self.swap_space.release(transfer.name)
 
     def start_over(self) -> None:
-        """All K/V in the pool are lost, and it was reset: what ran waits again."""
+        """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
         self._read_ahead.clear()
         self.prefix_history.clear()
         self._prefix_cache.forget_last()
         for request in list(self.running):
-            self._queues.wait_again(request)
+            self._queues.requeue(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that requests left, or return False and change nothing while some run."""
+        """Forget all cached K/V. While requests run, changes nothing and returns False."""
         return self._prefix_cache.reset()
 
     def check_integrity(self) -> None:
-        """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError,
-        AssertionError.
+        """Check the queues against tables and blocks; for tests and debugging. Raises
+        IntegrityError, AssertionError.
         """
         self.manager.check_integrity()
         self._queues.check_integrity(self.manager)

@@ -1,6 +1,4 @@
-"""Values that rank 0 hands to the others, as JSON: no code travels, and no type that is not listed
-here.
-"""
+"""Values that rank 0 sends to the others, as JSON: no code, and only the types listed here."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.prefix_report import PrefixReport
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
-from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
+from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _DATA = (
@@ -27,14 +25,14 @@ _ERRORS = (
 
 
 def as_json(value: object) -> Any:
-    """A value as JSON has it. What JSON lacks is an object with one member: the name of its type,
-    and the arguments that make it.
+    """A value in the types of JSON. Any other type becomes an object with one member: the name of
+    the type, and the arguments of its constructor.
 
-    Errors keep their text, and the nearest type that is known here. Functions are called on rank 0
-    alone; elsewhere they raise.
+    Errors keep their text and the nearest listed type. Functions can be called on rank 0 only;
+    elsewhere they raise.
 
     Raises:
-        TypeError: of another type than those.
+        TypeError: the type is not listed.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -47,7 +45,7 @@ def as_json(value: object) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What :func:`as_json` was given; raises an error if it did not make this value."""
+    """The inverse of :func:`as_json`; raises an error for any value that this can't return."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):
@@ -57,14 +55,22 @@ def from_json(value: Any) -> Any:
     return make(*from_json(arguments))
 
 
+_REQUEST = ("request_id", "token_ids", "params", "seed", "priority", "cache_salt", "no_store")
+
+
+def _new_request(request_id: str, token_ids: list[int], params: SamplingParams, *rest: Any) -> Any:
+    return Request(request_id, token_ids, params, **dict(zip(_REQUEST[3:], rest, strict=True)))
+
+
 def _stand_in(*_: object) -> Any:
     raise RuntimeError("[ranks] functions of a request are called on rank 0")
 
 
-# Each type that travels, the arguments that make a value of it, and what makes it of them. A value
-# is of the first type that it is an instance of.
+# Each type, the arguments that describe a value of it, and the constructor that takes them. The
+# first entry that a value is an instance of counts.
 _TYPES: list[tuple[Any, Callable[[Any], Iterable[object]], Callable[..., Any]]] = [
     *((kind, attrgetter(*(field.name for field in fields(kind))), kind) for kind in _DATA),
+    (Request, attrgetter(*_REQUEST), _new_request),
     (tuple, iter, lambda *entries: entries),
     (dict, lambda value: map(list, value.items()), lambda *items: dict(items)),
     (RequestOutputKind, lambda kind: [kind.value], RequestOutputKind),

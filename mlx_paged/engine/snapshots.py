@@ -1,4 +1,4 @@
-"""``Snapshots``: what of an engine's prefix cache goes into files, and comes back."""
+"""``Snapshots``: saves parts of an engine's prefix cache to files, and loads them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Prefix(NamedTuple):
     """The K/V of a file, for the prefix cache.
 
     Attributes:
-        headers: of the blocks that the tier has of these tokens.
-        checkpoint: the recurrent state after them, of a model that keeps one.
+        headers: of the blocks of these tokens that the tier has.
+        checkpoint: the recurrent state after them; ``None`` for a model without one.
     """
 
     token_ids: list[int]
@@ -50,15 +50,13 @@ class Prefix(NamedTuple):
 
 
 class Snapshots:
-    """Files of K/V for the engine of a model and a cache.
-
-    What goes into a file, and comes from one, are whole blocks of the prefix cache.
+    """Saves and loads full blocks of an engine's prefix cache.
 
     Args:
-        identities: of the model and, if there is one, of the draft model, whose layers come after
-            those of the model. They are asked for when a file is written or read.
-        finds_prefixes: whether K/V stay to be found when a request has ended.
-        ranks: that hold the model together.
+        identities: returns those of the model and of the draft model, if there is one, whose layers
+            follow those of the model. It is called when a file is written or read.
+        finds_prefixes: whether prefix caching is enabled.
+        ranks: among which the model is split.
     """
 
     def __init__(
@@ -78,46 +76,46 @@ class Snapshots:
 
     @cached_property
     def facts(self) -> KVFacts:
-        """What the K/V depend on. It reads all weights, once."""
+        """What the K/V depend on. The first access reads all weights."""
         return KVFacts.of(self._identities(), self._cache)
 
     def check(self) -> PagedKVCache:
-        """The cache. Refuses by name an engine that has no K/V to save, or not all of them.
+        """The cache, if its K/V can be saved.
 
         Raises:
-            ArgumentError: the K/V are basic ones, no prefixes are kept, or the model is split over
-                several ranks.
+            ArgumentError: the cache is not a paged one, prefix caching is disabled, or the model is
+                split over several ranks.
         """
         cache = check_has_blocks(self._cache)
         if self._ranks is not None:
             raise ArgumentError(
-                "[engine] snapshots can't be combined with several ranks, each of which has K/V of "
-                "its own heads",
+                "[engine] snapshots can't be combined with several ranks, each of which has only "
+                "the K/V of some heads",
                 "model",
             )
         if not self._finds_prefixes:
             raise ArgumentError(
-                "[engine] snapshots need enable_prefix_caching: K/V of requests that have ended "
-                "lie in the prefix cache",
+                "[engine] snapshots need enable_prefix_caching: K/V of finished requests are in "
+                "the prefix cache",
                 "enable_prefix_caching",
             )
         return cache
 
     def save(self, path: str | Path, token_ids: Sequence[int], cache_salt: str | None) -> int:
-        """Write what the prefix cache holds of a conversation to a safetensors file; returns of how
-        many tokens that is.
+        """Write the cached prefix of a conversation to a safetensors file; returns its number of
+        tokens.
 
-        The file is written aside, then renamed. Only another snapshot is overwritten. A copy of
-        some blocks, 8 MiB of them, is all the memory that it takes.
+        The file is written under a temporary name, then renamed. Only another snapshot is
+        overwritten. At most 8 MiB of blocks are copied at a time.
 
         Args:
             token_ids: of the conversation: a prompt and its answer.
-            cache_salt: that its requests had.
+            cache_salt: the salt of its requests.
 
         Raises:
-            ArgumentError: nothing of it is in the prefix cache, or as :meth:`check`.
-            SnapshotError: there is another file, the system refuses, or the disk is full; an older
-                snapshot stays as it was.
+            ArgumentError: none of it is in the prefix cache, or as :meth:`check`.
+            SnapshotError: a file of that name is not a snapshot, or the file can't be written; an
+                existing snapshot is unchanged.
         """
         file, cache = check_path(path), self.check()
         token_ids, blocks, checkpoint = self._find(token_ids, cache_salt)
@@ -128,12 +126,12 @@ class Snapshots:
         return len(token_ids)
 
     def open(self, path: str | Path, cache_salt: str | None) -> Prefix:
-        """The K/V of a file, each byte of which is as it was written.
+        """Open and verify a file.
 
         Raises:
             ArgumentError: as :meth:`check`.
-            SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
-                model, block size, dtype, format, shape or window.
+            SnapshotError: the file can't be read, was truncated or altered, or its model, block
+                size, dtype, format, shape or window differs.
         """
         self.check()
         file = SnapshotFile(path, self.facts)
@@ -141,8 +139,8 @@ class Snapshots:
         if state is not None and len(file.token_ids) % block_size:
             raise SnapshotError(
                 file.file,
-                f"holds the recurrent state after {len(file.token_ids)} tokens, and an engine goes "
-                f"on from ends of blocks of {block_size} alone",
+                f"holds the recurrent state after {len(file.token_ids)} tokens, and an engine can "
+                f"continue only from the end of a block of {block_size}",
             )
         return self._prefix(file, file.token_ids, cache_salt, state)
 
@@ -153,9 +151,9 @@ class Snapshots:
         cache_salt: str | None,
         model_name: str | None,
     ) -> int:
-        """Write what the prefix cache holds of a conversation as mlx-lm's own prompt cache, for
-        ``mlx_lm.generate --prompt-cache-file`` or ``prompt_cache=``; returns of how many tokens
-        that is. A file of that name is replaced.
+        """Write the cached prefix of a conversation as mlx-lm's own prompt cache, for
+        ``mlx_lm.generate --prompt-cache-file`` or ``prompt_cache=``; returns its number of tokens.
+        A file of that name is replaced.
 
         Args:
             token_ids, cache_salt: as :meth:`save`.
@@ -163,8 +161,8 @@ class Snapshots:
                 model was loaded.
 
         Raises:
-            ArgumentError: as :meth:`save`, or mlx-lm's caches can't hold these K/V.
-            SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+            ArgumentError: as :meth:`save`, or mlx-lm's caches can't represent these K/V.
+            SnapshotError: the file can't be written; an existing one is unchanged.
         """
         cache = self.check()
         token_ids, blocks, _ = self._find(token_ids, cache_salt)
@@ -178,16 +176,15 @@ class Snapshots:
     def open_prompt_cache(
         self, path: str | Path, token_ids: Sequence[int] | None, cache_salt: str | None
     ) -> Prefix:
-        """The K/V of a prompt cache of mlx-lm's.
+        """Open a prompt cache of mlx-lm's.
 
         Args:
-            token_ids: that mlx-lm computed, as many as the file has K/V of. Files of
-                :meth:`export_prompt_cache` say them.
+            token_ids: of all tokens in the file. Files of :meth:`export_prompt_cache` contain them.
 
         Raises:
-            ArgumentError: as :meth:`check`, or there are other numbers of tokens.
-            SnapshotError: the file can't be read, is not a prompt cache, or holds K/V of other
-                layers, another dtype or another format.
+            ArgumentError: as :meth:`check`, or the number of tokens differs.
+            SnapshotError: the file can't be read, is not a prompt cache, or its layers, dtype or
+                format differ.
         """
         self.check()
         file = PromptCacheFile(path, self._model, self._cache)
@@ -197,17 +194,17 @@ class Snapshots:
             ids = file.token_ids
         else:
             raise ArgumentError(
-                f"[snapshot] {file.file} does not say of which tokens its K/V are, as mlx-lm's own "
-                "prompt caches do not; give token_ids",
+                f"[snapshot] {file.file} does not contain the ids of its tokens, like all of "
+                "mlx-lm's own prompt caches; give token_ids",
                 "token_ids",
             )
         return self._prefix(file, ids, cache_salt)
 
     def pin_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> PinnedPrompt:
-        """Read a prompt cache of mlx-lm's that does not say its tokens into host memory.
+        """Read a prompt cache of mlx-lm's without token ids into host memory.
 
         Raises:
-            ArgumentError: as :meth:`check`; or there are layers with windows, or a draft model.
+            ArgumentError: as :meth:`check`, or there are layers with windows, or a draft model.
             SnapshotError: as :meth:`open_prompt_cache`.
         """
         check_can_pin(self._cache, self._has_draft_model)
@@ -221,8 +218,8 @@ class Snapshots:
             process_output: waits for the step in flight.
 
         Returns:
-            What was raised (a :class:`CacheFullError`, or the file has changed meanwhile); the
-            bookkeeping is then as it was.
+            The error, such as a :class:`CacheFullError` or that of a changed file; the bookkeeping
+            is then unchanged.
         """
         process_output()
         try:
@@ -250,11 +247,11 @@ class Snapshots:
     def _find(
         self, token_ids: Sequence[int], cache_salt: str | None
     ) -> tuple[list[int], list[tuple[BlockHeader, int]], Checkpoint | None]:
-        """The longest beginning of these tokens that is cached, in whole blocks, its blocks, and
-        the recurrent state after them.
+        """The longest cached prefix of these tokens, in full blocks, its blocks, and the recurrent
+        state after them.
 
         Raises:
-            ArgumentError: the token ids are none, or not even a block of them is cached.
+            ArgumentError: the token ids are invalid, or not even one block is cached.
         """
         config, block_size = self._cache.config, self._cache.config.block_size
         token_ids = check_token_ids(token_ids)

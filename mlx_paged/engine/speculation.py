@@ -1,4 +1,4 @@
-"""``Speculation``: which requests of a step try drafts, and how many. Pure Python."""
+"""``Speculation``: which requests of a step have drafts, and how many. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from dataclasses import dataclass
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
-from mlx_paged.engine.drafts import Drafter
+from mlx_paged.engine.drafts import Drafter, PromptLookup
 from mlx_paged.request import Request
 
-# The tokens beside which a request of a recurrent model still tries drafts: its next one, and some
-# that were computed with drafts before and have no state. Without drafts, they get one.
+# A request of a recurrent model may have drafts if its step computes at most this many other
+# tokens: the next one, and those whose state was discarded with a rejected draft.
 MAX_RUN = 7
+_PROMPT_LOOKUP = PromptLookup()
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Who makes drafts, and the rule for how many of them a step verifies.
+    """A drafter, and the rule for how many drafts a step verifies.
 
     Args:
-        drafter: makes them; ``None`` for none.
-        num_draft_tokens: the most that a request has in a step.
+        num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
     """
 
-    drafter: Drafter | None = None
+    drafter: Drafter = _PROMPT_LOOKUP
     num_draft_tokens: int = 0
     gate: DraftGate = ALWAYS
 
     @property
     def is_on(self) -> bool:
-        return self.drafter is not None and self.num_draft_tokens > 0
+        return self.num_draft_tokens > 0
 
     @property
     def max_more(self) -> int:
-        """The most rows of a request in a step with drafts, beside its next token."""
+        """The most rows of a request in a step with drafts, in addition to its next token."""
         return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
 
     def is_likely(self, running: Sequence[Request]) -> bool:
-        """Whether requests that run are likely to have drafts that pay."""
+        """Whether running requests are likely to have drafts that pay off."""
         if not self.is_on:
             return False
         decoding = [request for request in running if request.num_output_tokens]
@@ -52,34 +52,18 @@ class Speculation:
         num_rows: int,
         num_tokens: int,
     ) -> Sequence[int]:
-        """How many drafts each request should try.
+        """How many drafts each request should have.
 
         Args:
-            run_lengths: its rows without drafts.
-            num_rows: of the step without drafts.
-            num_tokens: that the step gives without drafts.
+            run_lengths: rows of each request without drafts.
+            num_rows: rows of the step without drafts.
+            num_tokens: tokens that the step samples without drafts.
         """
-        drafter = self.drafter
-        assert drafter is not None, "speculation is on"
-        acceptances = list(map(drafter.acceptance, requests))
+        acceptances = list(map(self.drafter.acceptance, requests))
         if not any(acceptances):
             return [0] * len(requests)
         most = self.num_draft_tokens
         return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
-
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
-        assert self.drafter is not None, "speculation is on"
-        return self.drafter.propose(request, num_drafts)
-
-    def made(self, part: Scheduled) -> Sequence[int]:
-        """The drafts of a part whose step was computed."""
-        assert self.drafter is not None, "speculation is on"
-        return self.drafter.made(part)
-
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Note how many drafts of a request were verified, and how many of them were accepted."""
-        if self.drafter is not None:
-            self.drafter.note(request, num_drafts, num_accepted)
 
 
 NO_SPECULATION = Speculation()
@@ -88,7 +72,7 @@ NO_SPECULATION = Speculation()
 def add_drafts(
     plan: Batch, speculation: Speculation, manager: KVCacheManager, max_model_len: int | None
 ) -> None:
-    """Let requests try drafts, with what the step leaves when all others have got theirs."""
+    """Add drafts to the decodes of a step, within its remaining token budget."""
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
@@ -107,9 +91,9 @@ def add_drafts(
             min(wanted, _max_num_drafts(plan, request, manager, max_model_len)) if wanted else 0
         )
         if num_drafts > 0:
-            drafts = speculation.propose(request, num_drafts)
+            drafts = speculation.drafter.propose(request, num_drafts)
             copies = manager.allocate_slots(request.seq_id, num_drafts)
-            assert copies == [], "the slots are those of its own or of empty blocks"
+            assert copies == [], "the slots are in blocks of its own or in empty ones"
             request.num_computed_tokens += num_drafts
             plan.token_budget -= num_drafts
             num_run = part.num_new_tokens + num_drafts
@@ -119,10 +103,10 @@ def add_drafts(
 
 
 def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is a decode, or repeats a few tokens of a recurrent model first.
+    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent model.
 
-    Where the tokens of a recurrent model reach the end of a block, the block is named, and its
-    state may be a checkpoint: neither is taken back with drafts behind them.
+    A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
+    state may become a checkpoint, neither of which can be rolled back.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.request.num_output_tokens:
         return False
@@ -135,8 +119,8 @@ def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
 def _max_num_drafts(
     plan: Batch, request: Request, manager: KVCacheManager, max_model_len: int | None
 ) -> int:
-    """How many drafts a request may have in this step: within the step's budget and the end of
-    the answer, in slots for which nothing is evicted and no request is preempted.
+    """The most drafts of a request in this step: within the token budget, the length limits, and
+    the slots that are free without an eviction or a preemption.
     """
     tables = manager.groups[request.seq_id]
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)

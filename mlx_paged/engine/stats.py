@@ -1,4 +1,4 @@
-"""What an engine and its tier on disk hold, and did since they were made."""
+"""Statistics of an engine and its disk tier."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mlx_paged.core import KVCacheManagerStats
 
 @dataclass(frozen=True)
 class DiskTierStats:
-    """What lies in the folder, of all processes that use it, and what this engine has done with it.
+    """The contents of the folder, by all processes that use it, and what this engine did with it.
 
     Attributes:
-        num_blocks, nbytes: in the folder, as far as is known here.
+        num_blocks, nbytes: in the folder, as far as this process knows.
         num_read_blocks: found there and read; ``num_read_tokens`` are those that went into the
             pool.
         num_dropped_blocks: not written, because the writer was too slow or everything is pinned.
-        num_corrupt_blocks: files that were damaged, and were removed.
+        num_corrupt_blocks: damaged files, which were removed.
         num_evicted_blocks: removed to keep the limits.
-        num_read_states, num_saved_states: of the blocks above those that are recurrent states.
-        failure: why the folder is not used any more; ``None`` while all is well.
+        num_read_states, num_saved_states: blocks of the above that are recurrent states.
+        failure: why the folder is no longer used; ``None`` if there is no failure.
     """
 
     num_blocks: int = 0
@@ -38,7 +38,7 @@ class DiskTierStats:
 
 @dataclass(frozen=True)
 class EngineStats(KVCacheManagerStats):
-    """What the engine holds, and did since it was made; memory in bytes."""
+    """Memory of an engine in bytes, and its counters since it was made."""
 
     num_running: int
     num_waiting: int
@@ -55,6 +55,6 @@ class EngineStats(KVCacheManagerStats):
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
-    nbytes_activations: int  # of a step at its highest, beside weights and K/V; an estimate
-    nbytes_checkpoints: int  # of recurrent states kept for prefix hits, beside K/V
+    nbytes_activations: int  # peak of a step, on top of weights and K/V; an estimate
+    nbytes_checkpoints: int  # of recurrent states kept for prefix hits, on top of K/V
     disk_tier: DiskTierStats | None = None

@@ -1,8 +1,8 @@
-"""How many tokens a step may hold, decided by what steps have taken. Pure Python, no arrays.
+"""Token budgets of steps, chosen by the duration of past steps. Pure Python, no arrays.
 
-The scheduler is given numbers and reads no clock. They come from :class:`ClockedBudgets`, which
-measures steps, or from :class:`RepeatedBudgets`, which has a list of them: what another engine
-chose, or nothing, which leaves the limits of the configuration.
+The scheduler gets numbers and reads no clock. They come from :class:`ClockedBudgets`, which
+measures steps, or from :class:`RepeatedBudgets`, which repeats those of another engine or, by
+default, has the limits of the configuration.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.step_price import Measured, StepPrice
 from mlx_paged.request import Request
 
-# Budgets are powers of 2 from here on, and the limit, so that the shapes of steps repeat.
+# Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
-# A step has room for this many tokens of prompts, beside one for each request that runs: 16 of a
-# prompt beside 16 answers.
+# A step can always have this many tokens of prompts, in addition to one for each running request:
+# with 16 running answers, 16 tokens of a prompt.
 MIN_PROMPT_TOKENS = 15
-# Where nothing was measured yet.
+# Before anything was measured.
 FIRST_PREFILL_BUDGET = 128
 FIRST_MIXED_BUDGET = 64
-# A budget falls where its steps take this much of what they may, and rises where those of the next
-# one would take less than that.
+# A budget falls if its steps take more than this share of their time limit, and rises if those of
+# the next larger budget would take less than that share.
 FALL, RISE = 1.15, 0.85
-# If the caller was away between two steps for more than this share of the time, and these seconds,
-# the device may have waited for it.
+# If the caller spent more than this share of the time, and these seconds, between two steps, the
+# device may have been idle.
 AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
-# Changes that are remembered, some 100 bytes each.
+# The number of changes that are kept, some 100 bytes each.
 MAX_CHANGES = 2**14
 
 LOG = logging.getLogger("mlx_paged.engine")
@@ -43,14 +43,14 @@ Clock: TypeAlias = Callable[[], float]
 
 
 class TokenBudgets(NamedTuple):
-    """The most new tokens of a step, decodes included: where no answer runs, and beside answers."""
+    """The most new tokens of a step, decodes included: without and with running answers."""
 
     prefill: int
     mixed: int
 
 
 class ChosenBudgets(NamedTuple):
-    """Budgets that hold from a step on, which is counted as ``Scheduler.num_steps`` does."""
+    """Budgets from a step on, as counted by ``Scheduler.num_steps``."""
 
     step: int
     prefill: int
@@ -58,7 +58,7 @@ class ChosenBudgets(NamedTuple):
 
 
 class Planner(Protocol):
-    """What budgets are chosen by, of a scheduler."""
+    """The state of a scheduler by which budgets are chosen."""
 
     num_steps: int
 
@@ -70,7 +70,7 @@ class Planner(Protocol):
 
 
 class Budgets(Protocol):
-    """Who sets the budgets of steps."""
+    """Chooses the budgets of steps."""
 
     @property
     def chosen(self) -> list[ChosenBudgets]:
@@ -78,7 +78,7 @@ class Budgets(Protocol):
         ...
 
     def begin_step(self, planner: Planner, is_busy: bool) -> TokenBudgets:
-        """The budgets of the steps that are planned next.
+        """The budgets of the next steps.
 
         Args:
             is_busy: whether a step is in flight.
@@ -99,13 +99,12 @@ def limits_of(config: SchedulerConfig) -> TokenBudgets:
 def token_budget(
     budgets: TokenBudgets, limits: TokenBudgets, running: Sequence[Request], max_more: int
 ) -> int:
-    """How many new tokens a step may have beside these requests: its budget, or the first one of
-    the ladder that has room for their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the
-    limit.
+    """The token budget of a step while these requests run: the chosen one, or the first of the
+    ladder that holds their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the limit.
 
     Args:
-        max_more: the most rows of a request beside its next token: its drafts, and what they make
-            it compute again.
+        max_more: the most rows of a request in addition to its next token: its drafts, and tokens
+            that are recomputed because of them.
     """
     is_mixed = any(request.num_output_tokens for request in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
@@ -124,11 +123,11 @@ def ladder(limit: int) -> list[int]:
 
 
 class RepeatedBudgets:
-    """Budgets that are known before.
+    """Budgets that are given in advance.
 
     Args:
-        limits: until the first of ``chosen``.
-        chosen: as :attr:`Engine.token_budgets` has them.
+        limits: used before the first of ``chosen``.
+        chosen: as in :attr:`Engine.token_budgets`.
     """
 
     def __init__(self, limits: TokenBudgets, chosen: Iterable[ChosenBudgets] = ()):
@@ -147,12 +146,12 @@ class RepeatedBudgets:
 
 
 class Pace:
-    """A budget that goes up and down the ladder, so that steps take a given time.
+    """A budget that moves up and down the ladder, so that steps take a given time.
 
     Args:
-        seconds: that a step may take; 0 leaves the limit.
+        seconds: the time limit of a step; with 0, the budget is always ``limit``.
         limit: the largest budget.
-        first: where nothing was measured yet.
+        first: the budget before anything was measured.
     """
 
     def __init__(self, seconds: float, limit: int, first: int):
@@ -172,10 +171,10 @@ class Pace:
     def choose(self, price: StepPrice, context: int) -> int:
         """The budget of the next step.
 
-        It falls as far as it has to, and rises by one, after a step that filled more than half of
-        it: prices are guesses beyond what was tried. A step may always take twice what it would
-        take without new tokens, because where gathering the context alone takes longer than it may,
-        smaller chunks would gather it more often.
+        It falls as far as necessary, and rises by one level after a step that used more than half
+        of it, since prices are guesses beyond what was tried. A step may always take twice the time
+        that it would take without new tokens: if gathering the context alone exceeds the limit,
+        smaller chunks would only gather it more often.
         """
         if not price.is_known:
             return self.budget
@@ -192,18 +191,19 @@ class Pace:
 
 
 class ClockedBudgets:
-    """Budgets by which steps take a given time.
+    """Budgets with which steps take a given time.
 
-    What is measured is the time from the end of one read to the end of the next: a step that was
-    launched before the one before was read runs right after that. One that was launched when no
-    step was in flight is measured from the beginning of its launch.
+    The measured time is that from the end of one read to the end of the next, because a step that
+    was launched ahead begins when the previous one ends. A step that was launched with no other in
+    flight is measured from the beginning of its launch.
 
-    A step of decodes alone costs two readings of the clock, and its budgets are left as they are.
+    A step of decodes only costs two readings of the clock, and changes no budget.
 
     Args:
         limits: the largest budgets.
-        prefill_seconds: that a step may take where no answer runs; 0 leaves the limit.
-        mixed_seconds: beside answers.
+        prefill_seconds: the time limit of a step without running answers; with 0, its budget is
+            always the limit.
+        mixed_seconds: the same for a step with running answers.
         clock: in seconds.
     """
 
@@ -220,12 +220,12 @@ class ClockedBudgets:
         self._clock = clock
         self._budgets = TokenBudgets(self._prefill.budget, self._mixed.budget)
         self._chosen = deque([ChosenBudgets(0, *self._budgets)], MAX_CHANGES)
-        self._had_prompt = False  # the step that was read last
+        self._had_prompt = False  # in the last step that was read
         self._start = 0.0  # of the oldest step in flight
-        self._away = 0.0  # for how long no call of the engine ran since then
-        # The faster one of the last two steps of decodes, if it is newer than the price.
+        self._away = 0.0  # how long the engine was not called since then
+        # The faster of the last two steps of decodes, if it is newer than the price.
         self._decodes: Measured | None = None
-        self._decode_seconds = math.inf  # of the last one
+        self._decode_seconds = math.inf  # of the last step of decodes
 
     @property
     def chosen(self) -> list[ChosenBudgets]:
@@ -258,7 +258,7 @@ class ClockedBudgets:
         """A step with a chunk of a prompt was measured."""
         self.price.note(step)
         if self._decodes is not None:
-            # How much of a step is fixed shows best where it has few tokens.
+            # The fixed price is best measured in a step with few tokens.
             self.price.correct(self._decodes)
             self._decodes = None
         self._prefill.note(step.num_tokens)
@@ -276,7 +276,7 @@ class ClockedBudgets:
 
 
 def _next_context(running: Sequence[Request]) -> int:
-    """How many tokens stand before the first chunk of a prompt in the next step, as far as that is
+    """The number of tokens before the first chunk of a prompt in the next step, as far as it is
     known before requests are admitted.
     """
     for request in running:

@@ -1,17 +1,18 @@
-"""``StepPrice``: what a step takes, learnt from the steps that were measured. Pure Python."""
+"""``StepPrice``: the expected duration of a step, learnt from measured steps. Pure Python."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Of a price of 1 for a new token, before anything was measured: what the price of a token of
-# context is and how far it may be from that, and how far the fixed price may be from 0. Most models
-# and machines have 1/1500 to 1/500, and up to 100 where weights are read for few tokens.
+# Before anything was measured, relative to the price of a new token: the price of a token of
+# context, its standard deviation, and that of the fixed price around 0. For most models and
+# machines the first is 1/1500 to 1/500, and the fixed price up to 100 if weights are read for few
+# tokens.
 CONTEXT_PRICE, CONTEXT_SPREAD, FIXED_SPREAD = 1e-3, 2e-3, 100.0
-# How much the times of equal steps differ, and by how much prices change from step to step.
+# By how much the times of equal steps differ, and by how much prices change from step to step.
 NOISE, DRIFT = 0.15, 0.03
-# One step that takes this many times what was expected is taken for an accident (a kernel that was
-# compiled, memory that was paged out, a laptop that slept); two in a row are not.
+# A step that takes this many times its expected time is an outlier (a kernel was compiled, memory
+# was paged out, a laptop slept), unless it is the second in a row.
 ACCIDENT = 2.0
 
 
@@ -19,7 +20,7 @@ class Measured(NamedTuple):
     """A step that was measured.
 
     Attributes:
-        context: the tokens before its chunks of prompts, whose K/V it gathered.
+        context: the number of tokens before its chunks of prompts, whose K/V it gathered.
     """
 
     num_tokens: int
@@ -28,14 +29,13 @@ class Measured(NamedTuple):
 
 
 class StepPrice:
-    """What a step takes, in seconds:
+    """The expected duration of a step, in seconds:
 
         new tokens * per_token + context * per_context + fixed
 
-    The prices are the state of a Kalman filter: each step corrects them as far as they are
-    uncertain and the step depends on them. So while the context of a prompt grows in steps that are
-    alike otherwise, what they take longer is put on the context, if the price of a token is known
-    by then.
+    The prices are the state of a Kalman filter: each step corrects them in proportion to their
+    uncertainty and to its dependence on them. So while the context of a prompt grows in otherwise
+    equal steps, additional time is attributed to the context, once the price of a token is known.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class StepPrice:
         return any(self._prices)
 
     def seconds(self, num_tokens: int, context: int) -> float:
-        """What a step is expected to take."""
+        """The expected duration of a step."""
         per_token, per_context, fixed = self._prices
         return num_tokens * per_token + context * per_context + fixed
 
     def note(self, step: Measured) -> None:
-        """Correct the prices by a step with chunks of prompts. One that took much more than
-        expected does not count, unless the one before did so, too.
+        """Correct the prices by a step with chunks of prompts. An outlier does not count, unless
+        the previous step was one, too.
         """
         if not self.is_known:
             per_token = step.seconds / (step.num_tokens + CONTEXT_PRICE * step.context)
@@ -73,8 +73,8 @@ class StepPrice:
         features = float(step.num_tokens), float(step.context), 1.0
         expected = self.seconds(step.num_tokens, step.context)
         spreads = [_dot(row, features) for row in self._covariance]
-        # The variance grows with the time, so a step that is ten times as slow as expected moves
-        # prices little more than one that is three times as slow.
+        # The variance grows with the time, so a step that is ten times slower than expected changes
+        # prices little more than one that is three times slower.
         variance = _dot(spreads, features) + NOISE**2 * expected * step.seconds + 1e-18
         error = step.seconds - expected
         for index, spread in enumerate(spreads):
@@ -83,7 +83,7 @@ class StepPrice:
             self._covariance[index] = [each - spread * other / variance for each, other in pairs]
         for index, row in enumerate(self._covariance):
             if (price := self._prices[index]) < 0 < row[index]:
-                # As if it had been measured to be 0: the others change with it.
+                # As if it had been measured as 0: the other prices change with it.
                 for other, covariance in enumerate(row):
                     self._prices[other] -= covariance * price / row[index]
         self._prices = [max(0.0, price) for price in self._prices]

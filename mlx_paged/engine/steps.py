@@ -1,4 +1,4 @@
-"""``Steps``: launches an engine's steps, reads what they give, and takes back those that fail."""
+"""``Steps``: launches an engine's steps, reads their tokens, and rolls back those that fail."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.replicas import Replicas, asked_of, state_of_scheduler
+from mlx_paged.engine.replicas import Replicas, state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.shared_values import as_json
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
 
-# Called with a request, the number of one of its tokens in the answer, from 1, and the row of
-# logits ``[vocab_size]`` that the token was drawn from, as ``SampledTokens.rows`` has it.
+# Called with a request, the number of a token in its answer, from 1, and the row of logits
+# ``[vocab_size]`` that the token was sampled from, as in ``SampledTokens.rows``.
 RowReader: TypeAlias = Callable[[Request, int, mx.array], None]
 
-# How long a step that has nothing else to do waits for blocks to be read, before others may ask
-# for something.
+# How long a step without other work waits for blocks to be read. Other calls wait meanwhile.
 READ_SECONDS = 0.05
 
 
@@ -38,19 +38,19 @@ class Steps:
     """The steps of an engine, of which at most one is in flight between two calls: launched,
     sampled, and not read.
 
-    A step that fails did not happen: its requests run again, one by one, to see which of them fails
-    alone.
+    A failed step is rolled back, and its requests are retried one at a time to find the one that
+    causes the failure.
 
     Args:
-        run_ahead: whether a step is launched before the tokens of the one before are read.
-        budgets: sets how many new tokens steps may have.
-        replicas: draws the tokens, and knows the other ranks that have a part of the model.
-        disk_tier: where full blocks are kept beside the pool, if anywhere.
+        run_ahead: whether a step is launched before the tokens of the previous one are read.
+        budgets: chooses the token budgets of steps.
+        replicas: samples the tokens, and keeps the other ranks in step.
+        disk_tier: keeps full blocks on disk, if given.
 
     Attributes:
-        budgets: of the next steps.
-        row_reader: is handed the row of logits of each token before the token is appended; a token
-            that was taken back comes again. It changes nothing and raises nothing.
+        budgets: as given.
+        row_reader: gets the row of logits of each token before the token is appended, again after
+            a rollback. Must not change anything or raise.
     """
 
     def __init__(
@@ -74,15 +74,14 @@ class Steps:
         self.budgets = budgets
         self._replicas = replicas
         self._disk_tier = disk_tier
-        # Requests of a failed step, and the length that each had reached.
+        # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Request, int]] = deque()
 
     def run(self, budgets: TokenBudgets | None = None) -> None:
-        """Run one step: read the oldest one that is in flight, and launch the next before that
-        where it may.
+        """Run one step: read the oldest step in flight, after launching the next one if possible.
 
         Args:
-            budgets: of rank 0, where another one follows.
+            budgets: those of rank 0, on a rank that follows it.
         """
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
@@ -102,36 +101,36 @@ class Steps:
         self.process_output()
         self._sample()
         if steps and all(request.is_finished for request in steps[0].batch.requests):
-            self.process_output()  # No request waits for it any more.
+            self.process_output()  # No request needs it any more.
 
     def add_new(self) -> None:
-        """Take on the requests that were added since the last call."""
+        """Hand the requests that were added since the last call to the scheduler."""
         for state in self._reports.new_states():
             request = state.requests[0]
-            self._replicas.tell("add", partial(asked_of, request))
+            self._replicas.tell("add", partial(as_json, request))
             self._scheduler.add(request)
 
     def abort(self, state: RequestState) -> None:
-        """End a request from outside."""
-        # Another request may have the id of one that is finished by now.
+        """Abort a request."""
+        # Another request may already have the id of a finished one.
         if not all(request.is_finished for request in state.requests):
             self._replicas.tell("abort", lambda: state.output.request_id)
         for request in state.requests:
             self._finish(request, "abort")
 
     def shrink(self) -> int:
-        """Give back K/V memory that no running request needs; returns the bytes."""
+        """Free K/V memory that no running request needs; returns the number of bytes."""
         self._replicas.tell("shrink")
-        self.process_output()  # It may write to the memory that is given back.
+        self.process_output()  # A step in flight may write to that memory.
         return self._runner.cache.shrink()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V; False, and nothing has changed, while requests run."""
+        """Forget all cached K/V. While requests run, changes nothing and returns False."""
         self._replicas.tell("reset_prefix_cache")
         return self._scheduler.reset_prefix_cache()
 
     def num_computed_tokens(self, request: Request) -> int:
-        """Of a request, without those of steps in flight; from any thread."""
+        """The computed tokens of a request, without those of steps in flight; from any thread."""
         starts = (
             part.start
             for step in list(self.in_flight)
@@ -141,8 +140,8 @@ class Steps:
         return min((request.num_computed_tokens, *starts))
 
     def _may_launch_ahead(self, step: StepInFlight) -> bool:
-        """Whether the next step is planned before this one is read. With drafts it is not: they
-        follow tokens that are known.
+        """Whether the next step is planned before this one is read. With drafts it is not, because
+        drafts need the previous tokens.
         """
         scheduler = self._scheduler
         return (
@@ -153,7 +152,7 @@ class Steps:
         )
 
     def _launch(self, batch: Batch | None) -> None:
-        """Begin to compute a step, after the one in flight if there is one."""
+        """Launch a step, after the one in flight if there is one."""
         if batch is None:
             return
         for request in batch.finished:
@@ -161,7 +160,7 @@ class Steps:
         for request in batch.begun:
             request.first_scheduled_time = time.perf_counter()
         if not batch.scheduled:
-            # What was to be swapped out will not be copied, and a request to retry had no room.
+            # The planned swap-outs are dropped, and a request to retry does not fit.
             self._scheduler.discard(batch)
             if self._retry_alone:
                 self._retry_alone.popleft()
@@ -173,7 +172,7 @@ class Steps:
             step.logits = self._runner.launch(batch, awaited)
 
     def _sample(self) -> None:
-        """Begin to sample the tokens of the newest step, from tokens that are known."""
+        """Launch the sampling of the newest step, whose previous tokens are known by now."""
         if not self.in_flight:
             return
         step = self.in_flight[-1]
@@ -197,11 +196,11 @@ class Steps:
         with self._device_work():
             results = self._replicas.read(step.sampled)
             scores = [(prompt.request, prompt.read()) for prompt in step.scored]
-            # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
-            # lazy: a reader in flight would make each donated write copy a slab.
+            # A chunk of a prompt has no tokens to wait for. The last step in flight leaves nothing
+            # lazy: with a pending read of a slab, the next write would copy it.
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
         if not self.in_flight:
-            return  # It failed.
+            return  # The step failed.
         num_tokens = step.batch.num_tokens
         self.budgets.end_step(step.batch, num_tokens)
         drafted = step.batch.drafted
@@ -226,11 +225,11 @@ class Steps:
         drafted: Sequence[Scheduled],
         results: Sequence[SampledToken | Exception],
     ) -> bool:
-        """Append the tokens of requests with drafts, as far as they go on with them; False if the
-        step failed meanwhile.
+        """Append the accepted tokens of requests with drafts, and the token after them; False if
+        the step failed meanwhile.
 
-        What reads the tokens before it (penalties, processors, samplers of the request's own) is
-        drawn token by token, when these are known.
+        Where sampling reads the previous tokens (penalties, logits processors, custom samplers),
+        tokens are sampled one by one.
         """
         known: dict[Request, list[SampledToken | Exception]] = {}
         for request, result in zip(step.sampled.requests, results, strict=True):
@@ -239,7 +238,7 @@ class Steps:
             request, num_accepted = part.request, 0
             if request.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[request], self._scheduler.speculation.made(part)
+            drawn, drafts = known[request], self._scheduler.speculation.drafter.made(part)
             sampled, first_entry = step.sampled, step.sampled.requests.index(request)
             verification = self._scheduler.verification
             verification.begin(part)
@@ -265,13 +264,15 @@ class Steps:
                 if not is_accepted or request.is_finished:
                     break
             verification.end(request)
-            self._scheduler.speculation.note(request, len(part.draft_token_ids), num_accepted)
+            self._scheduler.speculation.drafter.note(
+                request, len(part.draft_token_ids), num_accepted
+            )
         return True
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
-        """Run a part of a step that changes no bookkeeping. If it raises, no step in flight
-        happened.
+        """Run a part of a step that changes no bookkeeping. If it raises, all steps in flight are
+        rolled back.
         """
         try:
             yield
@@ -279,14 +280,14 @@ class Steps:
             self._replicas.failed(error)
             self._isolate_failure(error)
         except BaseException as error:
-            # It is the caller's, who raised it in the model or in a function of a request.
+            # The caller's own model or function raised it, so it is raised there.
             self._replicas.failed(error)
-            self._take_back()
+            self._roll_back()
             raise
 
     def _isolate_failure(self, error: Exception) -> None:
-        """Fail a request that ran alone; run several again one by one, to see which fails. One that
-        ran with drafts, which it did not ask for, runs again without.
+        """Fail a request that ran alone; retry several one by one, to find the one that fails. A
+        request that ran with drafts is retried without them.
         """
         steps = list(self.in_flight)
         requests = {
@@ -295,14 +296,14 @@ class Steps:
             for request in step.batch.requests
             if not request.is_finished
         }
-        self._take_back()
+        self._roll_back()
         if len(steps) == len(requests) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:
             self._retry_alone.extend(requests.items())
 
-    def _take_back(self) -> None:
-        """Undo the steps in flight, the newest first."""
+    def _roll_back(self) -> None:
+        """Roll back the steps in flight, the newest first."""
         while self.in_flight:
             step = self.in_flight.pop()
             for request in step.sampled.requests:
@@ -314,10 +315,10 @@ class Steps:
             self._scheduler.discard(step.batch)
         self._runner.cache.close_step()
         try:
-            # What it wrote is not needed, but the slabs depend on it.
+            # What they wrote is not needed, but the slabs depend on it.
             mx.eval(self._runner.cache.arrays)
         except Exception:
-            # Without new slabs, every later step would fail, too.
+            # With these slabs, every later step would fail, too.
             self._runner.cache.reset()
             self._scheduler.start_over()
 
@@ -330,8 +331,8 @@ class Steps:
         return None
 
     def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
-        """The row of logits and the request of each token that this step samples, and how many
-        drafts stand before it.
+        """The row of logits and the request of each token that this step samples, and the number
+        of drafts before it.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
@@ -363,11 +364,11 @@ class Steps:
         sampled: SampledTokens,
         entry: int,
     ) -> None:
-        """Append a token to a request, or end it with what failed it: the result of this entry of
+        """Append a token to a request, or fail the request: ``result`` is that of this entry of
         ``sampled``.
         """
         if request.is_finished:
-            return  # Since it was sampled.
+            return  # finished since it was sampled
         if isinstance(result, Exception):
             self._finish(request, "error", result)
             return
@@ -380,15 +381,15 @@ class Steps:
         stop_text = None
         try:
             stop_text = state.add_token(request, result)
-        except BaseException as error:  # the panics of tokenizers in Rust are no Exception
-            # It fails its own request, even where this token was the last one.
+        except BaseException as error:  # A panic in Rust's tokenizers is not an Exception.
+            # It fails the request, even if this token was the last one.
             forget_frames(error, "In a step of the engine")
             self._scheduler.finish(request, "error")
             request.finish_reason, request.stop_reason = "error", None
             request.error = request_error(error)
         if stop_text is not None:
             self._scheduler.finish(request, "stop")
-            # Where this token was the last one, too, the text counts.
+            # The stop text takes precedence if this token was also the last one.
             request.finish_reason, request.stop_reason = "stop", stop_text
         self._reports.note(request)
 

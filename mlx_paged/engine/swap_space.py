@@ -1,4 +1,4 @@
-"""``SwapSpace``: which preempted requests have K/V beside the pool, and how many blocks of them."""
+"""``SwapSpace``: the K/V of preempted requests that are swapped out of the pool."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ if TYPE_CHECKING:  # the scheduler, which uses the swap space, imports no arrays
     from mlx_paged.cache import KVCache
 
 SwapName: TypeAlias = SeqId | str
-"""A preempted sequence, or the salt of requests that begin with held K/V."""
+"""A preempted sequence, or the salt of requests that begin with pinned K/V."""
 
-# Floating-point operations that a chip does in the time in which it moves one byte: an M1 does
-# 2.6 TFLOPS at 68 GB/s, and its successors are close to that.
+# Floating-point operations per byte of memory bandwidth: an M1 has 2.6 TFLOPS and 68 GB/s, and its
+# successors are close to that.
 OPERATIONS_PER_BYTE = 38
 # The default swap space, as a share of the K/V budget.
 DEFAULT_SWAP_SHARE = 1 / 8
 
 
 def is_moving_cheaper(num_parameters: int, nbytes_per_token: int, operations_per_byte: int) -> bool:
-    """Whether a token's K/V are moved in less time than they are computed, which takes two
-    operations per parameter. The rule knows sizes and no clock, so that every machine decides
-    alike.
+    """Whether moving a token's K/V takes less time than computing them, which takes two operations
+    per parameter. The rule depends on sizes and no clock, so that all machines decide alike.
 
     Args:
-        operations_per_byte: that the chip does in the time in which one byte is moved.
+        operations_per_byte: of the chip's speed and the bandwidth of the move.
     """
     return nbytes_per_token * operations_per_byte < 2 * num_parameters
 
 
 def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
-    """Whether K/V are copied out and in again in less time than they are computed."""
+    """Whether copying K/V out and back takes less time than computing them."""
     return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
 
 
 def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
-    """The blocks that a swap space of ``swap_bytes`` holds, by default ``DEFAULT_SWAP_SHARE`` of
+    """The number of blocks of a swap space of ``swap_bytes``, by default ``DEFAULT_SWAP_SHARE`` of
     the budget if swapping is cheaper than computing.
 
     Raises:
@@ -60,7 +59,7 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
     if cache.kind != "paged":
         raise ArgumentError(
             f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
-            f"{cache.kind} cache are computed again; leave it out",
+            f"{cache.kind} cache are recomputed; leave it out",
             "swap_bytes",
         )
     if budget.num_blocks is not None:
@@ -69,98 +68,93 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
 
 
 class Swapped(NamedTuple):
-    """What the swap space has for a request."""
+    """The K/V of a request in the swap space."""
 
     name: SwapName
     held: SequenceTables
 
 
 class SwapSpace:
-    """The K/V of preempted requests, in whole blocks, and their recurrent states; what fits is
-    swapped, anything else is computed again.
+    """The K/V of preempted requests, in whole blocks, with their recurrent states. Requests that
+    don't fit are recomputed.
 
-    Beside them, K/V that can't be computed may be held for all requests of a salt, which begin with
-    them. They don't count.
+    It can also pin K/V that can't be recomputed, for all requests of a salt, which begin with them.
+    These don't count.
 
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
-        num_state_blocks: what a sequence's recurrent state counts as.
-        tier: where the blocks lie, host memory by default. What it stores it keeps until it is
-            discarded: a block has no other copy.
+        num_state_blocks: how many blocks a sequence's recurrent state counts as.
+        tier: stores the blocks, by default in host memory. It must keep them until they are
+            discarded, because there is no other copy.
     """
 
     def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
         self.num_blocks = num_blocks
         self.tier = tier or HostMemory()
         self._num_state_blocks = num_state_blocks
-        self._held: dict[SwapName, SequenceTables] = {}
-        self._owners: dict[SwapName, bytes] = {}  # in the tier
-        self._is_shared: set[SwapName] = set()  # those of salts
+        self._held: dict[SwapName, SequenceTables] = {}  # by sequence
+        self._pinned: dict[SwapName, SequenceTables] = {}  # by salt
+        self._owners: dict[SwapName, bytes] = {}  # of the blocks of both, in the tier
 
     def pin(self, cache_salt: str, held: SequenceTables) -> None:
-        """Keep the first tokens of all requests of a salt, whose blocks are stored next."""
-        self._is_shared.add(cache_salt)
-        self._keep(cache_salt, held)
+        """Keep the first tokens of all requests of a salt; the caller stores their blocks next."""
+        self._pinned[cache_salt], self._owners[cache_salt] = held, os.urandom(16)
 
     def num_pinned_tokens(self, cache_salt: str | None) -> int:
-        """Tokens that are held for requests of a salt."""
-        return self._held[cache_salt].num_tokens if cache_salt in self._is_shared else 0
+        """The number of tokens that are pinned for requests of a salt."""
+        held = None if cache_salt is None else self._pinned.get(cache_salt)
+        return 0 if held is None else held.num_tokens
 
     def find(self, seq_id: SeqId, cache_salt: str | None) -> Swapped | None:
-        """What a sequence can go on with: its own K/V, or those that are held for its salt."""
-        for name in (seq_id, cache_salt):
-            if name in self._held:
-                return Swapped(name, self._held[name])
+        """The K/V of a sequence: its own, or those that are pinned for its salt."""
+        if seq_id in self._held:
+            return Swapped(seq_id, self._held[seq_id])
+        if cache_salt is not None and cache_salt in self._pinned:
+            return Swapped(cache_salt, self._pinned[cache_salt])
         return None
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of preempted requests."""
-        return sum(held.num_blocks + self._num_state_blocks for held in self._swapped())
+        """The number of blocks of preempted requests."""
+        # Over a copy, because any thread may read the stats.
+        return sum(each.num_blocks + self._num_state_blocks for each in list(self._held.values()))
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of preempted requests."""
-        return sum(held.num_tokens for held in self._swapped())
-
-    def _swapped(self) -> list[SequenceTables]:
-        # A copy: any thread may ask for stats.
-        return [held for name, held in list(self._held.items()) if name not in self._is_shared]
+        """The number of tokens of preempted requests."""
+        return sum(each.num_tokens for each in list(self._held.values()))
 
     def num_tokens_of(self, seq_id: SeqId) -> int:
-        """Tokens of a sequence that are swapped out."""
+        """The number of tokens of a sequence that are swapped out."""
         return self._held[seq_id].num_tokens if seq_id in self._held else 0
 
     def reserve(self, seq_id: SeqId, held: SequenceTables) -> bool:
-        """Keep memory for a sequence until :meth:`release`; False if it doesn't fit."""
+        """Reserve memory for a sequence until :meth:`release`; False if it doesn't fit."""
         num_blocks = held.num_blocks + self._num_state_blocks
         if num_blocks > self.num_blocks - self.num_used_blocks:
             return False
-        self._keep(seq_id, held)
+        self._held[seq_id], self._owners[seq_id] = held, os.urandom(16)
         return True
 
-    def _keep(self, name: SwapName, held: SequenceTables) -> None:
-        self._held[name], self._owners[name] = held, os.urandom(16)
-
     def headers(self, name: SwapName) -> list[list[BlockHeader]]:
-        """Of the blocks of each group of layers, in their order."""
+        """The headers of the blocks of each group of layers, in order."""
         owner = self._owners[name]
         return [
             [
                 BlockHeader(private_key(owner, group, index), group=group)
                 for index in range(table.num_blocks + table.num_sinks)
             ]
-            for group, table in enumerate(self._held[name].tables)
+            for group, table in enumerate((self._held.get(name) or self._pinned[name]).tables)
         ]
 
     def release(self, name: SwapName) -> None:
-        """Forget a sequence's K/V, if there are any. What is held for a salt stays."""
-        if name in self._held and name not in self._is_shared:
+        """Discard the K/V of a sequence, if there are any. Pinned K/V stay."""
+        if name in self._held:
             for headers in self.headers(name):
                 self.tier.discard([header.block_hash for header in headers])
             del self._held[name], self._owners[name]
 
     def clear(self) -> None:
-        """Forget the K/V of all sequences."""
-        for name in set(self._held) - self._is_shared:
+        """Discard the K/V of all sequences."""
+        for name in list(self._held):
             self.release(name)

@@ -9,28 +9,28 @@ from mlx_paged.engine.token_texts import TokenTexts
 
 
 class TextStream:
-    """Tokens in, text out: whole characters only, and nothing that may still turn out to be part of
-    a stop text or of a stop sequence.
+    """Converts tokens to text in complete characters, and holds back text that may still become
+    part of a stop text or of a stop sequence.
 
-    Of several stop texts, the one that begins first in the whole text counts, however the text is
-    cut into tokens; where several begin at the same place, the shortest, which is complete first.
-    ``finish`` ends a text that no stop text ended. Stop sequences are looked for by the caller,
-    which gives the tokens, and named to ``finish``.
+    Of several stop texts, the one that begins first in the text counts, independent of token
+    boundaries; of several with the same beginning, the shortest, which is completed first.
+    ``finish`` ends a text without a stop text. Stop sequences are found by the caller, which passes
+    their length to ``finish``.
 
-    The text is that of the tokens after the prompt: it keeps a space that it begins with. A token
-    that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
+    The text is that of the tokens after the prompt, and keeps a leading space. A token that the
+    tokenizer lacks (a model's vocabulary is often padded) adds no text.
 
     Args:
         texts: of the tokenizer's tokens.
-        stop: the stop texts, none of them empty.
-        prompt_token_ids: that the tokens follow.
-        stop_sequences: of token ids; a text that one of them may end stays held back.
-        min_tokens: stop texts that are complete within this many tokens don't count.
-        includes_stop: whether the text keeps the stop text that ended it.
+        stop: the stop texts, not empty.
+        prompt_token_ids: the tokens before the text.
+        stop_sequences: sequences of token ids; text that may belong to one is held back.
+        min_tokens: stop texts that are completed within this many tokens are ignored.
+        includes_stop: whether the text keeps the stop text that ends it.
         skipped_token_ids: special tokens, which add no text. One that is a stop text ends the text.
 
     Attributes:
-        text: what can be shown by now. It only ever grows at its end.
+        text: the text that can be shown so far. It is only ever appended to.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class TextStream:
         self._includes_stop = includes_stop
         self._skipped = skipped_token_ids
         self._num_tokens_left = min_tokens  # until stop texts count
-        self._held_back = ""  # may be the beginning of a stop text
-        self._num_ignored = 0  # characters of it in which no stop text may end
+        self._held_back = ""  # possible beginning of a stop text
+        self._num_ignored = 0  # its first characters, within which no stop text may end
         self._found: str | None = None
         self._stop_sequences = tuple(map(tuple, stop_sequences))
-        # The last tokens, as many as a stop sequence may have, each with the number of characters
+        # The last tokens, up to the length of a stop sequence, each with the number of characters
         # before it.
         longest = max(map(len, self._stop_sequences), default=0)
         self._last_tokens: deque[tuple[int, int]] = deque(maxlen=longest)
-        self._decided = ""  # text that no stop text ends; ``text`` is the same or less
+        self._decided = ""  # text without a stop text; ``text`` is a prefix of it
 
     def add(self, token_id: int) -> str | None:
-        """Take the next token; returns the stop text that was found, or ``None``."""
+        """Add the next token; returns the stop text that was found, or ``None``."""
         if self._found is not None:
             return self._found
         if self._stop_sequences:
@@ -75,11 +75,11 @@ class TextStream:
         return found
 
     def finish(self, num_left_out: int = 0) -> str | None:
-        """No more tokens come: show what was held back; returns the stop text that was found, or
+        """End the text and show what was held back; returns the stop text that was found, or
         ``None``.
 
         Args:
-            num_left_out: how many of the last tokens belong to a stop sequence, whose text is not
+            num_left_out: number of the last tokens that are a stop sequence, whose text is not
                 shown.
         """
         if self._found is not None:
@@ -104,14 +104,14 @@ class TextStream:
         unfinished = find_unfinished_stop(tail, self._stops)
         if stop is not None and begin <= unfinished:
             return self._end(tail)
-        # Where there is a stop text, one that begins before it may still be completed: wait.
+        # A stop text that begins before a found one may still be completed: wait.
         self._decided += tail[:unfinished]
         self._held_back = tail[unfinished:]
         self._num_ignored = max(0, self._num_ignored - unfinished)
         return None
 
     def _add_special(self, token_id: int) -> str | None:
-        """A token that has no text here, but may be a stop text."""
+        """Add a special token, which has no text, but may be a stop text."""
         counts = self._num_tokens_left <= 0
         found = self._add_text("")
         if not self._stops or not counts or found is not None:
@@ -119,13 +119,13 @@ class TextStream:
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         if name not in self._stops:
             return None
-        # What was held back is before it.
+        # The text that was held back precedes it.
         found = self._end(self._held_back + self._detokenizer.finish())
         self._found = found or name
         return self._found
 
     def _end(self, tail: str) -> str | None:
-        """Decide on what is left of the text, up to the stop text that it may have."""
+        """Add the rest of the text, up to a stop text if it contains one."""
         begin, stop = find_stop(tail, self._stops, self._num_ignored)
         if stop is not None and self._includes_stop:
             begin += len(stop)
@@ -137,7 +137,7 @@ class TextStream:
         return stop
 
     def _shown(self) -> str:
-        """The text that is decided, without that of tokens which may begin a stop sequence."""
+        """The decided text without that of tokens which may begin a stop sequence."""
         tokens = [token for token, _ in self._last_tokens]
         num_held_back = num_unfinished_tokens(tokens, self._stop_sequences)
         if not num_held_back:
@@ -146,8 +146,8 @@ class TextStream:
 
 
 def find_stop(text: str, stops: Sequence[str], num_ignored: int = 0) -> tuple[int, str | None]:
-    """Where the first stop text begins in ``text``, and which; the end of ``text`` and ``None`` if
-    there is none. Those that end within the first ``num_ignored`` characters don't count.
+    """The beginning of the first stop text in ``text``, and the stop text; the end of ``text`` and
+    ``None`` if there is none. Those that end in the first ``num_ignored`` characters are ignored.
     """
     found = [
         (begin, len(stop), stop)
@@ -161,7 +161,7 @@ def find_stop(text: str, stops: Sequence[str], num_ignored: int = 0) -> tuple[in
 
 
 def find_unfinished_stop(text: str, stops: Sequence[str]) -> int:
-    """Where a stop text may begin that ``text`` breaks off in; the end of ``text`` if nowhere."""
+    """Where an incomplete stop text begins at the end of ``text``; its length if there is none."""
     longest = max(map(len, stops))
     for begin in range(max(0, len(text) - longest + 1), len(text)):
         end = text[begin:]
@@ -171,7 +171,7 @@ def find_unfinished_stop(text: str, stops: Sequence[str]) -> int:
 
 
 def num_unfinished_tokens(token_ids: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> int:
-    """How many of the last tokens may be the beginning of a stop sequence; 0 if none."""
+    """How many of the last tokens may be the beginning of a stop sequence."""
     return max(
         (
             length

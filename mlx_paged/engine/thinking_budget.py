@@ -1,4 +1,4 @@
-"""``ThinkingBudget``: ends a model's reasoning after a number of tokens, by its end token."""
+"""``ThinkingBudget``: ends a model's reasoning after a number of tokens by forcing its end mark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.request import Request
 
 
 class ThinkingBudget:
-    """Where an answer is in its reasoning. Tokens of an answer only grow; each is read once."""
+    """The state of an answer's reasoning. Tokens are only appended, and each is read once."""
 
     def __init__(self, limit: ReasoningLimit):
         self._limit = limit
@@ -20,7 +20,7 @@ class ThinkingBudget:
         self._num_read = 0  # tokens of the answer
 
     def forced_token(self, request: Request) -> int | None:
-        """The token that has to come next; ``None``: any may."""
+        """The token that has to come next; ``None`` if any may."""
         self._reasoning.add(request.token_ids[request.num_prompt_tokens + self._num_read :])
         self._num_read = request.num_output_tokens
         if not self._reasoning.is_thinking or self._reasoning.num_within < self._limit.num_tokens:
@@ -37,8 +37,8 @@ def force_tokens(
     requests: Sequence[Request],
     budgets: Sequence[ThinkingBudget | None],  # [num_requests]
 ) -> mx.array:
-    """The logits, with nothing but the forced token for requests that have one. The array that was
-    given stays as it is.
+    """The logits with -inf for all but the forced token of each request that has one, as a new
+    array.
     """
     forced = {
         entry: token

@@ -18,18 +18,16 @@ from mlx_paged.errors import words_for_all
 
 T = TypeVar("T")
 
-# How long a wait may overlook an interrupt.
+# The longest time for which a wait may miss an interrupt.
 LOOK_SECONDS = 0.1
-# Interrupts of one call that are further apart than this are two: the second stops the engine.
+# A second interrupt of the same call, at least this much later, stops the engine.
 STUCK_SECONDS = 0.5
-# For which the end of Python waits for a call that was asked to end.
+# How long the end of Python waits for a call that was told to end.
 SECONDS_TO_STOP = 1.0
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine was shut down, or stopped by a failure; the message says which, and ``__cause__``
-    is what failed it.
-    """
+    """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 
 
 class StuckStepError(RuntimeError):
@@ -37,7 +35,7 @@ class StuckStepError(RuntimeError):
 
 
 class Call(Generic[T]):
-    """A piece of work for an engine's thread, and what came of it."""
+    """A function to be called in an engine's thread, and its result."""
 
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
@@ -57,55 +55,55 @@ class Call(Generic[T]):
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error, unless it has ended."""
+        """End it with an error, unless it has ended already."""
         if not self._is_done:
             self._error = error
             self._end()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the work, for ``timeout`` seconds at most; whether it has ended. An
-        interrupt ends the wait, and the work goes on. One thread waits.
+        """Wait for the end of the work, for at most ``timeout`` seconds; returns whether it has
+        ended. An interrupt ends the wait, but not the work. Only one thread may wait.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._is_done and (left := end - time.monotonic()) > 0:
-            # A signal that comes just before the system's own wait begins does not end that wait.
+            # A signal that comes just before the system call begins does not end it.
             self._done.acquire(timeout=min(left, LOOK_SECONDS))
         return self._is_done
 
     def outlast(self) -> None:
-        """Wait for the end of the work, whatever interrupts that."""
+        """Wait for the end of the work, ignoring interrupts."""
         try:
             self.wait()
         except KeyboardInterrupt:
             self.outlast()
 
     def result(self) -> T:
-        """What the work returned or raised."""
+        """The return value of the work; raises its error."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
     def _end(self) -> None:
-        self._work = None  # It may hold the engine.
+        self._work = None  # It may refer to the engine.
         if not self._is_done:
             self._is_done = True
             self._done.release()
 
 
 class EngineThread:
-    """Runs calls one after another in a thread of its own, which nothing interrupts: Python
-    delivers signals to the main thread, and that only waits. MLX keeps its streams by thread, so
-    all work of an engine is done here, whichever thread asks for it.
+    """Runs calls one after another in a separate thread, in which they can't be interrupted: Python
+    delivers signals to the main thread, which only waits. MLX keeps its streams by thread, so all
+    work of an engine is done here, whichever thread requests it.
 
-    The thread ends with :meth:`end`, or when Python does, after the call that runs.
+    The thread ends with :meth:`end`, or when Python does, after the current call.
 
     Args:
         forget: drops the compiled functions that were called in the thread. It is called at the end
-            of the thread, and keeps them alive until then: one that another thread frees while MLX
-            clears this thread's streams stops both forever.
+            of the thread, and keeps them alive until then: if another thread freed one while MLX
+            clears this thread's streams, both would deadlock.
 
     Attributes:
-        failure: what stopped it before its end; ``None`` if nothing did.
+        failure: the error that stopped the thread; ``None`` if there was none.
     """
 
     def __init__(
@@ -117,33 +115,33 @@ class EngineThread:
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
         self._running: Call[Any] | None = None
-        # The call that ran when an interrupt came last, and when that was.
+        # The call that ran at the last interrupt, and the time of that.
         self._interrupted: tuple[Call[Any] | None, float] = None, 0.0
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Not with the first call, in which an interrupt could leave it half started.
+        # Not in the first call, where an interrupt could leave it half started.
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the thread that asks."""
+        """Whether the caller is in this thread."""
         return threading.get_ident() == self._thread.ident
 
     @property
     def is_idle(self) -> bool:
-        """Whether a call would be run at once."""
+        """Whether a call would run at once."""
         return self._running is None and self._background is None
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the call that runs is one that an interrupt has ended the wait for."""
+        """Whether an interrupt has ended the wait for the current call."""
         return self._running is not None and self._running is self._interrupted[0]
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
-        """Have work done, after what was asked for before.
+        """Queue a call.
 
         Raises:
-            EngineStoppedError: no call is run any more.
+            EngineStoppedError: the thread has ended.
         """
         self.check()
         call = Call(work)
@@ -153,16 +151,16 @@ class EngineThread:
         return call
 
     def call(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, or raises, in the thread. An interrupt ends the wait for it, and
-        the work goes on.
+        """Call ``work`` in the thread; returns its result or raises its error. An interrupt ends
+        the wait, but not the work.
         """
         return work() if self.is_current else self.wait_for(self.submit(work))
 
     def wait_for(self, call: Call[T]) -> T:
-        """What a call that was submitted returned or raised.
+        """Wait for a submitted call; returns its result or raises its error.
 
-        An interrupt ends the wait. Another one stops the engine if the same call still runs: it may
-        never end.
+        An interrupt ends the wait. A second one during the same call stops the engine, because the
+        call may never end.
         """
         try:
             call.wait()
@@ -177,29 +175,29 @@ class EngineThread:
         """Call ``background`` whenever no call waits, and ``at_end`` at the end of the thread.
 
         Args:
-            background: returns after how many seconds it wants to be called again; ``None`` is
-                after the next call. What it raises stops the thread.
+            background: returns the seconds until it is to be called again; ``None`` is after the
+                next call. An exception stops the thread.
         """
         self._background, self._at_end = background, at_end
         self._wake()
 
     def stopped(self) -> EngineStoppedError:
-        """What callers are told who come too late."""
+        """The error for callers once the thread has ended."""
         failure = self.failure
-        # It is told to every caller, and one of them may have written what the failure quotes.
+        # Every caller gets it, so it must not quote what one of them has written.
         why = "it was shut down" if failure is None else words_for_all(failure)
         error = EngineStoppedError(f"[engine] it stopped: {why}")
         error.__cause__ = failure
         return error
 
     def check(self) -> None:
-        """Raise :class:`EngineStoppedError` if no call is run any more."""
+        """Raise :class:`EngineStoppedError` if the thread has ended."""
         if self._has_ended:
             raise self.stopped()
 
     def stop(self, error: BaseException) -> None:
-        """Run no call any more, and tell those that wait why. A call that runs is asked to end: in
-        Python it raises ``SystemExit``, in native code nothing reaches it.
+        """Run no further call, and fail the queued ones with this error. ``SystemExit`` is raised
+        in the current call, which ends it in Python code but not in native code.
         """
         self.failure = self.failure or error
         self.end()
@@ -211,7 +209,7 @@ class EngineThread:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, end)
 
     def end(self) -> None:
-        """End the thread when the call that runs is done, without waiting for that."""
+        """End the thread after the current call, without waiting for that."""
         self._has_ended = True
         self._wake()
 
@@ -248,11 +246,11 @@ class EngineThread:
                 self._forget()
                 self._forget = None  # It holds the cache.
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
-            # What runs on them ends before: it may want Python's lock, which clearing holds.
+            # Their work has to end first, because it may need the GIL, which clearing holds.
             with contextlib.suppress(Exception):
                 mx.synchronize()
             mx.clear_streams()
-            # Not before: Python's end waits for that, too.
+            # Only now, because the end of Python has to wait for all of the above.
             atexit.unregister(self._end_with_python)
 
     def _run_calls(self) -> None:
@@ -287,8 +285,8 @@ class EngineThread:
 
 
 def run_apart(work: Callable[[], T]) -> T:
-    """What ``work`` returns, or raises. Where a thread of the user's calls, which may end before
-    Python does, MLX works in another one: its streams, on Linux, abort the process if they outlive
+    """Call ``work``; returns its result or raises its error. Outside of the main thread it runs in
+    an :class:`EngineThread`, because MLX's streams, on Linux, abort the process if they outlive
     their thread.
     """
     if threading.current_thread() is threading.main_thread():

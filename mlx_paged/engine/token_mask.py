@@ -1,4 +1,4 @@
-"""``TokenMask``: the tokens that a request can't draw; those of a whole batch in one operation."""
+"""``TokenMask``: the tokens that a request may not sample, applied to a whole batch at once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-# The last token of a sequence that must not be completed, by all tokens before it.
+# The last tokens of sequences that must not be completed, by the tokens before them.
 _Ends = dict[tuple[int, ...], list[int]]
 
 
 class TokenMask:
-    """Which tokens a request can't draw next.
+    """The tokens that a request may not sample next.
 
-    What does not change is an array that is made once. What depends on the answer (bad words of
-    several tokens, and ends before ``min_tokens``) is asked for each token.
+    The constant part is an array that is made once. The part that depends on the answer (bad words
+    of several tokens, and stops before ``min_tokens``) is computed for each token.
 
     Attributes:
-        disallowed: ``[vocab_size] bool``, what ``allowed_token_ids`` leaves out, evaluated; or
-            ``None``.
+        disallowed: ``[vocab_size] bool``, the complement of ``allowed_token_ids``, evaluated;
+            ``None`` without it.
     """
 
     def __init__(self, request: Request, vocab_size: int):
@@ -30,7 +30,7 @@ class TokenMask:
         if params.allowed_token_ids is not None:
             self.disallowed = mx.ones(vocab_size, dtype=mx.bool_)
             self.disallowed[mx.array([int(token) for token in params.allowed_token_ids])] = False
-            mx.eval(self.disallowed)  # Nothing lazy is kept.
+            mx.eval(self.disallowed)  # No lazy array is kept.
         self._min_tokens = params.min_tokens
         self._bad, self._bad_ends = _split(rules.bad_words)
         stops = [stop for stop in params.stop_token_ids if not isinstance(stop, tuple)]
@@ -38,7 +38,7 @@ class TokenMask:
         self._stop_ends = _split(params.stop_sequences)[1]
 
     def banned(self, request: Request) -> list[int]:
-        """The tokens that can't come next, apart from those that are not allowed anywhere."""
+        """The tokens that are banned at this position, besides those that are never allowed."""
         answer, num_tokens = request.token_ids, request.num_output_tokens
         banned = self._bad
         if self._bad_ends:
@@ -54,11 +54,11 @@ def needs_mask(request: Request) -> bool:
 
 
 def mask_tokens(
-    logits: mx.array,  # [num_requests, vocab_size], floats that the caller does not need again
+    logits: mx.array,  # [num_requests, vocab_size], may be modified
     requests: Sequence[Request],
     masks: Sequence[TokenMask | None],
 ) -> mx.array:
-    """The logits with -inf for the tokens that a request's mask bans."""
+    """The logits with -inf for banned tokens."""
     allowing: list[int] = []
     disallowed: list[mx.array] = []
     rows: list[int] = []
@@ -89,9 +89,7 @@ def allow_tokens(
     entries: list[int],  # [num_masked]
     allowed: np.ndarray,  # [num_masked, vocab_size] bool
 ) -> mx.array:
-    """The logits with -inf for the tokens that these entries don't allow; the array that was given
-    stays as it is.
-    """
+    """The logits with -inf for the tokens that these entries don't allow, as a new array."""
     if len(entries) == logits.shape[0]:
         return mx.where(mx.array(allowed), logits, -mx.inf)
     chosen = mx.array(entries)
@@ -102,7 +100,7 @@ def allow_tokens(
 
 
 def _split(sequences: Iterable[Sequence[int]]) -> tuple[list[int], _Ends]:
-    """Those of one token, and the others by all tokens but the last."""
+    """The single tokens, and the last tokens of longer sequences by the tokens before them."""
     single: list[int] = []
     ends: _Ends = {}
     for *begin, last in sequences:

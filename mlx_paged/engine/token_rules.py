@@ -1,4 +1,4 @@
-"""What a request's parameters require of tokens, checked against model and tokenizer when it is
+"""Rules for tokens from a request's parameters, checked against model and tokenizer when it is
 added.
 """
 
@@ -16,11 +16,11 @@ from mlx_paged.sampling_params import SamplingParams
 def read_token_rules(
     params: SamplingParams, tokenizer: TokenizerWrapper | None, vocab_size: int
 ) -> TokenRules:
-    """Check a request's token ids and texts, and put them into the ids of the model.
+    """Check a request's token ids, and encode its bad words.
 
     Raises:
-        ArgumentError: a token id that the model does not have, a text that needs a tokenizer where
-            there is none, or a bad word without tokens; the message names the argument.
+        ArgumentError: a token id is outside the vocabulary, a text needs a tokenizer and there is
+            none, or a bad word has no tokens; the message names the argument.
     """
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
@@ -46,27 +46,27 @@ def read_token_rules(
 
 
 def special_token_ids(tokenizer: TokenizerWrapper | None) -> frozenset[int]:
-    """The tokens that ``decode(..., skip_special_tokens=True)`` leaves out."""
+    """The tokens that ``decode(..., skip_special_tokens=True)`` omits."""
     if tokenizer is None:
         return frozenset()
-    # A tokenizer may be anybody's code, and has what it has.
+    # A tokenizer may be third-party code, and lack these attributes.
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if entry.special}
     return frozenset(special.union(getattr(tokenizer, "all_special_ids", ())))
 
 
 def _bad_words(texts: Iterable[str], tokenizer: TokenizerWrapper) -> list[tuple[int, ...]]:
-    """The tokens of each text, as at the beginning of a text and as after a space.
+    """The tokens of each text, both without and with a space before it.
 
-    vLLM leaves the second form out where it has another number of tokens than the first. Here both
-    count, since a word may be one token after a space and several without it.
+    vLLM omits the second form if it has a different number of tokens. Here both are banned, since a
+    word may be one token after a space and several without it.
     """
     words: dict[tuple[int, ...], None] = {}
     for text in texts:
         forms = [_encode(tokenizer, space + text.lstrip()) for space in ("", " ")]
         if not forms[0]:
             raise ArgumentError(
-                f"[engine] bad_words has {shown(text)}, of which the tokenizer makes no token; "
+                f"[engine] bad_words has {shown(text)}, for which the tokenizer has no tokens; "
                 "leave it out",
                 "bad_words",
             )
@@ -78,7 +78,7 @@ def _encode(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
     try:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:
-        # A tokenizer may be anybody's code and raise anything.
+        # A tokenizer may be third-party code and raise anything.
         raise ArgumentError(
             f"[engine] bad_words has {shown(text)}, which the tokenizer can't encode: "
             f"{reason(error)}",

@@ -1,5 +1,5 @@
-"""``TokenTexts``: the bytes that single tokens stand for, which may be parts of characters, and the
-text that they make one after the other.
+"""``TokenTexts``: the bytes of single tokens, which may be parts of characters, and detokenizers
+that join them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
 )
 
-_SPACE = "▁"  # how SentencePiece writes one
-# Tokens of a prompt that decide how a tokenizer writes the next one, as in vLLM.
+_SPACE = "▁"  # a space in SentencePiece
+# The last tokens of a prompt, which affect how the next token is decoded, as in vLLM.
 _NUM_CONTEXT = 5
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The bytes that the characters of a byte-level BPE vocabulary stand for (GPT-2's)."""
+    """The bytes of the characters in a byte-level BPE vocabulary (GPT-2's)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {
@@ -30,22 +30,22 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Detokenizer(Protocol):
-    """Tokens in, the text in whole characters out."""
+    """Converts tokens to text in complete characters."""
 
     def add(self, token_id: int) -> str:
-        """What a token adds to the text: nothing as long as it ends within a character."""
+        """The text that a token adds: empty while it ends within a character."""
         ...
 
     def finish(self) -> str:
-        """What is left when no more tokens come: a replacement for half a character."""
+        """The rest after the last token: a replacement for an incomplete character."""
         ...
 
 
 class TokenTexts:
-    """What the tokens of a tokenizer stand for.
+    """The bytes and texts of a tokenizer's tokens.
 
     Args:
-        tokenizer: in mlx-lm's wrapper, whose detokenizer says how its vocabulary is written.
+        tokenizer: in mlx-lm's wrapper, whose detokenizer shows how its vocabulary is encoded.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
@@ -57,28 +57,28 @@ class TokenTexts:
         self._keeps_first_space = (
             isinstance(detokenizer, SPMStreamingDetokenizer) and not detokenizer.trim_space
         )
-        # Written with their own characters, whatever the alphabet of the others.
+        # Added tokens are plain text, even if the others use the byte alphabet.
         self._added = frozenset(getattr(tokenizer, "added_tokens_decoder", ()))
-        self._known_bytes: dict[int, bytes] = {}  # of tokens that were asked for
+        self._known_bytes: dict[int, bytes] = {}  # of tokens that were requested
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """One for the text after a prompt, which is ``decode(prompt + answer)`` without the
-        characters of ``decode(prompt)``: a space that it begins with is part of it.
+        """A detokenizer for the text after a prompt, which is ``decode(prompt + answer)`` without
+        ``decode(prompt)``: a leading space is part of it.
         """
         if self._is_sentence_piece or self._alphabet:
             return _FromBytes(self)
         return _FromDecode(self, prompt_token_ids)
 
     def without_first_space(self, text: str, token_ids: Sequence[int]) -> str:
-        """The text of these tokens as mlx-lm has it, whose detokenizers leave out a space that it
-        begins with, unless the tokenizer is one that would write it there.
+        """The text of these tokens in mlx-lm's form: its detokenizers omit a leading space unless
+        the tokenizer itself would write it.
         """
         if not text.startswith(" ") or self._keeps_first_space:
             return text
         if self._alphabet:
             return text[1:]
         if self._is_sentence_piece:
-            # As long as there is no text, it does so at each token.
+            # mlx-lm omits it at each token while the text is empty.
             spaces = takewhile(lambda token_id: self.bytes_of(token_id) == b" ", token_ids)
             num_spaces = 1 + sum(1 for _ in spaces)
             return text[:num_spaces].lstrip(" ") + text[num_spaces:]
@@ -86,11 +86,11 @@ class TokenTexts:
         return text[1:] if twice > 2 * alone else text
 
     def has(self, token_id: int) -> bool:
-        """Whether the tokenizer has the token: a model's vocabulary is often padded."""
+        """Whether the tokenizer has a token: a model's vocabulary is often padded."""
         return self._name_of(token_id) is not None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, as the tokenizer writes it."""
+        """The text of tokens, as the tokenizer decodes it."""
         text: str = self.tokenizer.decode(list(token_ids))
         return text
 
@@ -103,9 +103,7 @@ class TokenTexts:
         return name
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token in the middle of a text; none for one that the tokenizer does not
-        have.
-        """
+        """The bytes of a token within a text; empty for one that the tokenizer lacks."""
         known = self._known_bytes.get(token_id)
         if known is None:
             known = self._known_bytes[token_id] = self._read_bytes(token_id)
@@ -128,12 +126,12 @@ class TokenTexts:
         return self.decode([token_id]).encode(errors="replace")
 
     def text_of(self, token_id: int) -> str:
-        """The token as text, where ``"\\ufffd"`` stands for a part of a character."""
+        """The token as text, with ``"\\ufffd"`` for an incomplete character."""
         return self.bytes_of(token_id).decode(errors="replace")
 
 
 class _FromBytes:
-    """For vocabularies that say the bytes of each token."""
+    """For vocabularies that define the bytes of each token."""
 
     def __init__(self, texts: TokenTexts):
         self._texts = texts
@@ -147,8 +145,8 @@ class _FromBytes:
 
 
 class _FromDecode:
-    """For all others: what a tokenizer decodes tokens to, less what it decodes those before them
-    to. The tokens before tell it whether a space stands between, as in vLLM.
+    """For all others: the decoded text of the new tokens and some before them, without the text of
+    those before. These determine whether there is a space between, as in vLLM.
     """
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]):
@@ -162,7 +160,7 @@ class _FromDecode:
             return ""
         self._new.append(token_id)
         text = self._texts.decode([*self._before, *self._new])
-        # The last token may hold a part of a character, or take a space back from the one before.
+        # The last token may end within a character, or remove a space of the one before.
         if text.endswith("\ufffd") or len(text) <= self._num_before:
             return ""
         added = text[self._num_before :]

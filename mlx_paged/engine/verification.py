@@ -1,4 +1,4 @@
-"""``Verification``: which drafts of a step become tokens of their requests. Pure Python."""
+"""``Verification``: accepts and rolls back the drafts of a step. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from mlx_paged.request import Request
 
 
 class Verification:
-    """Keeps the K/V of drafts that are accepted, and gives back the slots of the others.
+    """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
 
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
-    each token that is appended and was drafted, then :meth:`end`.
+    each appended token that was drafted, then :meth:`end`.
 
-    A recurrent state stands for all tokens of a step or for none. So where a draft is rejected, all
-    that the step computed of the request is computed again, in its next step and beside the drafts
-    of that; and until it is known, no block is named that the step has filled.
+    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
+    tokens that the step computed for the request are computed again in its next step, together with
+    new drafts; and blocks that the step has filled are not hashed before the verification.
 
     Args:
         manager: of the block tables.
-        prefix_cache: over it.
+        prefix_cache: of the same manager.
 
     Attributes:
-        num_drafted_tokens: drafts that were verified, of all requests, and of these accepted:
-            ``num_accepted_tokens``.
+        num_drafted_tokens: verified drafts of all requests.
+        num_accepted_tokens: how many of them were accepted.
     """
 
     def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
@@ -35,7 +35,7 @@ class Verification:
         self.num_accepted_tokens = 0
 
     def begin(self, part: Scheduled) -> None:
-        """The tokens that follow a request's drafts are known: none of them is accepted yet."""
+        """Begin to verify a request's drafts, none of which is accepted yet."""
         num_drafts, request = len(part.draft_token_ids), part.request
         request.num_computed_tokens = part.start
         if not self._is_recurrent:
@@ -44,17 +44,17 @@ class Verification:
         self.num_drafted_tokens += num_drafts
 
     def accept(self, request: Request) -> None:
-        """The next draft is the token that is appended next: its K/V stay."""
+        """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
             request.num_computed_tokens += 1
         request.num_accepted_tokens += 1
         self.num_accepted_tokens += 1
 
     def end(self, request: Request) -> None:
-        """Give back the slots of the drafts that were not accepted."""
+        """Free the slots of rejected drafts."""
         if request.is_finished:
             return
-        # The newest token was drawn, and has no K/V.
+        # The newest token was just sampled, and has no K/V.
         num_tokens = self._manager.trim(request.seq_id, request.num_tokens - 1)
         if num_tokens > request.num_computed_tokens:
             request.num_computed_tokens = num_tokens

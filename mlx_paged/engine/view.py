@@ -27,12 +27,11 @@ class RequestView:
     """One request, all its completions together.
 
     Args:
-        num_computed_tokens: of its longest completion, those that have K/V or get them in the
-            current step.
+        num_computed_tokens: of its longest completion, including the current step.
         num_cached_tokens: prompt tokens that were in the prefix cache.
         num_read_tokens: of these, read from disk for it.
         num_output_tokens: of all completions.
-        num_blocks: different blocks that it holds.
+        num_blocks: distinct blocks that it holds.
         age: seconds since it arrived.
     """
 
@@ -51,13 +50,13 @@ class RequestView:
 
 @dataclass(frozen=True)
 class EngineView:
-    """What is in the pool and who is there, without a lock: a step may be half done.
+    """The pool and the requests, read without a lock, perhaps in the middle of a step.
 
     Args:
-        blocks: one byte per usable block, by block id from 1. Its lowest seven bits are how many
-            sequences hold the block, at most ``MAX_HOLDERS``; ``CACHED`` is set while the prefix
-            cache can find it. 0 is free and empty.
-        requests: those that are not reported as finished, in the order of their arrival.
+        blocks: one byte per usable block, by block id from 1. Its lowest seven bits are the number
+            of sequences that hold the block, at most ``MAX_HOLDERS``; ``CACHED`` is set while it is
+            in the prefix cache. 0 is free and empty.
+        requests: those whose end is not reported yet, in the order of their arrival.
     """
 
     block_size: int
@@ -66,7 +65,7 @@ class EngineView:
 
 
 def view_of(manager: KVCacheManager, states: Mapping[str, RequestState]) -> EngineView:
-    """The engine's view now, from any thread; some 60 ns per block."""
+    """The current view, from any thread; takes 60 ns per block."""
     now = time.perf_counter()
     requests = [request_view(state, manager.groups, now) for state in list(states.values())]
     return EngineView(manager.pool.block_size, block_bytes(manager), requests)
@@ -74,7 +73,7 @@ def view_of(manager: KVCacheManager, states: Mapping[str, RequestState]) -> Engi
 
 def block_bytes(manager: KVCacheManager) -> bytes:
     """``EngineView.blocks``."""
-    # Without a line of Python in the loops: no step of another thread comes between two blocks.
+    # These loops in C hold the GIL, so that no step of another thread runs between two blocks.
     blocks = manager.pool.blocks[1:]
     num_holders = np.fromiter(map(attrgetter("ref_cnt"), blocks), np.int32, len(blocks))
     hashes = map(attrgetter("block_hash"), blocks)

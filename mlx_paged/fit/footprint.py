@@ -1,4 +1,4 @@
-"""What a model takes of memory, and how long its steps are, by arithmetic on its shapes alone."""
+"""The memory that a model takes and the duration of its steps, computed from its shapes alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.kv_format import stored_as
 from mlx_paged.models.language_model import LanguageModel
 
-# Kernels of a layer's decode that wait for one another, and what one takes to begin; both assumed.
+# Dependent kernels in a layer's decode, and the time to launch one; both assumed.
 LAUNCHES_PER_LAYER = 14
 LAUNCH_SECONDS = 4e-6
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -37,11 +37,11 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model with its K/V in a format.
+    """The sizes of a model with K/V in a format.
 
     Args:
-        model: whose weights need not be read.
-        kv_bits: of K and V; ``None`` is as the model computes them.
+        model: its weights need not be read.
+        kv_bits: of K and V; ``None`` for the dtype of the model's activations.
 
     Raises:
         ArgumentError: rows of the model can't be stored in these bits.
@@ -69,16 +69,16 @@ class Footprint:
 
     @property
     def context_length(self) -> int:
-        """The most tokens that the model was made for."""
+        """The model's own context length, in tokens."""
         return context_length(self.model.args)
 
     @property
     def nbytes_per_token(self) -> int:
-        """K/V of a token in all layers that keep it."""
+        """K/V of a token in all layers."""
         return self.one_block.nbytes_per_token
 
     def state_nbytes(self, num_seqs: int) -> int:
-        """States of recurrent layers, in all copies that are alive at once."""
+        """States of recurrent layers, including all copies that exist at once."""
         return num_seqs * (NUM_COPIES_AHEAD + 1) * self.model.state_nbytes
 
     def kv_nbytes(self, num_tokens: int, num_seqs: int) -> int:
@@ -87,19 +87,19 @@ class Footprint:
         return blocks * self.one_block.nbytes_per_block
 
     def activation_nbytes(self, num_tokens: int, num_seqs: int, is_cpu: bool | None = None) -> int:
-        """An estimate for the largest step of an engine with its default options.
+        """An estimate for the largest step of an engine with default options.
 
         Args:
             num_tokens: of the longest sequence.
-            is_cpu: of the machine that is meant; ``None`` is this one.
+            is_cpu: whether the machine runs it on a CPU; ``None`` for this machine.
         """
         largest = DEFAULT_MAX_NUM_BATCHED_TOKENS
         context = min(largest, num_tokens)
         return activation_nbytes(self.model, largest, num_seqs, context, is_cpu)
 
     def num_tokens(self, nbytes: int, num_seqs: int) -> int:
-        """How long each of ``num_seqs`` sequences may be in a budget of ``nbytes`` for K/V and
-        states, up to the context of the model; 0 where the budget holds none.
+        """The most tokens that each of ``num_seqs`` sequences may have in a budget of ``nbytes``
+        for K/V and states, at most the model's context length; 0 if the budget is too small.
         """
         if self.model.state_nbytes:
             config = SchedulerConfig(
@@ -127,8 +127,8 @@ class Footprint:
     # Speed
 
     def tokens_per_second(self, bandwidth: float, num_tokens: int, num_seqs: int) -> float:
-        """An estimate of what ``num_seqs`` sequences of ``num_tokens`` get together: the bytes of a
-        step over ``bandwidth``, in bytes per second, and its launches.
+        """An estimate of the decode throughput of ``num_seqs`` sequences of ``num_tokens``: a step
+        takes its bytes over ``bandwidth``, in bytes per second, plus its kernel launches.
         """
         nbytes = self._weights_read(num_seqs)
         nbytes += self.kv_nbytes(num_tokens, num_seqs) + 2 * num_seqs * self.model.state_nbytes
@@ -136,8 +136,8 @@ class Footprint:
         return num_seqs / seconds
 
     def _weights_read(self, num_seqs: int) -> int:
-        """Bytes of weights that a step reads: of experts those that its tokens choose, taken to be
-        independent of each other, and of a table of embeddings nothing, unless it gives the logits.
+        """Bytes of weights that a step reads. Experts count with the share that the tokens choose,
+        independently of each other; embeddings only if they also compute the logits.
         """
         share = _share_of_experts(self.model, num_seqs)
         modules = [each for _, each in self.model.named_modules() if "weight" in each]
@@ -158,12 +158,12 @@ class Footprint:
 
 
 def _nbytes_of(module: Module) -> int:
-    """Of its own arrays, those of modules in it left out."""
+    """The bytes of a module's own arrays, without its submodules."""
     return sum(value.nbytes for value in module.values() if isinstance(value, mx.array))
 
 
 def _share_of_experts(model: LanguageModel, num_seqs: int) -> float:
-    """Of the experts of a layer, how many the tokens of a step choose."""
+    """The expected share of a layer's experts that the tokens of a step choose."""
     chosen = num_experts_per_token(model)
     modules = [each for _, each in model.named_modules() if isinstance(each, _EXPERTS)]
     if not chosen or not modules:

@@ -1,4 +1,4 @@
-"""The models that are on this machine, a line each."""
+"""A table of the models on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def list_models(
         found += [(str(path), path) for path in _models_in(folder)]
     rows = [_Row(*_HEADS), *(_row(name, where, machine, kv_bits) for name, where in found)]
     if not found:
-        yield "no models: neither in the hub's cache nor in a folder that was given"
+        yield "no models in the hub's cache or the given folders"
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -55,7 +55,7 @@ def list_models(
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """The folder itself if it is a model, else the folders and GGUF files in it that are."""
+    """The folder itself if it is a model's, else its subfolders and GGUF files that are models."""
     if (folder / "config.json").is_file():
         return [folder]
     return [
@@ -70,7 +70,7 @@ def _row(name: str, where: str | Path, machine: Machine, kv_bits: KVBits | None)
     try:
         path = find_local_model(where)
         if path is None:
-            return _Row(name, "", "", "not downloaded whole")
+            return _Row(name, "", "", "not fully downloaded")
         outline = read_outline(path)
         fit = Fit.of(outline.model, machine, kv_bits)
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""The memory of a machine, this one or another, and how fast its GPU reads it."""
+"""The memory and the memory bandwidth of a machine, this one or another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlx_paged.memory import memory_size, recommended_memory, usable_share
 
-# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the
-# smaller M5 Max, for which no figure of Apple's was at hand.
+# GB/s as Apple publishes them. There is no M4 Ultra; figures for the M5 Ultra and the smaller M5
+# Max were not available.
 BANDWIDTHS = {
     "M1": 68.25,
     "M1 Pro": 200,
@@ -36,8 +36,8 @@ BANDWIDTHS = {
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
 }
-# What Metal recommends of a Mac's memory as working set, as users report it: two thirds up to
-# 36 GiB, three quarters above.
+# The share of a Mac's memory that Metal recommends as working set, as users report it: two thirds
+# up to 36 GiB, three quarters above.
 _SMALL = 36 * 2**30
 
 
@@ -46,11 +46,12 @@ class Machine:
     """A machine's memory, in bytes.
 
     Attributes:
-        memory: all of it.
-        recommended: what Metal recommends as working set; 0 for a machine without Metal.
-        is_this_one: whether Metal was asked, and not assumed.
-        free: what no program uses now; ``None`` where that is not known.
-        chip: such as ``"M2 Max"``; ``None`` where it is not one of Apple's, or not known.
+        memory: physical memory.
+        recommended: Metal's recommended working set; 0 for a machine without Metal.
+        is_this_one: whether this is the machine that the program runs on; otherwise
+            ``recommended`` is assumed.
+        free: the memory available now; ``None`` if unknown.
+        chip: such as ``"M2 Max"``; ``None`` if it is not one of Apple's, or unknown.
     """
 
     memory: int
@@ -65,33 +66,33 @@ class Machine:
 
     @classmethod
     def mac(cls, memory: int, chip: str | None = None) -> Machine:
-        """A Mac with this memory, of which Metal's share is assumed."""
+        """A Mac with this much memory, whose recommended working set is assumed."""
         return cls(
             memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4, False, chip=chip
         )
 
     @property
     def usable(self) -> int:
-        """What weights and K/V may take together by default."""
+        """The bytes that weights and K/V may take together by default."""
         return usable_share(self.recommended, self.memory)
 
     @property
     def limit(self) -> int:
-        """What all that a model needs has to fit into."""
+        """The bytes that weights, K/V, states and activations have to fit into."""
         return self.recommended or self.memory
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second that the GPU reads at most, as published: of several GPUs that a chip
-        may have, the slowest one.
+        """The published memory bandwidth in bytes per second, of the smallest GPU that the chip is
+        sold with; ``None`` if unknown.
         """
         found = [each for name, each in BANDWIDTHS.items() if name.partition(" (")[0] == self.chip]
         return min(found) * 1e9 if found else None
 
 
 def free_memory() -> int | None:
-    """Bytes that programs could have without others losing theirs: what is unused, or holds files
-    that can be read again; ``None`` where the system does not say.
+    """Bytes that a program can allocate without swapping others out: unused memory and file caches;
+    ``None`` if the system does not report it.
     """
     try:
         if sys.platform == "darwin":

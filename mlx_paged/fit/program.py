@@ -21,8 +21,8 @@ _FLAGS = {"path_or_hf_repo": "MODEL", "kv_format": "--kv-bits", "max_model_len":
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run ``mlx-paged fit`` and return its exit status.
 
-    That is 0 for a model that fits, as it is or with other flags, 1 for one that does not, 2 where
-    that can't be said, or 130 when Ctrl-C ended it.
+    That is 0 for a model that fits, as it is or with other flags, 1 for one that does not, 2 if it
+    is unknown, or 130 after Ctrl-C.
 
     Args:
         argv: the arguments, without the program's name; those of this process by default.
@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def main_of_list(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run ``mlx-paged list`` and return its exit status: 0, 2 for the user's mistakes, or 130."""
+    """Run ``mlx-paged list`` and return its exit status: 0, 2 for wrong arguments, or 130 after
+    Ctrl-C.
+    """
     return run_program(setup_list_parser(prog), argv, _list, _FLAGS, lost=2)
 
 

@@ -1,4 +1,4 @@
-"""A model and a machine in words: a table, and yes or no."""
+"""The text that ``mlx-paged fit`` prints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from mlx_paged.fit.verdict import Fit
 from mlx_paged.loading.outline import Outline
 from mlx_paged.memory import format_nbytes
 
-REMEDY = "take a smaller model, or one of fewer bits"
+REMEDY = "use a smaller model, or one with fewer bits per weight"
 
 
 def report(outline: Outline, fit: Fit, ways_out: list[str]) -> str:
-    """What ``mlx-paged fit`` prints."""
+    """A table of sizes, lines on the machine, the context and the speed, and the verdict."""
     footprint = fit.footprint
     bits = "as the model computes them" if footprint.kv_bits is None else str(footprint.kv_bits)
     each = f"{fit.context:,} tokens"
@@ -19,7 +19,7 @@ def report(outline: Outline, fit: Fit, ways_out: list[str]) -> str:
     rows = [
         ("weights", footprint.weight_nbytes, f"{_count(footprint.num_parameters)} parameters"),
         ("K/V", fit.kv_nbytes, f"{whose}; {footprint.nbytes_per_token:,} bytes a token, {bits}"),
-        ("states", fit.state_nbytes, "of recurrent layers, in all copies"),
+        ("states", fit.state_nbytes, "of recurrent layers, all copies included"),
         ("activations", fit.activations, "of the largest step, estimated"),
         ("all", fit.nbytes, ""),
     ]
@@ -91,13 +91,13 @@ def _verdict(fit: Fit, ways_out: list[str]) -> str:
     if fit.is_yes:
         free, needed = fit.machine.free, fit.nbytes
         if free is not None and free < needed:
-            return f"yes, once other programs leave {format_nbytes(needed - free)} more"
+            return f"yes, once other programs free {format_nbytes(needed - free)}"
         return "yes"
     if ways_out:
         return f"yes, with {', or '.join(ways_out)}"
     if not fit.loads:
-        return f"no: the weights alone are more than {_limit(fit)}; {REMEDY}"
-    return f"no: beside the weights, K/V of {fit.longest_context(1):,} tokens fit; {REMEDY}"
+        return f"no: the weights alone exceed {_limit(fit)}; {REMEDY}"
+    return f"no: the weights leave memory for {fit.longest_context(1):,} tokens of K/V; {REMEDY}"
 
 
 def _count(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Whether a model fits for a number of conversations of a length, or what would make it fit."""
+"""Whether a number of conversations of a given length fit, or what would make them fit."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from mlx_paged.fit.footprint import Footprint
 from mlx_paged.fit.machine import Machine
 from mlx_paged.models.language_model import LanguageModel
 
-# From what costs least in quality.
+# In the order of their loss of quality.
 _FEWER_BITS = (("8", KVBits(8, 8)), ("K:8,V:4", KVBits(8, 4)), ("4", KVBits(4, 4)))
-# What a conversation is good for: one that is shorter is not offered.
+# A shorter context is not suggested.
 _LEAST_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What conversations with a model take of a machine.
+    """The memory that conversations with a model take on a machine.
 
     Attributes:
         context: tokens of each conversation.
-        num_seqs: conversations that go on at once.
-        activations: bytes, an estimate.
+        num_seqs: the number of conversations at once.
     """
 
     footprint: Footprint
@@ -40,11 +39,11 @@ class Fit:
         context: int | None = None,
         num_seqs: int = 1,
     ) -> Fit:
-        """For conversations of ``context`` tokens, by default what the model was made for.
+        """For conversations of ``context`` tokens, by default the model's context length.
 
         Raises:
-            ArgumentError: a context that the model was not made for, or bits that its K/V can't
-                have.
+            ArgumentError: ``context`` exceeds the model's context length, or its K/V can't be
+                stored in these bits.
         """
         footprint = Footprint(model, kv_bits)
         most = footprint.context_length
@@ -57,11 +56,12 @@ class Fit:
 
     @property
     def budget(self) -> int:
-        """What weights leave to K/V and states by default; may be negative."""
+        """The default budget of K/V and states; negative if the weights exceed it."""
         return self.machine.usable - self.footprint.weight_nbytes
 
     @property
     def activations(self) -> int:
+        """An estimate, in bytes."""
         is_cpu = None if self.machine.is_this_one else False
         return self.footprint.activation_nbytes(self.context, self.num_seqs, is_cpu)
 
@@ -78,26 +78,21 @@ class Fit:
         return self.footprint.weight_nbytes + self.kv_nbytes + self.state_nbytes + self.activations
 
     def longest_context(self, num_seqs: int) -> int:
-        """Tokens for each of this many conversations; 0 where weights leave too little."""
+        """The most tokens for each of these conversations; 0 if the weights leave too little."""
         return self.footprint.num_tokens(self.budget, num_seqs) if self.budget > 0 else 0
 
     @property
     def is_yes(self) -> bool:
-        return self.longest_context(self.num_seqs) >= self.context and self._leaves_activations
+        fits_budget = self.longest_context(self.num_seqs) >= self.context
+        return fits_budget and self.nbytes <= self.machine.limit
 
     @property
     def loads(self) -> bool:
         """Whether the machine can hold the weights at all."""
         return self.footprint.weight_nbytes <= self.machine.limit
 
-    @property
-    def _leaves_activations(self) -> bool:
-        return self.nbytes <= self.machine.limit
-
     def ways_out(self) -> list[str]:
-        """Flags of this program with which it fits, from the one that costs least; empty where none
-        helps.
-        """
+        """Flags of this program with which it fits, least costly first; empty if none helps."""
         found = []
         for flag, bits in _FEWER_BITS:
             footprint = _stored(self.footprint.model, bits)

@@ -1,4 +1,4 @@
-"""Models from a local folder or the Hugging Face hub, and how their authors want them sampled."""
+"""Models from local folders, GGUF files or the Hugging Face hub, and their recommended sampling."""
 
 from mlx_paged.loading.draft_model import load_draft_model
 from mlx_paged.loading.folder import LoadError, demo_model_path, find_model

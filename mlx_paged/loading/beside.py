@@ -1,4 +1,4 @@
-"""``KernelsBeside``: the kernels of a cache are tried while the weights of its model are read."""
+"""``KernelsBeside``: the kernels of a cache are checked while the model's weights are read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlx_paged.ops import TrialStoppedError, try_kernels_of
 
 
 class KernelsBeside:
-    """Tries kernels in a thread of its own, in which MLX has streams of its own. The cache asks for
-    the outcome when it is made, and waits for what is still tried; what was not tried by then, it
-    tries itself. Leaving the context by an error, or by an interrupt, ends the trial.
+    """Checks kernels in a separate thread with its own MLX streams. A cache takes the results when
+    it is made, waits for running checks, and makes those that were not begun. An error or an
+    interrupt inside the context ends the checks.
 
         with KernelsBeside(options) as beside:
-            ...  # read what says the shapes of layers
+            ...  # read the shapes of layers
             beside.begin(layers)
             ...  # read weights
 
     Args:
-        options: of the engine that is to be made, not checked yet; ``None`` tries nothing.
+        options: of the engine to be made, not validated yet; ``None`` checks nothing.
     """
 
     def __init__(self, options: Mapping[str, Any] | None):
@@ -45,11 +45,11 @@ class KernelsBeside:
             self._is_stopped.set()
 
     def begin(self, layers: Sequence[LayerSpec]) -> None:
-        """Try the kernels of a cache for these layers, if there is to be one that has any."""
+        """Begin to check the kernels for these layers, if the engine's cache will use kernels."""
         try:
             trial = self._trial_of(layers)
         except (ValueError, TypeError):
-            return  # Of options that can't be. The engine says so.
+            return  # Invalid options, which the engine refuses.
         if trial is None:
             return
         thread = EngineThread("mlx_paged kernels")
@@ -57,7 +57,7 @@ class KernelsBeside:
         def go_on() -> None:
             if self._is_stopped.is_set():
                 raise TrialStoppedError
-            thread.check()  # Python may end meanwhile.
+            thread.check()  # Python may be exiting.
 
         def run() -> None:
             try:
@@ -65,7 +65,7 @@ class KernelsBeside:
             finally:
                 thread.end()
 
-        # What it raises, the trial of the cache raises or finds, too.
+        # The cache's own check reports what this one raises.
         thread.submit(run)
 
     def _trial_of(self, layers: Sequence[LayerSpec]) -> Callable[[Callable[[], None]], Any] | None:

@@ -1,4 +1,4 @@
-"""A draft model, which has to speak of the same tokens as the model that it makes drafts for."""
+"""A draft model, which must have the same vocabulary as the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlx_paged.loading.loader import load
 def load_draft_model(
     draft_model: str | Path | Module | None, tokenizer: TokenizerWrapper | None
 ) -> Module | None:
-    """The draft model, loaded if it is not.
+    """The draft model, loaded unless it is a model already.
 
     Args:
-        draft_model: a folder, a hub id, or a model that is loaded already.
-        tokenizer: of the model that it makes drafts for.
+        draft_model: a folder, a hub id, or a loaded model.
+        tokenizer: of the model that it drafts for.
 
     Raises:
-        LoadError: nothing is there, it is broken, or it has another vocabulary.
+        LoadError: it is not found, broken, or has another vocabulary.
     """
     if draft_model is None or isinstance(draft_model, Module):
         return draft_model

@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, and the JSON files in it."""
+"""The folder of a model: finding or downloading it, and reading its JSON files."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ _MODEL_FILES = [
 
 
 class LoadError(ArgumentError):
-    """The model is not there, broken, or not one that can be run; the message is one line that says
-    what to do.
-    """
+    """The model is missing, broken or not supported; the message is one line with the way out."""
 
 
 @contextmanager
 def load_errors(what: str) -> Iterator[None]:
-    """Turn errors of the libraries that read the files into a :class:`LoadError`.
+    """Turn any error inside the context into a :class:`LoadError`.
 
     Args:
-        what: is wrong; the error's own text follows.
+        what: says what is wrong; the text of the error follows it.
     """
     try:
         yield
     except LoadError:
         raise
     except Exception as error:
-        # A broken file makes its readers raise anything, and so does the network. For the user it
-        # is one thing.
+        # Libraries raise anything for a broken file or a network failure; to the user all are the
+        # same.
         raise LoadError(f"[load] {what}: {one_line(error)}") from error
 
 
@@ -51,11 +49,11 @@ def demo_model_path() -> Path:
 
 
 def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model: a local one, or that of a repository on the hub, downloaded once. A
-    GGUF file is its own place.
+    """The path of a model: a local folder, a GGUF file, or the folder of a repository on the hub,
+    which is downloaded once.
 
     Raises:
-        LoadError: none of them is found.
+        LoadError: it is not found.
     """
     path = _local(path_or_hf_repo)
     if path is None and str(path_or_hf_repo).lower().endswith(GGUF_SUFFIX):
@@ -72,7 +70,7 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
 
 def find_local_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path | None:
     """As :func:`find_model`, without a download: ``None`` for a repository that is not on this
-    machine, or not whole.
+    machine, or only in part.
 
     Raises:
         LoadError: it is neither a local model nor the id of a repository.
@@ -91,7 +89,7 @@ def find_local_model(path_or_hf_repo: str | Path, revision: str | None = None) -
 
 
 def _has_all_weights(folder: Path) -> bool:
-    """Whether a download has ended, and not before its last file."""
+    """Whether the download of a repository is complete."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("model*.safetensors"))
@@ -102,10 +100,10 @@ def _has_all_weights(folder: Path) -> bool:
 
 
 def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
-    """The folder of a tokenizer: a local one, or that of a repository, whose weights stay there.
+    """The folder of a tokenizer: a local one, or that of a repository, downloaded without weights.
 
     Raises:
-        LoadError: there is neither.
+        LoadError: it is not found.
     """
     path = _local(path_or_hf_repo)
     if path is None:
@@ -120,9 +118,7 @@ def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
 
 
 def _local(path_or_hf_repo: str | Path) -> Path | None:
-    """The folder or the file of this name, if there is one; that of the bundled model for
-    ``demo``.
-    """
+    """The folder or file of this name, or the bundled model for ``demo``; ``None`` if missing."""
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
@@ -130,7 +126,7 @@ def _local(path_or_hf_repo: str | Path) -> Path | None:
         if repo != "" and (path.is_dir() or path.is_file()):
             return path
     except (OSError, RuntimeError):
-        # The name is longer than the file system takes, or begins with ~ and no user's name.
+        # The name is too long for the file system, or begins with ~ and no user's name.
         return None
     return demo_model_path() if repo == DEMO else None
 
@@ -149,9 +145,9 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
         there = local_repositories()
         if not isinstance(error.__cause__, LocalEntryNotFoundError) or repo in there:
             raise
-        # Those whose names are like it first: it may be misspelt.
+        # The most similar names first, since the name may be misspelt.
         near = difflib.get_close_matches(repo, there, n=max(1, len(there)), cutoff=0)
-        names = one_line(", ".join(near)) or "there are none"
+        names = one_line(", ".join(near)) or "none"
         raise LoadError(
             f"[load] no folder {named}, no network, and not among the local models: {names}"
         ) from error.__cause__
@@ -169,7 +165,14 @@ def local_repositories() -> list[str]:
 
 
 def read_json_object(file: Path, way_out: str = "") -> dict[str, Any]:
-    """The JSON object in a file; raises :class:`LoadError` for anything else."""
+    """The JSON object in a file.
+
+    Args:
+        way_out: is appended to the message of an error.
+
+    Raises:
+        LoadError: the file can't be read, or is not a JSON object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

@@ -1,5 +1,5 @@
-"""How a model wants to be sampled, as the ``generation_config.json`` of its folder or the
-``general.sampling.*`` of its GGUF file say it.
+"""The sampling that a model's authors recommend: ``generation_config.json`` in its folder, or
+``general.sampling.*`` in its GGUF file.
 """
 
 from __future__ import annotations
@@ -19,28 +19,25 @@ _GGUF_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p"
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling that a model's authors recommend, by field of ``SamplingParams``; empty where
-    they don't.
+    """The recommended sampling by field of ``SamplingParams``; empty if there is none.
 
-    A GGUF file may have it in its metadata.
-
-    ``"do_sample": false`` means greedy, whatever else is there, and ``true`` without a temperature
-    means 1, as in transformers. A ``top_k`` of -1 is off, as in vLLM.
+    ``"do_sample": false`` means greedy, whatever else is given, and ``true`` without a temperature
+    means a temperature of 1, as in transformers. A ``top_k`` of -1 is off, as in vLLM.
 
     Raises:
-        LoadError: the file can't be read, or a value in it is out of its range.
+        LoadError: the file can't be read, or a value is out of range.
     """
     if is_gguf(folder):
         return _sampling_defaults(_read_gguf_sampling(folder), folder, "")
     file = folder / FILE_NAME
     if not file.exists():
         return {}
-    config = read_json_object(file, "; mend it or leave it out")
-    return _sampling_defaults(config, file, "; mend it or leave the file out")
+    config = read_json_object(file, "; correct or remove it")
+    return _sampling_defaults(config, file, "; correct it or remove the file")
 
 
 def _read_gguf_sampling(path: Path) -> dict[str, Any]:
-    """What the file recommends, under the names of ``generation_config.json``."""
+    """The values in the file, under the names of ``generation_config.json``."""
     from mlx_paged.loading.gguf.header import read_header
 
     metadata = read_header(path).metadata
@@ -49,24 +46,24 @@ def _read_gguf_sampling(path: Path) -> dict[str, Any]:
 
 
 def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> dict[str, Any]:
-    said = {}
+    values = {}
     for name, domain in _DOMAINS.items():
         value = config.get(name)
         if value is None:
             continue
-        said[name] = domain.read(value)
-        if said[name] is None:
+        values[name] = domain.read(value)
+        if values[name] is None:
             raise LoadError(
                 f"[load] {name} in {file} must be {domain.what}, got {shown(value)}{way_out}"
             )
-    samples = said.pop("do_sample", None)
+    samples = values.pop("do_sample", None)
     if samples is False:
         return {"temperature": 0.0}
-    return {"temperature": 1.0, **said} if samples else said
+    return {"temperature": 1.0, **values} if samples else values
 
 
 def _read_top_k(value: Any) -> int | None:
-    """0 for -1. JSON may write it with a point."""
+    """Read -1 as 0, and a JSON number with a decimal point as an integer."""
     is_right = is_number(value) and -1 <= value < 2**31 and float(value).is_integer()
     return max(int(value), 0) if is_right else None
 

@@ -19,7 +19,8 @@ from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.mlx_lm import layer_specs_of
 
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "model*.safetensors", "*.gguf")
-# Of a file of weights: the beginning, which has names, shapes and types, and some of the numbers.
+# Samples of a file: its beginning, which has the names, shapes and types of weights, and parts of
+# the rest.
 _SAMPLE_BYTES = 64 * 1024
 _NUM_SAMPLES = 16
 
@@ -35,23 +36,23 @@ def load_for(
     engine_options: Mapping[str, Any] | None = None,
     refuses_too_large: bool = False,
 ) -> tuple[Module, TokenizerWrapper]:
-    """A model and its tokenizer; split, where there are several ranks.
+    """Load a model and its tokenizer, and split the model if there are several ranks.
 
-    Each rank reads its own copy of the files, and keeps its share of the weights only. All ranks
+    Each rank reads its own copy of the files and keeps only its share of the weights. All ranks
     have to call it.
 
     Args:
         ranks: as :func:`mlx_paged.distributed.launched_ranks` returns them; ``None`` is as
             :func:`load`.
-        engine_options: of the engine that is to be made, whose kernels are tried meanwhile
+        engine_options: of the engine that will run the model, whose kernels are tested meanwhile
             (:class:`KernelsBeside`); by default none are.
-        refuses_too_large: whether a model that this machine can't hold is refused before its
-            weights are read; those of ranks are not.
+        refuses_too_large: whether a model that does not fit in this machine is refused before its
+            weights are read; one that is split never is.
         Others, and errors raised: see :func:`load`.
 
     Raises:
-        RanksError: the ranks have other packages or other files.
-        LoadError: the model can't be split over that many ranks; or it has adapters.
+        RanksError: the ranks have different packages or files.
+        LoadError: the model can't be split over this number of ranks, or it has adapters.
     """
     if ranks is None:
         with KernelsBeside(engine_options) as beside:
@@ -94,10 +95,10 @@ def load_for(
 
 
 def files_facts(path: Path, whose: str) -> dict[str, str]:
-    """What identifies a file, or the files of a folder, for :meth:`Ranks.compare`.
+    """Sizes and digests of a file, or of the files of a folder, for :meth:`Ranks.compare`.
 
-    Of files of weights it reads a sample only, a megabyte of each: other weights under the same
-    names differ in many places.
+    Of each file a sample of at most a megabyte is read: different weights under the same names
+    differ in many places.
 
     Args:
         whose: for the names of the facts, such as "the model".

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import io
-import json
-import re
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
 import mlx.core as mx
-import mlx_lm
 
 # mlx.nn does not re-export Module: to a user's mypy, nn.Module is Any.
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.loading.configuration import check_config, check_generation_config, model_classes
 from mlx_paged.loading.folder import (
     LoadError,
     find_model,
@@ -39,15 +32,8 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.weight_files import noting_classes
 
-# model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
-NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
-
-Adapt: TypeAlias = Callable[[Module, dict[str, Any]], LanguageModel]
-# Is told a model none of whose weights is read yet.
+# Is called with a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]
-
-# Of a module of mlx-lm's: no path, and no package of another.
-_MODULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @overload
@@ -114,29 +100,29 @@ def load(
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows
-    ``mlx_lm.load``.
+    """Load a model and its tokenizer, for :func:`mlx_paged.generate` and everything else that takes
+    a model. The signature follows ``mlx_lm.load``.
 
-    Qwen3 is this package's own; every other architecture is mlx-lm's, whose modules run on the
-    caches of this package. Weights may be whatever mlx-lm reads: float32, float16 and bfloat16,
-    one or several safetensors files, quantised by MLX.
+    Qwen3 is this package's own; all other architectures are mlx-lm's, whose modules run on the
+    caches of this package. Weights may be anything that mlx-lm reads: float32, float16 and
+    bfloat16, one or several safetensors files, quantised by MLX.
 
     Args:
-        path_or_hf_repo: a local folder, the id of a repository on the Hugging Face hub, which is
-            downloaded once, or a GGUF file.
-        tokenizer_config: passed on to the tokenizer.
+        path_or_hf_repo: a local folder, a GGUF file, or the id of a repository on the Hugging Face
+            hub, which is downloaded once.
+        tokenizer_config: passed to the tokenizer.
         model_config: replaces fields of ``config.json``.
         adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
-        lazy: leave the weights unevaluated until they are used. Models of mlx-lm are tried as they
-            are loaded, which uses them, and those of a GGUF file are repacked.
+        lazy: leave the weights unevaluated until they are used. Models of mlx-lm are tested when
+            they are loaded, which evaluates their weights, and those of a GGUF file are repacked.
         return_config: return the configuration as a third value.
         revision: branch, tag or commit of the repository.
-        tokenizer_path: a folder or the id of a repository with the tokenizer, instead of that in
-            the model's folder or file.
+        tokenizer_path: a folder or the id of a repository with the tokenizer, instead of the one
+            in the model's folder or file.
 
     Raises:
-        LoadError: nothing is there, it is broken, or mlx-lm does not have the model type, or has
-            one that does not run here.
+        LoadError: the model is not found or broken, mlx-lm does not have the model type, or it
+            can't run here.
     """
     if not isinstance(return_config, bool):
         raise LoadError(
@@ -166,7 +152,7 @@ def load_whole(
     tokenizer_path: str | Path | None = None,
     before_reading: BeforeReading | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
-    """What :func:`load` checks and finds; ``before_reading`` as in :func:`load_from`."""
+    """As :func:`load`, with the configuration; for ``before_reading`` see :func:`load_from`."""
     for name, value, kinds, what in (
         ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder, a hub id or a file"),
         ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
@@ -185,7 +171,7 @@ def load_whole(
     path = find_model(path_or_hf_repo, revision)
     if adapter_path is not None and not str(adapter_path):
         raise LoadError(
-            "[load] no folder ''; adapter_path must be one with adapters in it", "adapter_path"
+            "[load] no folder ''; adapter_path must be a folder with adapters", "adapter_path"
         )
     return load_from(
         path,
@@ -215,9 +201,9 @@ def load_from(
         path: a folder or a GGUF file.
         tokenizer_path: a folder.
         group: the ranks that the model is split over, each of which calls this. A rank reads its
-            own share of a folder's weights; a GGUF file is read whole, and cut then.
-        before_reading: is called before the weights are read, where the model is known by then: a
-            whole one in a folder, still without its adapters.
+            own share of a folder's weights; a GGUF file is read as a whole, then cut.
+        before_reading: is called with the model, without adapters, before its weights are read;
+            not for a GGUF file or a model that is split.
     """
     if is_gguf(path):
         from mlx_paged.loading.gguf.loader import load_gguf
@@ -242,15 +228,15 @@ def load_from(
         split(model, config, group)
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
-    ours = on_our_caches(model, config, adapt)
+    ours = on_our_caches(model, config)
     ours.group = group
     ours.name = model_name(path)
     return ours, tokenizer, config
 
 
 def model_name(path: Path) -> str:
-    """What people call the model at ``path``: the id of a repository in the hub's cache, or the
-    name of a folder or a file.
+    """The name of the model at ``path``: the id of a repository in the hub's cache, or the name of
+    the folder or file.
     """
     repository, is_snapshot = path.parent.parent.name, path.parent.name == "snapshots"
     if is_snapshot and repository.startswith("models--"):
@@ -261,16 +247,16 @@ def model_name(path: Path) -> str:
 def build_model(
     path: Path, model_config: dict[str, Any] | None = None
 ) -> tuple[Module, dict[str, Any]]:
-    """A model whose weights are read when they are evaluated."""
+    """A model whose weights are lazy: they are read when they are evaluated."""
     config_file = path / "config.json"
     if not config_file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
         raise LoadError(
             f"[load] {path} has no config.json; a model folder holds config.json and "
-            "model*.safetensors" + (f"; it holds GGUF files: give {ggufs[0]}" if ggufs else "")
+            "model*.safetensors" + (f"; for its GGUF file, give {ggufs[0]}" if ggufs else "")
         )
-    _check_config({**read_json_object(config_file), **(model_config or {})}, config_file)
-    _check_generation_config(path / "generation_config.json")
+    check_config({**read_json_object(config_file), **(model_config or {})}, config_file)
+    check_generation_config(path / "generation_config.json")
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
     with load_errors(f"the model in {path} is broken"):
@@ -288,14 +274,14 @@ def _read_weights(model: Module, path: Path) -> None:
 
 
 def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
-    from mlx_lm.tuner.dora import DoRAEmbedding  # and with it all that trains
+    from mlx_lm.tuner.dora import DoRAEmbedding  # slow: imports everything that trains
 
     what = f"the adapters in {one_line(adapter_path)} can't be used"
     with load_errors(what):
         adapted: Module = load_adapters(model, str(adapter_path))
     adapted.eval()
     for name, module in adapted.named_modules():
-        # mlx-lm takes the packed integers for the weights, and fails when it runs.
+        # mlx-lm mistakes the packed integers for the weights, and fails when the model runs.
         if isinstance(module, DoRAEmbedding) and isinstance(module.embedding, QuantizedEmbedding):
             raise LoadError(
                 f"[load] {what}: mlx-lm's DoRA can't adapt a quantised embedding ({name}); use a "
@@ -305,11 +291,11 @@ def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
 
 
 def _check_weights(model: Module, path: Path) -> None:
-    """Refuse integers in the place of numbers, which would be computed with in silence."""
+    """Refuse integer weights, with which a model would silently compute nonsense."""
     weights = dict(tree_flatten(model.parameters()))
     for name, weight in weights.items():
         module = name.rpartition(".")[0]
-        # Quantised weights are packed into unsigned integers; so are the scales of some formats.
+        # Quantised weights are packed in unsigned integers, and so are the scales of some formats.
         has_scales = any(f"{module}.{scale}" in weights for scale in ("scales", "weight_scale"))
         is_packed = has_scales and weight.dtype in (mx.uint8, mx.uint32)
         if not is_packed and not mx.issubdtype(weight.dtype, mx.floating):
@@ -319,11 +305,10 @@ def _check_weights(model: Module, path: Path) -> None:
             )
 
 
-def on_our_caches(model: Module, config: dict[str, Any], adapt: Adapt) -> LanguageModel:
-    """A model as it runs here.
-
-    Args:
-        adapt: makes it of one of mlx-lm's.
+def on_our_caches(
+    model: Module, config: dict[str, Any], *, evaluates_weights: bool = True
+) -> LanguageModel:
+    """A model of this package as it is, one of mlx-lm adapted (:func:`adapt`).
 
     Raises:
         LoadError: it can't run here, with the reason.
@@ -332,86 +317,8 @@ def on_our_caches(model: Module, config: dict[str, Any], adapt: Adapt) -> Langua
         return model
     model_type = shown(config.get("model_type"))
     try:
-        return adapt(model, config)
+        return adapt(model, config, evaluates_weights=evaluates_weights)
     except UnsuitableModelError as error:
         raise LoadError(
             f"[load] model type {model_type} can't run on a paged cache: {one_line(error)}"
         ) from error
-
-
-def _check_config(config: dict[str, Any], file: Path) -> None:
-    """Refuse what the readers of the weights would stumble over later, and say less clearly."""
-    model_classes(config)
-    _check_end_tokens(config, file)
-    quantization, legacy = config.get("quantization"), config.get("quantization_config")
-    if quantization is None:
-        if legacy and not (
-            isinstance(legacy, dict) and isinstance(legacy.get("quant_method"), str)
-        ):
-            raise LoadError(
-                f"[load] quantization_config in {file} must be an object with a quant_method"
-            )
-        return
-    if not isinstance(quantization, dict):
-        raise LoadError(
-            f"[load] quantization in {file} must be an object, got {shown(quantization)}"
-        )
-    for name in ("group_size", "bits"):
-        if name not in quantization:
-            raise LoadError(
-                f"[load] quantization in {file} lacks {name}; MLX's has group_size and bits"
-            )
-        if not is_plain_integer(quantization[name], 1):
-            raise LoadError(
-                f"[load] {name} of quantization in {file} must be a positive integer, got "
-                f"{shown(quantization[name])}"
-            )
-
-
-def _check_generation_config(file: Path) -> None:
-    # Its end tokens go before those of config.json.
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return  # mlx-lm leaves it out, too
-    if not isinstance(config, dict):
-        raise LoadError(f"[load] {file} can't be read: it is not a JSON object")
-    _check_end_tokens(config, file)
-
-
-def _check_end_tokens(config: dict[str, Any], file: Path) -> None:
-    value = config.get("eos_token_id")
-    token_ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(map(is_plain_integer, token_ids)):
-        raise LoadError(
-            f"[load] eos_token_id in {file} must be a token id or a list of them, got "
-            f"{shown(value)}"
-        )
-
-
-def model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-    """The classes of a model and of its arguments, by the configuration's ``model_type``."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not _MODULE_NAME.fullmatch(model_type):
-        raise LoadError(
-            f"[load] model_type in config.json must be the name of an architecture, got "
-            f"{shown(model_type)}"
-        )
-    if model_type in NATIVE_MODELS:
-        module = importlib.import_module(NATIVE_MODELS[model_type])
-        return module.Model, module.ModelArgs
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            classes: tuple[type[Module], type] = mlx_lm_model_classes(config)
-    except SystemExit as error:
-        # A module of mlx-lm's may say on import what it lacks, and end the program.
-        raise LoadError(
-            f"[load] mlx-lm can't load model type {model_type!r}: {said.getvalue().strip()}"
-        ) from error
-    except Exception as error:
-        raise LoadError(
-            f"[load] model type {model_type!r} is not supported: mlx-lm {mlx_lm.__version__} does "
-            "not have it"
-        ) from error
-    return classes

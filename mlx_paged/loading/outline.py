@@ -1,4 +1,6 @@
-"""Models without their weights: what shapes alone say, before anything is read or downloaded."""
+"""Models without their weights: built from configurations and shapes, before anything large is read
+or downloaded.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,13 @@ from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.loader import build_model, model_name, on_our_caches
 from mlx_paged.memory import format_nbytes, why_too_large
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import adapt_unread
 
 if TYPE_CHECKING:
     from huggingface_hub import SafetensorsFileMetadata
 
 
 class Outline(NamedTuple):
-    """A model none of whose weights is read, nor ever may be."""
+    """A model whose weights are not read. Its arrays must not be evaluated."""
 
     model: LanguageModel
     name: str
@@ -29,16 +30,14 @@ class Outline(NamedTuple):
 
 
 def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Outline:
-    """The outline of a model that :func:`mlx_paged.load` would find: of a folder or a GGUF file,
-    from its configuration and the headers of its weights; of a repository that is not on this
-    machine, from what the hub says of these.
+    """The outline of a model that :func:`mlx_paged.load` would load: from the configuration and the
+    headers of the weights, which for a repository that is not on this machine come from the hub.
 
-    The model has the layers, dtypes and sizes that it would have loaded, and the way in which it
-    would run, tried with a small copy. Arrays are lazy: to evaluate one reads weights, or what is
-    not there.
+    The model has the layers, dtypes and sizes of the loaded one, and runs in the same way (packed
+    or per sequence), which is tested with a small copy.
 
     Raises:
-        LoadError: nothing is there, neither here nor on the hub, or the model does not run here.
+        LoadError: the model is not found, neither here nor on the hub, or can't run here.
     """
     path = find_local_model(path_or_hf_repo, revision)
     if path is not None:
@@ -52,34 +51,30 @@ def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Ou
 
 
 def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
-    """As :func:`find_model`, and unless ``force`` a repository whose weights this machine can't
-    hold is not downloaded.
+    """As :func:`find_model`, but refuses to download weights that exceed this machine's memory,
+    unless ``force`` is set.
 
     Raises:
-        LoadError: as it does; or the weights are too large.
+        LoadError: the model is not found, or its weights are too large.
     """
     if not force and find_local_model(path_or_hf_repo) is None:
         from huggingface_hub import HfApi
 
         try:
             files = HfApi().get_safetensors_metadata(str(path_or_hf_repo)).files_metadata
-        except Exception:  # What the hub does not say is no reason to refuse.
+        except Exception:  # A failure to get the size is no reason to refuse.
             files = {}
         check_size(sum(map(_num_bytes, files.values())))
     return find_model(path_or_hf_repo)
 
 
 def check_size(weight_nbytes: int) -> None:
-    """Refuse weights that this machine can't hold.
-
-    Raises:
-        LoadError: which has both sizes, and the way out.
-    """
+    """Raise :class:`LoadError` for weights that exceed this machine's memory."""
     reason = why_too_large(weight_nbytes, has_default_budget=False)
     if reason is not None:
         raise LoadError(
-            f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; take a smaller "
-            "model or one of fewer bits (mlx-paged fit says what fits), or go on with force",
+            f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; use a smaller "
+            "model or one of fewer bits (mlx-paged fit says what fits), or load it with force",
             "force",
         )
 
@@ -91,16 +86,16 @@ def _outline_of(path: Path) -> LanguageModel:
         model, config = build_unread(path)
     else:
         model, config = build_model(path)
-    return on_our_caches(model, config, adapt_unread)
+    return on_our_caches(model, config, evaluates_weights=False)
 
 
 def _write_headers(repo: str, revision: str | None, folder: Path) -> int:
-    """Write the configuration of a repository, and files of weights that have headers and no data;
-    returns how many bytes the hub has in their place.
+    """Write the configuration of a repository, and files of weights with headers and no data;
+    returns the size of the real files on the hub.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    # This comes first: without a network it fails at once, and a download tries again for long.
+    # This comes first: without a network it fails at once, while a download retries for long.
     files = HfApi().get_safetensors_metadata(repo, revision=revision).files_metadata
     hf_hub_download(repo, "config.json", revision=revision, local_dir=folder)
     return sum(_write_header(folder / name, file) for name, file in files.items())
@@ -115,11 +110,11 @@ def _write_header(path: Path, file: SafetensorsFileMetadata) -> int:
     end = _num_bytes(file)
     with path.open("wb") as written:
         written.write(struct.pack("<Q", len(header)) + header)
-        # A file with a hole takes no space, and MLX wants it to be as long as its header says.
+        # MLX requires the size that the header implies; a sparse file takes no space.
         written.truncate(8 + len(header) + end)
     return 8 + len(header) + end
 
 
 def _num_bytes(file: SafetensorsFileMetadata) -> int:
-    """Of all tensors."""
+    """The size of all tensors."""
     return max((each.data_offsets[1] for each in file.tensors.values()), default=0)

@@ -1,4 +1,4 @@
-"""The share of a model's weights that one of several ranks has."""
+"""The share of a model's weights that a rank keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.distributed import check_divisible
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.loading.folder import LoadError
 
-# What layers are split by, under the names that configurations have for it.
+# The sizes of config.json by which layers are split.
 _SPLIT_SIZES = (
     "num_key_value_heads",
     "num_attention_heads",
@@ -22,15 +22,15 @@ _SPLIT_SIZES = (
 
 
 def split(model: Module, config: dict[str, Any], group: mx.distributed.Group) -> None:
-    """Let a model keep the share of this rank, by its own ``shard``; mlx-lm's models that have one
-    follow the same convention as ours.
+    """Reduce a model to the share of this rank, with its own ``shard`` method, for which this
+    package has the same convention as mlx-lm.
 
     Args:
         model: with lazy weights, so that those of other ranks are never read.
         config: its ``config.json``.
 
     Raises:
-        LoadError: it has no ``shard``, or can't be split over that many ranks.
+        LoadError: it has no ``shard``, or can't be split over this number of ranks.
     """
     model_type = shown(config.get("model_type"))
     shard = getattr(model, "shard", None)
@@ -54,7 +54,7 @@ def split(model: Module, config: dict[str, Any], group: mx.distributed.Group) ->
     except ArgumentError as error:
         raise LoadError(f"[load] model type {model_type} can't be split: {error}") from error
     except Exception as error:
-        # mlx-lm's own code, on sizes that were never tried.
+        # Raised by code of mlx-lm, on untested sizes.
         raise LoadError(
             f"[load] model type {model_type} can't be split over {group.size()} ranks "
             f"({reason(error)})"

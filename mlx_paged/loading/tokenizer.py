@@ -1,4 +1,4 @@
-"""The tokenizer in a folder."""
+"""Reading the tokenizer in a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.loading.folder import load_errors
 
-# What a tokenizer that does not cut texts into words remembers, instead of 10,000 texts.
+# The cache size of a tokenizer that does not split texts into words, instead of 10,000 texts.
 NUM_REMEMBERED_TEXTS = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -22,20 +22,20 @@ def read_tokenizer(
 
     Args:
         tokenizer_config: replaces fields of ``tokenizer_config.json``.
-        eos_token_ids: of the model, which end an answer beside the tokenizer's own.
+        eos_token_ids: end tokens of the model, in addition to the tokenizer's own.
 
     Raises:
         LoadError: it is missing or broken.
     """
     with load_errors(f"the tokenizer in {folder} is missing or broken"):
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            # transformers would make up a tokenizer of one word.
+            # transformers would create a tokenizer of one word.
             raise ValueError(f"none of {', '.join(TOKENIZER_FILES)}")
         tokenizer: TokenizerWrapper = load_tokenizer(
             folder, tokenizer_config, eos_token_ids=eos_token_ids
         )
-    # transformers would warn of "indexing errors" when a text is long. The context limit says it
-    # with the numbers.
+    # transformers would warn of "indexing errors" for a long text; the error of the context limit
+    # gives the numbers.
     warned = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(warned, dict):
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -44,11 +44,11 @@ def read_tokenizer(
 
 
 def _bound_text_cache(tokenizer: TokenizerWrapper) -> None:
-    """Have a tokenizer of whole texts, as those of SentencePiece are, remember fewer of them.
+    """Shrink the cache of a tokenizer that encodes whole texts, as SentencePiece's do.
 
-    tokenizers keeps what it made of the first 10,000 different words of fewer than 255 characters,
-    for each thread that encodes, and does not free them with the tokenizer. Words come back. Whole
-    texts seldom do, and take some 3 KB each: 34 MB per thread.
+    tokenizers caches the tokens of the first 10,000 different words of fewer than 255 characters,
+    per thread, and does not free them with the tokenizer. Words recur. Whole texts seldom do, and
+    take some 3 KB each: 34 MB per thread.
     """
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -1,4 +1,4 @@
-"""What a step takes beside weights and K/V: an estimate from the widths of a model."""
+"""The memory of a step's activations, estimated from the widths of a model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN
 from mlx_paged.ops import device
 
-# How many rows of each width a token has in memory at the highest, fitted to the peaks of models of
-# many shapes on a CPU, which tests/models/test_activations.py measures. The arrays of a layer are
-# freed while the next one or two are computed, so the number of layers does not count.
+# How many rows of each width a token has in memory at the peak, fitted to the peaks of models of
+# many shapes on a CPU (tests/models/test_activations.py). The arrays of a layer are freed while the
+# next one or two are computed, so the number of layers does not matter.
 HIDDEN_ROWS, MLP_ROWS, ATTENTION_ROWS, EXPERT_ROWS = 5, 2, 6, 2
-# Float32 rows of logits of a sequence that is sampled with filters: penalised, sorted, their
-# indices, sums.
+# Float32 rows of logits per sequence that is sampled with filters: penalised, sorted, indices,
+# sums.
 LOGIT_ROWS = 8
-# Head dimensions at which MLX's attention of a prompt is one kernel on Metal, which keeps no
-# scores.
+# Head dimensions for which MLX's attention of a prompt is a fused kernel, which stores no scores.
 FUSED_HEAD_DIMS = (64, 80, 128)
-# What mixtures of experts call the number of experts of a token.
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
 
 
 def activation_nbytes(
@@ -31,21 +29,20 @@ def activation_nbytes(
     context_len: int,
     is_cpu: bool | None = None,
 ) -> int:
-    """An estimate of the bytes of activations that a step holds at its highest: the larger of what
-    the layers hold, and of the logits after them.
+    """An estimate of a step's peak of activations in bytes: that of its layers or of its logits,
+    whichever is larger.
 
     In the layers a token has ``5 * hidden + 2 * mlp + 6 * attention`` numbers in the dtype of the
     activations: the widths of the residual stream, of the widest projection, and of queries and
-    keys together. With experts it has ``2 * (hidden + expert)`` more for each of its own. Scores
-    count where MLX's attention of a prompt is not one kernel, which is on a CPU and at head
-    dimensions other than 64, 80 and 128: a float32 number per head, token and position. Logits are
-    8 float32 rows per sequence.
+    keys together. Each of its experts adds ``2 * (hidden + expert)``. Scores, a float32 number per
+    head, token and position, count where MLX's attention of a prompt is not fused: on a CPU, and
+    for head dimensions other than 64, 80 and 128. Logits are 8 float32 rows per sequence.
 
     Args:
         num_tokens: of the step.
-        num_seqs: whose next tokens are sampled.
-        context_len: positions that each token sees.
-        is_cpu: whether it runs on a CPU; ``None`` is whether this process does.
+        num_seqs: the number of sequences whose next tokens are sampled.
+        context_len: the number of positions that each token attends to.
+        is_cpu: whether the step runs on a CPU; ``None`` for this process's device.
     """
     is_cpu = device.is_cpu() if is_cpu is None else is_cpu
     widths = _widths_of(model)
@@ -76,9 +73,9 @@ def activation_nbytes(
 
 class _Widths(NamedTuple):
     hidden: int  # of the residual stream, that of the embedding
-    mlp: int  # of what the widest projection gives, the one to the vocabulary left out
-    expert: int  # the same of experts, and how many a token has; 0 without them
-    num_experts: int
+    mlp: int  # of the widest projection except that to the vocabulary
+    expert: int  # of an expert's widest projection; 0 without experts
+    num_experts: int  # per token
 
 
 def _widths_of(model: LanguageModel) -> _Widths:
@@ -99,12 +96,13 @@ def _widths_of(model: LanguageModel) -> _Widths:
 
 
 def num_experts_per_token(model: LanguageModel) -> int:
-    """How many experts of a layer a token has; 0 where the model names none."""
+    """The number of experts per token in a layer; 0 for a model without experts."""
     sources = [
         vars(source)
         for _, module in model.named_modules()
         for source in (module, getattr(module, "args", None))
         if hasattr(source, "__dict__")
     ]
-    counts = [source.get(name) for source in sources for name in EXPERTS_PER_TOKEN]
+    # Modules of mixtures also call it top_k, which in a configuration is a sampling parameter.
+    counts = [source.get(name) for source in sources for name in (*EXPERTS_PER_TOKEN, "top_k")]
     return max((count for count in counts if isinstance(count, int)), default=0)

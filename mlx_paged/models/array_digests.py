@@ -1,5 +1,5 @@
-"""Digests of the arrays of a model: those that its files hold are hashed once for a file, and all
-others each time.
+"""Digests of a model's arrays. Those of arrays that equal a tensor of its files are stored per
+file; others are computed each time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 
 from mlx_paged.models.weight_files import WeightFiles, untouched
 
-# A piece of an array that one thread hashes; large enough that starting one costs nothing.
+# The piece of an array that one task hashes; large enough that the cost of a task is negligible.
 PIECE_NBYTES = 64 * 2**20
-# Of arrays that are being hashed; those with strides are copied for it.
+# The most bytes of arrays that are hashed at once: strided ones are copied for it.
 WINDOW_NBYTES = 2**30
 
 
 class KnownDigests(Protocol):
-    """Where digests of tensors are kept, by the version of their files."""
+    """A store of the digests of tensors, by the version of their files."""
 
     def load(self, key: str) -> Mapping[str, bytes]:
-        """By the names of tensors, what was stored under the key; empty if nothing was."""
+        """The digests stored under the key, by the names of tensors; empty if there are none."""
         ...
 
     def store(self, key: str, digests: Mapping[str, bytes]) -> None:
-        """Keep digests; what fails on the way is not kept."""
+        """Store digests. Errors are ignored."""
         ...
 
 
@@ -46,20 +46,21 @@ NOTHING_KNOWN = _NothingKnown()
 
 
 def array_digests(arrays: Sequence[mx.array], known: KnownDigests) -> list[bytes]:
-    """The SHA-256 of each 64 MiB of each array, one behind another. The arrays are evaluated.
+    """For each array the concatenated SHA-256 digests of its 64 MiB pieces. The arrays are
+    evaluated.
 
-    Hashing reads all bytes, in as many threads as there are cores: some 2 GB per second and core.
+    Hashing reads all bytes with one thread per core: some 2 GB per second and core.
 
     Args:
-        known: the digests of arrays that are what their files hold, if they were stored there; they
-            are stored for the next time.
+        known: a store of the digests of arrays that equal a tensor of their files; new ones are
+            added.
     """
     # By id: tied weights are one array in several places.
     sizes = {id(array): array.nbytes for array in arrays}
     names_in: dict[WeightFiles, dict[int, str]] = {}
     for ident, (files, name) in untouched(arrays).items():
         names_in.setdefault(files, {})[ident] = name
-    # They were evaluated just now, so this is true of what is read that late, too.
+    # They were just evaluated, so the check covers arrays that were read only then, too.
     names_in = {files: names for files, names in names_in.items() if files.are_unchanged()}
     found: dict[int, bytes] = {}
     for files, names in names_in.items():
@@ -95,7 +96,7 @@ def _hashed(arrays: Sequence[mx.array]) -> Iterator[bytes]:
                 nbytes, digests = waiting.popleft()
                 nbytes_waiting -= nbytes
                 yield b"".join(each.result() for each in digests)
-            # Bytes as they lie; only an array that is a view with strides is copied.
+            # No copy, except of a strided view.
             flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
             mx.eval(flat)
             data = np.array(flat, copy=False).data

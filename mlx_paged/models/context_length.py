@@ -1,4 +1,4 @@
-"""How long a sequence a model was made for, as its configuration says it."""
+"""A model's context length, read from its configuration."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import ModelArgs
 
-# These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply
-# it.
+# With these kinds of RoPE scaling, max_position_embeddings is the scaled length; the others
+# multiply it.
 _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
-# It turns keys by frequencies that follow the length of the sequence, so beyond the original
-# context mlx-lm's own logits depend on how a prompt was cut, and keys of before fit no later query.
+# Its frequencies depend on the length of the sequence, so beyond the original context mlx-lm's own
+# logits depend on how a prompt is cut, and cached keys do not fit later queries.
 _UNCACHEABLE = "dynamic"
 
 
 def context_length(args: ModelArgs) -> int:
-    """The tokens, prompt and answer together, that a model of this configuration was made for.
+    """The context length in tokens, prompt and answer together.
 
-    That is ``max_position_embeddings``, with RoPE scaling counted as the configuration means it
-    (the rule is vLLM's): YaRN's ``factor`` multiplies ``original_max_position_embeddings``, a
-    linear ``factor`` multiplies ``max_position_embeddings``, and Llama 3 and LongRoPE scaling are
-    part of ``max_position_embeddings``. Dynamic scaling begins beyond it, where K/V can't be kept.
+    It is ``max_position_embeddings``, adjusted for RoPE scaling as in vLLM: YaRN's ``factor``
+    multiplies ``original_max_position_embeddings``, a linear ``factor`` multiplies
+    ``max_position_embeddings``, and the scaling of Llama 3 and LongRoPE is already included.
+    Dynamic scaling is not counted, because K/V can't be cached beyond the original context.
 
     Args:
         args: the model's configuration.
@@ -44,11 +44,12 @@ def _scaling_kind(args: ModelArgs) -> str:
 def context_limit(
     args: ModelArgs, max_model_len: int | None, window: int | None = None
 ) -> int | None:
-    """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the
-    model was made for; ``None`` where only a window of them is seen at a time.
+    """The most tokens of a prompt and its answer together: ``max_model_len``, by default the
+    model's context length; ``None`` for no limit, with a streaming window.
 
     Raises:
-        ArgumentError: it is not a whole number, below 2, or more than the model was made for.
+        ArgumentError: ``max_model_len`` is not a whole number, is below 2, or exceeds the model's
+            context length.
     """
     limit, why = context_length(args), ""
     if _scaling_kind(args) == _UNCACHEABLE and (args.rope_scaling or {}).get("factor", 1) > 1:

@@ -1,4 +1,4 @@
-"""What is read of ``config.json`` for a decoder of this package, and the checks of it."""
+"""The fields of ``config.json`` for a decoder of this package, and their checks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SIZES = (
     "head_dim",
     "vocab_size",
 )
-# No model has more than some hundred layers; one with many more would be built for hours.
+# No model has more than a few hundred layers; building one with many more would take hours.
 MAX_LAYERS = 1000
 MAX_SIZE = 2**31 - 1  # of a dimension in MLX
 MAX_NUMBER = 3.4e38  # of float32
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# What kinds of RoPE scaling read, where they read it.
+# The numbers that kinds of RoPE scaling read.
 SCALING_NUMBERS = (
     "factor",
     "original_max_position_embeddings",
@@ -36,11 +36,11 @@ SCALING_NUMBERS = (
 
 
 class DecoderArgs:
-    """The base of a model's ``ModelArgs``, a dataclass with these fields and those of its own, that
-    calls :meth:`check` once they are set.
+    """The base of a model's ``ModelArgs``, a dataclass with these fields and its own, whose
+    ``__post_init__`` calls :meth:`check`.
     """
 
-    family: ClassVar[str]  # what messages begin with, in brackets
+    family: ClassVar[str]  # the prefix of messages, in brackets
 
     hidden_size: int
     num_hidden_layers: int
@@ -61,8 +61,11 @@ class DecoderArgs:
     layer_types: list[str] | None
 
     def check(self) -> None:
-        """Raise ``ValueError`` that names the field unless all of them are what they must be; take
-        ``rope_theta`` and ``rope_scaling`` from ``rope_parameters`` where they are there.
+        """Check all fields, and take ``rope_theta`` and ``rope_scaling`` from ``rope_parameters``
+        if they are nested there.
+
+        Raises:
+            ValueError: names the invalid field.
         """
         self._check_sizes()
         self._check_windows()
@@ -137,7 +140,9 @@ class DecoderArgs:
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each layer, the tokens that a query sees, itself included; ``None`` for all."""
+        """Per layer, the number of tokens that a query attends to, itself included; ``None`` for
+        all.
+        """
         types = self.layer_types
         if types is None:
             num_full = self.max_window_layers if self.use_sliding_window else self.num_hidden_layers
@@ -146,7 +151,7 @@ class DecoderArgs:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Take the known fields; raises ``ValueError`` that names those that are missing."""
+        """Take the known fields; raises ``ValueError`` with the names of missing ones."""
         parameters = inspect.signature(cls).parameters
         missing = [
             n
@@ -159,14 +164,14 @@ class DecoderArgs:
 
 
 def _check_scaling(family: str, scaling: dict[str, Any]) -> None:
-    """Refuse a RoPE scaling that is not supported, and numbers in it that are none."""
+    """Refuse unsupported kinds of RoPE scaling and invalid numbers."""
     kind = scaling.get("type") or scaling.get("rope_type")
     if not isinstance(kind, str | None):
         raise ValueError(
             f"[{family}] the type of rope_scaling in config.json must be a text, got {shown(kind)}"
         )
     if kind == "dynamic":
-        # Its frequencies follow the length of one sequence, which a packed batch does not have.
+        # Its frequencies depend on the sequence's length, and a packed batch has many sequences.
         raise ValueError(
             f"[{family}] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and "
             "longrope are"

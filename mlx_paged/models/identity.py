@@ -1,10 +1,10 @@
-"""What a model is, by content: K/V that are kept must be used only by the model that made them."""
+"""The identity of a model by its content: only the model that made K/V may use stored ones."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,18 +17,18 @@ from mlx_paged.models.array_digests import NOTHING_KNOWN, KnownDigests, array_di
 from mlx_paged.models.language_model import check_model, model_type_of
 
 KV_VERSION = 2
-"""Of the code that computes K/V: raise it when the same model would give others."""
+"""The version of the code that computes K/V: increase it when a model's K/V change."""
 
-# What says how a model is used and not what it computes.
+# Attributes that do not affect what a model computes.
 _UNRELATED = {"name", "description", "_training"}
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
     """Attributes:
-    digest: SHA-256 in hex of all that a model computes with. Two processes, and two copies of a
-        folder, have the same one.
-    name: for people: a folder's or a repository's name, or the model's type.
+    digest: SHA-256 in hex of everything a model computes with, equal in all processes and for all
+        copies of a folder.
+    name: for messages: a folder's or a repository's name, or the model's type.
     """
 
     digest: str
@@ -41,14 +41,14 @@ class ModelIdentity:
 def model_identity(model: Module, known: KnownDigests = NOTHING_KNOWN) -> ModelIdentity:
     """The identity of a model that :func:`mlx_paged.load` returned, adapters included.
 
-    It covers every array of the model and every plain value of its modules (a base of RoPE is in
-    no weight), and the version of the code that runs it.
+    It covers every array of the model, every plain value of its modules (such as the base of RoPE,
+    which is in no weight), and the version of the code that runs it.
 
     Args:
         known: see :func:`array_digests`.
 
     Raises:
-        ValueError: no model of :func:`mlx_paged.load`.
+        ValueError: not a model of :func:`mlx_paged.load`.
     """
     checked = check_model(model)
     total = hashlib.sha256(json.dumps(_code_of(checked)).encode())
@@ -66,7 +66,7 @@ def model_identity(model: Module, known: KnownDigests = NOTHING_KNOWN) -> ModelI
 def identities_of(
     model: Module, draft_model: Module | None = None, known: KnownDigests = NOTHING_KNOWN
 ) -> list[ModelIdentity]:
-    """Those of all models whose K/V lie in a cache, the model first."""
+    """The identities of all models with K/V in a cache, the model first."""
     models = [model] if draft_model is None else [model, draft_model]
     return [model_identity(each, known) for each in models]
 
@@ -88,9 +88,10 @@ def _plain_values(module: Module) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say; ``NotImplemented`` for anything else."""
+    """The value as JSON; ``NotImplemented`` for anything that JSON can't represent."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        # Not asdict(), which copies what it holds: a module with RoPE scaling can't be copied so.
+        return _plain({field.name: getattr(value, field.name) for field in fields(value)})
     if value is None or isinstance(value, str | bool | float) or is_plain_integer(value):
         return value
     if isinstance(value, dict):

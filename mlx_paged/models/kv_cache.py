@@ -79,18 +79,18 @@ def make_kv_cache(
     draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
-    otherwise (mlx-lm: ``make_prompt_cache``).
+    """Make an empty cache for ``model``, in the dtype of its activations unless ``kv_format`` is
+    given (mlx-lm: ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
-        draft_model: its layers come after those of the model.
-        options: keyword arguments of :class:`CacheOptions`, of which each says what it does.
+        draft_model: its layers follow those of the model.
+        options: keyword arguments, see :class:`CacheOptions`.
 
     Raises:
-        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
-            budget that can't be read or holds no block, or a format or a window that can't be read
-            or had for this model, this kind or this backend.
+        ValueError: ``model`` is not one of :func:`mlx_paged.load`; ``kind``, the block size or the
+            backend is unknown; the budget is invalid or smaller than a block; or the format or
+            window is invalid or not supported for this model, kind or backend.
     """
     checked = check_model(model)
     backend = options.get("backend", DEFAULT_BACKEND)
@@ -101,7 +101,7 @@ def make_kv_cache(
         raise ValueError(
             f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
         )
-    check_backend_name(backend)  # a basic cache has no backend, and would not ask
+    check_backend_name(backend)  # here, because a basic cache ignores it
     block_size = options.get("block_size", DEFAULT_BLOCK_SIZE)
     block_size = AT_LEAST_1.check("kv cache", "block_size", block_size)
     budget = kv_budget(options.get("kv_cache_bytes"), model, draft_model)
@@ -145,8 +145,8 @@ def _preallocates(kind: str, given: object) -> bool:
     preallocate: bool = BOOL.check("kv cache", "preallocate", given)
     if preallocate and kind != "paged":
         raise ArgumentError(
-            f"[kv cache] preallocate needs the paged cache: a {kind} one has arrays of each "
-            "sequence's own; leave it out",
+            f"[kv cache] preallocate needs the paged cache: a {kind} one has separate arrays for "
+            "each sequence; leave it out",
             "preallocate",
         )
     return preallocate
@@ -163,7 +163,7 @@ def _paged_cache(
     try:
         check_available(config.nbytes)
         return PagedKVCache(config, backend, config.num_blocks, rotate_keys)
-    except (RuntimeError, OSError, OverflowError) as error:  # MLX's, or the system's
+    except (RuntimeError, OSError, OverflowError) as error:  # of MLX or of the system
         raise ArgumentError(
             f"[kv cache] preallocate: there is no memory for a budget of {config.nbytes:,} bytes "
             f"at once ({error}); make kv_cache_bytes smaller, or leave preallocate out",
@@ -174,16 +174,14 @@ def _paged_cache(
 def kv_budget(
     kv_cache_bytes: str | int | None, model: Module, draft_model: Module | None = None
 ) -> KVBudget:
-    """The budget that ``kv_cache_bytes`` says, or by default what the models leave of the machine's
-    memory.
-    """
+    """The budget that ``kv_cache_bytes`` gives, by default the memory that the models leave."""
     if kv_cache_bytes is not None:
         return KVBudget.parse(kv_cache_bytes)
     return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes(model, draft_model)))
 
 
 def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:
-    """Bytes of the parameters of a model and of the one that makes drafts for it."""
+    """Bytes of the parameters of a model and of its draft model."""
     weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
     return sum(leaf.nbytes for each in weights for leaf in each.values())
 
@@ -194,8 +192,8 @@ def _drafted(
     block_size: int,
     streaming: StreamingWindow | None,
 ) -> KVCacheConfig:
-    """One group of layers, which keeps all: a draft model may be behind by tokens that the model
-    does not see any more.
+    """A single group of layers that keeps all tokens: a draft model may still need tokens that have
+    left the model's windows.
     """
     if streaming is not None:
         raise ArgumentError(
@@ -212,7 +210,7 @@ def _streaming_window(
     if window is None:
         if num_sink_tokens is not None:
             raise ArgumentError(
-                "[kv cache] num_sink_tokens are kept beside a window; give a window, too",
+                "[kv cache] num_sink_tokens has no effect without a window; give a window, too",
                 "num_sink_tokens",
             )
         return None
@@ -230,8 +228,8 @@ def _streaming_window(
 def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None:
     if model.state_nbytes:
         raise ArgumentError(
-            f"[kv cache] window can't be had with a {model_type_of(model)}: its recurrent layers "
-            "remember what has left the window; leave it out",
+            f"[kv cache] window can't be combined with a {model_type_of(model)}: its recurrent "
+            "layers remember tokens that have left the window; leave it out",
             "window",
         )
     retention = groups[0].retention
@@ -239,8 +237,8 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
     limit = context_length(model.args)
     if num_seen > limit:
         raise ArgumentError(
-            f"[kv cache] window: {num_seen} tokens would be seen at a time, sinks and whole blocks "
-            f"included, and the model was made for {limit}; make it smaller",
+            f"[kv cache] window: queries would attend to {num_seen} tokens, sinks and whole blocks "
+            f"included, but the model's context length is {limit}; make the window smaller",
             "window",
         )
     try:
@@ -248,5 +246,6 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
             model.rotate_keys(layer, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
     except NotImplementedError as error:
         raise ArgumentError(
-            f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
+            f"[kv cache] window needs keys that can be rotated to other positions: {error}",
+            "window",
         ) from error

@@ -1,7 +1,7 @@
-"""The format in which a cache stores a model's K/V, and what it does to the model's predictions.
+"""The format in which a cache stores a model's K/V, and its effect on the model's predictions.
 
-Some models have channels of K that are far larger than the others and hardly change, as where a
-bias is added to them (Qwen2). Then few steps of 4 bits are left for what sets tokens apart.
+Some models have channels of K that are far larger than the others and nearly constant, for example
+because of a bias (Qwen2). Then 4 bits have few levels left for the differences between tokens.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
-# Enough to tell: the divergence of 512 tokens is up to three times as large, with and without such
-# channels (docs/internals/measured.md).
+# The divergence of 512 tokens is up to three times as large, both with and without such channels
+# (docs/internals/measured.md), so these are enough.
 NUM_TOKENS = 64
-# In nats: exp(divergence) is the factor on the perplexity of what the model itself would write, so
-# this is a tenth more. 4 bits stay far below it where K is even, and are far above it where K has a
-# bias of 20 times its spread (docs/internals/measured.md).
+# In nats: exp(divergence) is the factor on the perplexity of the model's own text, so this is a
+# tenth more. 4 bits are far below it for even K, and far above it for K with a bias of 20 times its
+# spread (docs/internals/measured.md).
 MAX_DIVERGENCE = 0.1
-# From the one that takes the fewest bytes.
+# In ascending order of size.
 FINER = (KVBits(8, 4), KVBits(8, 8))
 
 
 def stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
-    """The layers with K and V in these bits; as they are for ``None``.
+    """The layers with K and V in these bits; unchanged for ``None``.
 
     Raises:
-        ArgumentError: a layer's rows can't be stored so.
+        ArgumentError: a layer's rows can't be stored in these bits.
     """
     if bits is None:
         return layers
@@ -49,8 +49,8 @@ def stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[Laye
 
 
 def warn_if_coarse(model: LanguageModel, bits: KVBits) -> None:
-    """Say in a line that the model's predictions suffer in this format, and which one is better. It
-    is found out once for a model: ``generate`` makes a cache for each call.
+    """Warn if this format changes the model's predictions too much, and name a better one. Computed
+    once per model and format, since ``generate`` makes a cache for each call.
     """
     if id(model) not in _lines:
         _lines[id(model)] = {}
@@ -63,16 +63,16 @@ def warn_if_coarse(model: LanguageModel, bits: KVBits) -> None:
         warnings.warn(line, stacklevel=3)
 
 
-# By the id of a model, for as long as it lives: what is said of each format, if anything is.
+# By the id of a model, for as long as it lives: the warning for each format, if there is one.
 _lines: dict[int, dict[KVBits, str | None]] = {}
 
 
 def _line_of(model: LanguageModel, bits: KVBits) -> str | None:
-    """What is to be said of a format.
+    """The warning for a format, if one is needed.
 
-    The model writes 64 tokens of its own, and reads them again with K/V in these bits. Tokens of no
-    meaning would not do: what a trained model predicts after them is as good as random, and
-    changes by more than what it predicts of a text.
+    The model generates 64 tokens, and reads them again with K/V in these bits. Random tokens would
+    not serve: what a trained model predicts after them is almost random, and changes more than its
+    predictions of real text.
     """
     ids, exact = own_text(model, min(NUM_TOKENS, context_length(model.args)))
     found = divergence(exact, log_probabilities(model, bits, ids))
@@ -92,8 +92,8 @@ def _line_of(model: LanguageModel, bits: KVBits) -> str | None:
 
 
 def own_text(model: LanguageModel, num_tokens: int) -> tuple[list[int], mx.array]:
-    """Tokens that the model draws one by one, the same each time, and its log-probabilities of
-    what follows each of them, ``[num_tokens, vocab_size]`` float32, with K/V as they are.
+    """Tokens that the model samples with fixed seeds, and its log-probabilities after each of them,
+    ``[num_tokens, vocab_size]`` float32, with unquantised K/V.
     """
     sequences, ids = probe_sequences(model, num_tokens), probe_ids(model.args.vocab_size, 1)
     rows: list[mx.array] = []
@@ -105,8 +105,8 @@ def own_text(model: LanguageModel, num_tokens: int) -> tuple[list[int], mx.array
 
 
 def log_probabilities(model: LanguageModel, bits: KVBits | None, ids: Sequence[int]) -> mx.array:
-    """Of what follows each token of a prompt, with K/V in these bits, ``[num_tokens, vocab_size]``
-    float32.
+    """Log-probabilities after each token of a prompt, with K/V in these bits,
+    ``[num_tokens, vocab_size]`` float32.
     """
     sequences = probe_sequences(model, len(ids), stored_as(bits, model.layer_specs))
     return _log_softmax(run_step(model, sequences, {"a": ids}, [len(ids)]))
@@ -119,7 +119,9 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 
 def divergence(exact: mx.array, found: mx.array) -> float:
-    """Kullback and Leibler's, in nats per token, of two answers of :func:`log_probabilities`."""
+    """The Kullback-Leibler divergence of two results of :func:`log_probabilities`, in nats per
+    token.
+    """
     per_token = mx.where(exact > -mx.inf, mx.exp(exact) * (exact - found), 0).sum(-1)
     mean: float = per_token.mean().item()  # type: ignore[assignment]
     return mean

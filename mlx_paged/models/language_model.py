@@ -1,4 +1,4 @@
-"""What a model must offer to run here."""
+"""The interface of models that run here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.errors import ArgumentError
 
-# An attribute of the class of a model while it is attached.
+# An attribute of a model's class while the model is attached.
 ATTACHMENT = "_mlx_paged_attachment"
 
 
@@ -27,16 +27,16 @@ class ModelArgs(Protocol):
 
 
 class LanguageModel(Module, ABC):
-    """A model for packed input: the tokens of a ragged batch on one axis, nothing padded.
+    """A model for packed input: the tokens of a ragged batch on one axis, without padding.
 
-    To add one, write ``models/<model_type>.py`` with a ``Model`` and a ``ModelArgs`` as
-    :mod:`mlx_paged.models.qwen3` has them.
+    To add one, write ``models/<model_type>.py`` with a ``Model`` and a ``ModelArgs``, like
+    :mod:`mlx_paged.models.qwen3`.
 
     Attributes:
         args: the model's configuration.
-        name: of the folder, repository or file that it was loaded from; empty if it was not.
-        description: its type and the way in which it runs, for the line that a program begins with.
-        group: the ranks that its heads are split over; ``None`` while this process has all of them.
+        name: of the folder, repository or file that it was loaded from, or empty.
+        description: its type and how it runs, for the first line that programs print.
+        group: the ranks that its heads are split over; ``None`` if this process has all of them.
     """
 
     args: ModelArgs
@@ -56,59 +56,58 @@ class LanguageModel(Module, ABC):
 
     @property
     def num_layers(self) -> int:
-        """Those that mix the tokens of a sequence, whether or not they keep K/V."""
+        """The number of layers that mix the tokens of a sequence, with or without K/V."""
         return len(self.layer_specs)
 
     @property
     def runs_packed(self) -> bool:
-        """Whether all new tokens of a step run together; otherwise one sequence at a time."""
+        """Whether all new tokens of a step run together, not one sequence at a time."""
         return True
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes that recurrent layers keep of a sequence beside K/V; 0 where there are none.
+        """Bytes of the states that recurrent layers keep of a sequence; 0 without such layers.
 
-        Such a model reads and sets ``step.states``.
+        A model with states reads and sets ``step.states``.
         """
         return 0
 
     @property
     def state_layout(self) -> tuple[str, ...]:
-        """Of each recurrent cache the dtypes and shapes of its arrays, in words."""
+        """Per recurrent cache, the dtypes and shapes of its arrays as text."""
         return ()
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether any layer has K/V; otherwise :attr:`layer_specs` is a layer that nothing uses."""
+        """Whether any layer has K/V; otherwise :attr:`layer_specs` has a single unused layer."""
         return True
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
-        """The caches that mlx-lm makes for this model, empty, each with the layer whose K/V it
-        holds; ``None`` for one that stays empty.
+        """The empty caches that mlx-lm makes for this model, each with the index of the layer whose
+        K/V it holds; ``None`` for one without K/V.
         """
         return [(stock_cache(spec.window), layer) for layer, spec in enumerate(self.layer_specs)]
 
     def shard(self, group: mx.distributed.Group) -> None:
-        """Keep this rank's share of the weights, and sum what the ranks compute where a layer needs
-        it whole. The logits are then the same on all ranks, and :attr:`layer_specs` says the heads
-        of this rank.
+        """Keep this rank's share of the weights (tensor parallelism). The logits are the same on
+        all ranks, and :attr:`layer_specs` has the heads of this rank.
 
         Raises:
-            ArgumentError: a size that does not divide, named; nothing was changed.
+            ArgumentError: names a size that is not divisible; nothing was changed.
             NotImplementedError: the model can't be split.
         """
         raise NotImplementedError(f"[{type(self).__module__}] can't be split over ranks")
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
-        """Keys as a layer would have computed them ``distance`` positions further on.
+        """Keys as a layer would have computed them at positions higher by ``distance``.
 
-        Rotary positions add up, so this rotates what is rotated already.
+        Rotations add up, so already rotated keys are rotated further.
 
         Args:
             keys: ``[num_tokens, num_kv_heads, key_dim]``, in any floating dtype.
 
         Raises:
-            NotImplementedError: positions are not in the keys as a rotation.
+            NotImplementedError: positions are not encoded as a rotation of the keys.
         """
         raise NotImplementedError(f"[{type(self).__module__}] can't rotate keys")
 
@@ -121,13 +120,13 @@ class LanguageModel(Module, ABC):
     ) -> mx.array:
         """Run the open step of a cache.
 
-        A layer calls ``kv.update_and_attend`` on its own of ``layers``, with K and V of all tokens;
-        positions are ``layers[0].offset``. The last layer may leave out the queries of rows whose
-        logits are not wanted.
+        A layer calls ``update_and_attend`` of its entry in ``layers`` with K and V of all tokens;
+        positions are ``layers[0].offset``. The last layer may skip queries whose logits are not
+        needed.
 
         Args:
             layers: ``cache.layers``.
-            logit_rows: ``step.logit_rows``, the rows whose logits are wanted; ``None`` is all.
+            logit_rows: ``step.logit_rows``, the rows whose logits are needed; ``None`` for all.
 
         Returns:
             Logits ``[num_rows, vocab_size]``.
@@ -135,26 +134,26 @@ class LanguageModel(Module, ABC):
 
 
 def rotate_on(rope: Callable[..., mx.array], keys: mx.array, distance: int) -> mx.array:
-    """What :meth:`LanguageModel.rotate_keys` gives, of keys that ``rope`` has rotated.
+    """Implements :meth:`LanguageModel.rotate_keys` for keys that ``rope`` has rotated.
 
     Args:
-        rope: a module of mlx-lm's or MLX's, called with an ``offset``.
+        rope: a RoPE module of mlx-lm or MLX, called with an ``offset``.
         keys: ``[num_tokens, num_kv_heads, key_dim]``, in any floating dtype.
     """
-    # Some kinds of scaling make keys longer, too, which these are already.
+    # Some kinds of scaling also multiply keys, which must not happen twice.
     length = rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
     rotated = rope(keys.astype(mx.float32)[:, :, None] / length, offset=distance)
     return rotated.squeeze(2).astype(keys.dtype)
 
 
 def stock_cache(window: int | None) -> KVCache | RotatingKVCache:
-    """mlx-lm's cache of a layer, empty."""
+    """An empty cache of mlx-lm for one layer."""
     return KVCache() if window is None else RotatingKVCache(window)
 
 
 def check_model(model: object) -> LanguageModel:
-    """``model`` as it runs here: one that :func:`mlx_paged.load` returns is that itself, one of
-    ``mlx_lm.load`` is tried the first time.
+    """``model`` as a :class:`LanguageModel`. A model of :func:`mlx_paged.load` is one already; a
+    model of ``mlx_lm.load`` is adapted, and tested the first time.
 
     Raises:
         ArgumentError: it is neither, can't run here, or is attached (:func:`mlx_paged.attach`).
@@ -162,8 +161,8 @@ def check_model(model: object) -> LanguageModel:
     if isinstance(model, LanguageModel):
         return model
     if hasattr(type(model), ATTACHMENT):
-        raise ArgumentError("[model] model is attached; close that first", "model")
-    # The adapters are models of this kind.
+        raise ArgumentError("[model] model is attached; close the attachment first", "model")
+    # Imported here, since adapted models are subclasses of this module's class.
     from mlx_paged.models.mlx_lm.loaded import adapted, is_called_as_mlx_lm
 
     if not is_called_as_mlx_lm(model):

@@ -2,11 +2,11 @@
 
 The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention
 with an RMSNorm on each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the
-Hugging Face checkpoints. What attention needs of other tokens it gets from its layer's
-``update_and_attend``; the model never learns which cache that is of.
+Hugging Face checkpoints. Attention goes through ``update_and_attend`` of a layer, whichever cache
+it belongs to.
 
-On the way through the layers, submodules are looked up as items. As attributes, which ``nn.Module``
-finds after Python has failed to, each takes half a microsecond more, and a step takes hundreds.
+In the forward pass, submodules are looked up as items: an attribute lookup, which ``nn.Module``
+resolves in ``__getattr__``, takes half a microsecond more, and a step makes hundreds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from mlx_paged.models.decoder_args import DecoderArgs
 from mlx_paged.models.language_model import LanguageModel, rotate_on
 from mlx_paged.ops import device
 
-# How the projections are split over ranks: by what they give, or by what they take, which is then
-# summed.
+# How the projections are split over ranks: by output, or by input with a sum of the results.
 SHARDING = {
     "self_attn": {
         "q_proj": "all-to-sharded",
@@ -90,7 +89,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
         try:
-            # It is called with one offset per row; the annotation of nn.RoPE knows a single one.
+            # It is called with one offset per row; nn.RoPE's annotation allows a single one.
             self.rope: Callable[..., mx.array] = initialize_rope(
                 args.head_dim,
                 base=args.rope_theta,
@@ -100,8 +99,8 @@ class Attention(nn.Module):
             )
         except KeyError as error:
             raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
-        # Its frequencies are not parameters, so nothing else evaluates them, and no other thread
-        # can run what this one leaves lazy.
+        # Its frequencies are not parameters, so nothing else evaluates them, and another thread
+        # can't evaluate what this one leaves lazy.
         mx.eval(self.rope)
 
     def __call__(
@@ -137,7 +136,7 @@ class Attention(nn.Module):
         rope = self["rope"]
         if not device.is_cpu():
             return rope(q, offset=positions), rope(k, offset=positions)
-        # One kernel on a GPU, and some thirty operations on a CPU, where time goes by their number.
+        # RoPE is one kernel on a GPU, and some thirty operations on a CPU.
         both = rope(mx.concatenate([q, k], axis=1), offset=positions)
         return both[:, : self.num_heads], both[:, self.num_heads :]
 
@@ -194,7 +193,7 @@ class Model(LanguageModel):
     ) -> mx.array:
         h, positions = self.model.embed_tokens(tokens), layers[0].offset
         for block, kv in zip(self.layers, layers, strict=True):
-            # Once the last layer has its K and V, nothing needs the rows without logits.
+            # After the K and V of the last layer, only the rows with logits are needed.
             rows = logit_rows if kv is layers[-1] else None
             attended = block["self_attn"](block["input_layernorm"](h), positions, kv, rows)
             h = attended + (h if rows is None else h[rows])
@@ -203,8 +202,8 @@ class Model(LanguageModel):
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """mlx-lm's convention: heads and the inner rows of the MLP are split, embeddings, norms and
-        the head are on every rank.
+        """As in mlx-lm: heads and the inner dimension of the MLP are split; embeddings, norms and
+        the head are replicated.
         """
         group = group or mx.distributed.init()
         num_ranks = group.size()
@@ -235,7 +234,7 @@ class Model(LanguageModel):
 
     @property
     def dtype(self) -> mx.Dtype:
-        # Quantisation leaves the norms alone.
+        # Norms are not quantised.
         return self.model.norm.weight.dtype
 
     @property

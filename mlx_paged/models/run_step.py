@@ -1,5 +1,5 @@
-"""``run_step``: a model on the sequences of a cache, without an engine. And what a model is run on
-to find out something about it: a few tokens of no meaning.
+"""``run_step``: a model on the sequences of a cache, without an engine; and probes, with which
+models are tested.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def run_step(
         model: as :func:`mlx_paged.load` returns it.
         sequences: of a cache of the model.
         batch: new token ids per sequence, at least one each.
-        num_logit_rows: of how many of its last tokens each sequence wants logits; 1 by default.
+        num_logit_rows: for each sequence the number of last tokens whose logits are returned; 1 by
+            default.
 
     Returns:
         The logits, ``[sum(num_logit_rows), vocab_size]``, evaluated.
 
     Raises:
-        CacheFullError: the budget can't hold the new tokens; nothing was changed.
-        ValueError: no sequence, one without tokens, or a token that the model does not have;
+        CacheFullError: the new tokens exceed the budget; nothing was changed.
+        ValueError: no sequences, a sequence without tokens, or a token outside the vocabulary;
             nothing was changed.
     """
     checked, cache = check_model(model), sequences.cache
@@ -64,24 +65,23 @@ def run_step(
     with sequences.step(num_new_tokens, num_logit_rows) as step:
         tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
         logits = checked(tokens, cache.layers, step.logit_rows)
-        # A step that is built before this one is evaluated would find a reader of the slabs in
-        # flight, and each of its writes would copy a slab.
+        # While this step is unevaluated, a later one would copy every slab it writes to.
         mx.eval(logits, cache.arrays)
     return logits
 
 
 def probe_ids(vocab_size: int, count: int, first: int = 3) -> list[int]:
-    """Token ids that hardly repeat."""
+    """Token ids without meaning, which hardly repeat."""
     return [(first + 7 * i + 13 * i * i) % vocab_size for i in range(count)]
 
 
 def probe_sequences(
     model: LanguageModel, num_tokens: int, layers: Sequence[LayerSpec] | None = None
 ) -> Sequences:
-    """Few sequences of ``num_tokens`` tokens together, on a cache in plain MLX.
+    """Sequences on a small cache in plain MLX, for ``num_tokens`` tokens together.
 
     Args:
-        layers: of the model, which may store K/V in another format than its own.
+        layers: those of the model, possibly with another K/V format; by default as they are.
     """
     layers = model.layer_specs if layers is None else layers
     groups = group_layers(layers, PROBE_BLOCK_SIZE)

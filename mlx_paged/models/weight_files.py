@@ -1,11 +1,11 @@
-"""Which arrays are what the files of a model hold: found when they are read, and asked for when
+"""Which arrays equal a tensor of a model's files: recorded when files are read, and looked up when
 weights are hashed.
 
-An array of a file is known by its object, since whatever mlx-lm or a user computes from it is
-another one. MLX also writes into arrays (``weight[0] = 1``, ``weight += 1``), and the object stays.
-So the value that was read is kept beside it, as a second reference to the same buffer: MLX then
-can't reuse that buffer for what is written, and the address tells. The reference goes with the
-array, so it keeps no memory in use but that of weights which were written into.
+An array is identified by its object, since anything computed from it is another object. But MLX
+also writes into arrays (``weight[0] = 1``, ``weight += 1``) without changing the object. So a
+second reference to the original buffer is kept: MLX can't reuse that buffer for the written value,
+whose address then differs. The reference ends with the array, so it only costs memory for weights
+that were written to.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 PATTERN = "model*.safetensors"  # what mlx-lm reads
-# A file that was changed more recently may be changed again, and not show it: file systems count
-# time in steps of up to two seconds, and a write through a mapping sets the times when it is
-# written back, on Linux within some 35 seconds.
+# A file changed more recently than this may change again without a change of its times: file
+# systems have a resolution of up to two seconds, and a write through a mapping updates the times
+# when it is written back, on Linux within some 35 seconds.
 SETTLING_SECONDS = 60
 
 Classes: TypeAlias = tuple[type[Module], type]
 
 
 class FileVersion(NamedTuple):
-    """Of a file, links followed. Its content can't change without its ``ctime``, which no program
-    can set.
+    """The version of a file, links followed. Its content can't change without its ``ctime``, which
+    programs can't set.
     """
 
     device: int
@@ -50,7 +50,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> FileVersion:
-        """Raises OSError: there is no such file."""
+        """Raises ``OSError`` if the file does not exist."""
         status = os.stat(path)
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -59,13 +59,13 @@ class FileVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files with the weights of a model, as they are at one moment.
+    """The weight files of a model at one moment.
 
     Attributes:
-        folder: with all of them.
-        versions: of each file, in the order in which mlx-lm reads them: of two tensors of the same
-            name, it takes the later one.
-        settled: whether any change after that moment shows in the versions.
+        folder: that contains them.
+        versions: one per file, in the order in which mlx-lm reads them: of two tensors with the
+            same name, it takes the later one.
+        settled: whether any later change would show in the versions.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class WeightFiles:
 
     @classmethod
     def at(cls, folder: Path) -> WeightFiles:
-        """Raises OSError: a file goes away meanwhile."""
+        """Raises ``OSError`` if a file is deleted meanwhile."""
         now = time.time()
         versions = tuple(map(FileVersion.of, glob.glob(str(folder / PATTERN))))
         newest = max((max(each.mtime_ns, each.ctime_ns) for each in versions), default=0)
@@ -82,12 +82,12 @@ class WeightFiles:
 
     @property
     def key(self) -> str:
-        """A digest of the versions; MLX decides what becomes of the bytes of a file."""
+        """A digest of the versions of the files and of MLX, which decodes them."""
         text = json.dumps([version("mlx"), self.versions])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def are_unchanged(self) -> bool:
-        """Whether what was read since is what the versions stand for."""
+        """Whether everything read since is of these versions."""
         try:
             return self.settled and WeightFiles.at(self.folder).versions == self.versions
         except OSError:
@@ -99,7 +99,7 @@ class _Origin:
     files: WeightFiles
     name: str  # of the tensor
     value: mx.array  # as it was read
-    holder: weakref.ref[mx.array]  # ends the entry with the array
+    holder: weakref.ref[mx.array]  # removes the entry with the array
 
 
 # By the id of an array, for as long as it lives.
@@ -109,16 +109,15 @@ _origins: dict[int, _Origin] = {}
 def noting_classes(
     folder: Path, get_classes: Callable[[dict[str, Any]], Classes]
 ) -> Callable[[dict[str, Any]], Classes]:
-    """What ``mlx_lm.utils.load_model`` takes as ``get_model_classes``, so that the arrays which it
-    reads from the files in a folder are noted. It hands those of all files, untouched, to the
-    ``sanitize`` of the model that it makes.
+    """A ``get_model_classes`` for ``mlx_lm.utils.load_model`` that records the arrays it reads from
+    a folder. mlx-lm passes the unmodified arrays of all files to the model's ``sanitize``.
 
     Args:
-        folder: is read after this.
-        get_classes: gives the classes of the model and of its arguments.
+        folder: must be read after this call.
+        get_classes: returns the classes of the model and of its arguments.
 
     Raises:
-        OSError: a file goes away meanwhile.
+        OSError: a file is deleted meanwhile.
     """
     files = WeightFiles.at(folder)
 
@@ -136,14 +135,14 @@ def noting_classes(
 
     def get_noting_classes(config: dict[str, Any]) -> Classes:
         model_class, args_class = get_classes(config)
-        # Which is called, and nothing else.
+        # mlx-lm only calls it.
         return cast(type[Module], partial(make, model_class)), args_class
 
     return get_noting_classes
 
 
 def note_origins(files: WeightFiles, weights: Mapping[str, mx.array]) -> None:
-    """Remember arrays that were read from ``files``, by the names of their tensors."""
+    """Record arrays that were read from ``files``, by the names of their tensors."""
     for name, array in weights.items():
         holder = weakref.ref(array, partial(_forget, id(array)))
         _origins[id(array)] = _Origin(files, name, copy.copy(array), holder)
@@ -154,10 +153,10 @@ def _forget(ident: int, holder: weakref.ref[mx.array]) -> None:
 
 
 def untouched(arrays: Collection[mx.array]) -> dict[int, tuple[WeightFiles, str]]:
-    """Those of ``arrays`` that are what a file holds: their files and the name of their tensor, by
-    the id of the array. They are evaluated.
+    """The files and the tensor's name of each array that equals a tensor of a file, by the id of
+    the array. Recorded arrays are evaluated.
 
-    What is written through a view of NumPy is not noticed, as MLX does not notice it.
+    Writes through a NumPy view are not noticed, neither here nor by MLX.
     """
     noted = [(array, _origins[id(array)]) for array in arrays if id(array) in _origins]
     views = [(_bytes(array), _bytes(origin.value)) for array, origin in noted]
@@ -170,7 +169,7 @@ def untouched(arrays: Collection[mx.array]) -> dict[int, tuple[WeightFiles, str]
 
 
 def _bytes(array: mx.array) -> mx.array:
-    # Where it lies, whatever its layout; contiguous() copies out of a larger buffer.
+    # Without a copy, whatever the layout; contiguous() would copy out of a larger buffer.
     return array[None].view(mx.uint8)
 
 

@@ -1,6 +1,6 @@
-"""A server for clients of the APIs of OpenAI and Anthropic: ``mlx-paged serve``.
+"""``mlx-paged serve``: an HTTP server with OpenAI- and Anthropic-compatible APIs.
 
-Nothing heavy is imported until the arguments are known to be right.
+Nothing heavy is imported before the arguments have been checked.
 """
 
 from mlx_paged.server.command_line import setup_arg_parser

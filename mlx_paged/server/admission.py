@@ -1,4 +1,4 @@
-"""``Admission``: how many sequences may wait. Imports no MLX."""
+"""``Admission``: limits the number of waiting sequences. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from mlx_paged.request import PENDING_TOKEN
 from mlx_paged.server.errors import ApiError
 
-WINDOW = 60.0  # seconds that the rate of a Retry-After is taken from
+if TYPE_CHECKING:
+    from mlx_paged.engine.async_engine import AsyncEngine
+
+WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
 MAX_RETRY_AFTER = 60  # seconds
 
 
 class Counts(NamedTuple):
-    """Sequences of an engine.
+    """Numbers of sequences in an engine.
 
     Args:
-        num_new: of those that run or wait, those without a first token: they are pending here, too.
+        num_new: running or waiting sequences without a first token. These are also pending here.
     """
 
     num_running: int
@@ -27,24 +31,37 @@ class Counts(NamedTuple):
     num_new: int
 
 
+def counts_of(engine: AsyncEngine) -> Counts:
+    """The current numbers of an engine, read without waiting for its step."""
+    scheduler = engine.engine.scheduler
+    running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
+    num_new = sum(
+        # The pending token of the step in flight does not count yet.
+        request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
+        for request in (*running, *waiting)
+    )
+    return Counts(len(running), len(waiting), num_new)
+
+
 class Admission:
-    """The queue limit: refuses sequences that would wait behind too many others.
+    """The queue limit: refuses sequences if too many are waiting.
 
         with admission.admit(params.n):
-            ...                             # until the first token is there
+            ...                             # until the first token arrives
 
-    A sequence waits in the engine, for a place among ``max_num_seqs`` or for K/V memory. The engine
-    says how many do. Those that it has not seen yet, as a step runs, are counted here. What has
-    begun is the engine's to count, so a client that reads slowly takes no other's place.
+    Sequences wait in the engine, for one of ``max_num_seqs`` places or for K/V memory. The engine
+    reports how many there are; sequences that it has not added yet, because a step is running, are
+    counted here. Sequences with a first token are counted by the engine only, so a slow reader
+    takes no place in the queue.
 
     Args:
-        max_queue_len: sequences that may wait.
-        max_num_seqs: sequences that run at once.
-        counts: what the engine has now.
-        clock: in seconds.
+        max_queue_len: the maximum number of waiting sequences.
+        max_num_seqs: the maximum number of running sequences.
+        counts: returns the engine's current numbers.
+        clock: returns seconds.
 
     Attributes:
-        num_pending: sequences that were admitted and have not begun.
+        num_pending: admitted sequences without a first token.
     """
 
     def __init__(
@@ -60,20 +77,20 @@ class Admission:
         self._counts = counts
         self._clock = clock
         self._start = clock()
-        self._begun: deque[tuple[float, int]] = deque()  # when, and how many sequences
+        self._begun: deque[tuple[float, int]] = deque()  # time and number of sequences
 
     @contextmanager
     def admit(self, num_seqs: int = 1) -> Iterator[None]:
-        """Hold places in the queue until the sequences of a request begin. A request that finds
-        no client is admitted, however many sequences it has.
+        """Hold places in the queue until the sequences of a request begin. An idle server admits
+        any request, regardless of its number of sequences.
 
         Raises:
-            ApiError: 503 with ``Retry-After``: too many wait.
+            ApiError: 503 with ``Retry-After`` if too many sequences are waiting.
         """
         num_running, num_waiting, num_new = self._counts()
         num_unseen = max(self.num_pending - num_new, 0)
         num_there = num_running + num_waiting + num_unseen
-        # Where some wait though there are places, it is for memory.
+        # Sequences that wait while fewer than max_num_seqs run are waiting for memory.
         num_places = num_running if num_waiting else self._max_num_seqs
         if num_there and num_there + num_seqs > num_places + self._max_queue_len:
             raise self._refusal(max(num_there - num_places, 0))
@@ -86,8 +103,8 @@ class Admission:
             self._begun.append((self._clock(), num_seqs))
 
     def retry_after(self, num_ahead: int) -> int:
-        """Seconds in which the sequences that wait would begin: ``num_ahead / rate``, within 1..60,
-        where the rate is that at which sequences began in the last minute.
+        """Estimated seconds until the waiting sequences begin: ``num_ahead / rate``, within 1..60,
+        where ``rate`` is how many sequences per second began in the last minute.
         """
         self._forget_old()
         num_begun = sum(num_seqs for _, num_seqs in self._begun)
@@ -104,8 +121,8 @@ class Admission:
     def _refusal(self, num_ahead: int) -> ApiError:
         return ApiError(
             503,
-            f"{num_ahead:,} sequences wait already, and at most {self._max_queue_len:,} may; come "
-            "back later",
+            f"{num_ahead:,} sequences are waiting already, and at most {self._max_queue_len:,} may "
+            "wait; retry later",
             code="queue_full",
             headers={"Retry-After": str(self.retry_after(num_ahead))},
         )

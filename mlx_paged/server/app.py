@@ -1,5 +1,5 @@
-"""The application: its routes, each with its protocol and the body that it takes, and what keeps
-others out.
+"""The ASGI application: its routes, each with its protocol and the class of its body, behind the
+middleware that logs, authenticates and limits requests.
 """
 
 from __future__ import annotations
@@ -45,19 +45,17 @@ from mlx_paged.server.watching.pool_page import page_endpoint, pool
 
 
 class App:
-    """The whole application, as the program and its tests run it.
+    """The whole application, as the program and the tests run it.
+
+    Args:
+        is_loopback: whether only this machine can reach the server.
+        key_file: provides the keys instead of the settings, and may be reread.
 
     Attributes:
-        gate: closes it.
+        gate: closes the application.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        settings: ServerSettings,
-        is_loopback: bool,
-        key_file: KeyFile | None,
-    ):
+    def __init__(self, service: Service, is_loopback: bool = True, key_file: KeyFile | None = None):
         counts: Counter[tuple[str, str, int]] = Counter()
         routes = routes_of(service, counts)
         self._protocols = [
@@ -69,44 +67,28 @@ class App:
             routes=routes,
             exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         )
-        self.gate = guarded(inner, service.engine, settings, is_loopback, key_file)
+        self.gate = guarded(inner, service.engine, service.settings, is_loopback, key_file)
         self._app = RequestLog(self.gate, partial(count_request, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Of the path, or of what it is below, for what is refused on the way, too.
+        # By the beginning of the path: requests refused before routing need a protocol, too.
         found = (each for begin, each in self._protocols if scope["path"].startswith(begin))
         scope.setdefault("state", {})["protocol"] = next(found, WireProtocol.OPENAI)
         await self._app(scope, receive, send)
 
 
-def build_app(
-    service: Service,
-    settings: ServerSettings | None = None,
-    is_loopback: bool = True,
-    key_file: KeyFile | None = None,
-) -> App:
-    """The application for a service.
-
-    Args:
-        settings: by default those of the service.
-        is_loopback: whether only this machine can reach the server.
-        key_file: has the keys in the place of the settings, and may get others.
-    """
-    return App(service, settings or service.settings, is_loopback, key_file)
-
-
 def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[ApiRoute]:
-    """What the server answers.
+    """The routes of the server.
 
     Args:
-        counts: of HTTP requests, for the metrics.
+        counts: HTTP requests by method, path and status, for the metrics.
     """
     anthropic, of_responses = WireProtocol.ANTHROPIC, WireProtocol.RESPONSES
     routes = [
         ApiRoute("/health", health),
-        ApiRoute("/ping", health),  # as SageMaker and vLLM call it
+        ApiRoute("/ping", health),  # the name used by SageMaker and vLLM
         ApiRoute("/version", version),
-        # Clients that were given a base URL without /v1 leave it out of their paths, too.
+        # Also without /v1, for clients whose base URL lacks it.
         *(ApiRoute(path, models) for path in ("/v1/models", "/models")),
         *(ApiRoute(path, model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
         ApiRoute("/v1/cache", cache),
@@ -142,10 +124,10 @@ def guarded(
     is_loopback: bool,
     key_file: KeyFile | None = None,
 ) -> Gate:
-    """An application behind all that keeps others out of it, but for ids and the log."""
+    """Wrap an application in all middleware except for ids and the log."""
     app = Access(Limits(app, settings.max_body_bytes), settings, key_file)
     if settings.cors_origins:
-        # It answers preflights, which have no key, and lets pages read that there was none.
+        # Outside Access: preflight requests have no key, and pages may read that a key is missing.
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
@@ -158,7 +140,7 @@ def guarded(
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """What is answered in the place of what raised."""
+    """The response to a request whose handling raised an error."""
     if isinstance(error, HTTPException):
         text = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, text, headers=error.headers)

@@ -1,4 +1,4 @@
-"""``ChatJob``: a conversation to answer, in any protocol, and how it becomes a generation."""
+"""``ChatJob``: a conversation to answer, independent of the protocol, and its generation."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ChatJob:
     """A conversation to answer.
 
     Args:
-        messages: as chat templates take them: a role, a content that is text, and, of an assistant,
-            ``tool_calls`` whose arguments are objects, not JSON texts.
-        params: what the request says of sampling.
-        tools: functions as OpenAI's ``tools`` has them, which is what chat templates take.
+        messages: in the form that chat templates take: a role, a text as content, and for the
+            assistant ``tool_calls`` whose arguments are objects, not JSON texts.
+        params: sampling parameters.
+        tools: functions in the form of OpenAI's ``tools``, as chat templates take them.
         tool_choice: ``"none"``, ``"auto"``, ``"required"``, or the name of the tool to call.
-        parallel_tool_calls: whether an answer may call several.
+        parallel_tool_calls: whether an answer may contain several calls.
         template_options: variables of the chat template.
-        user: whose conversation it is.
+        user: the name of the user.
     """
 
     messages: list[dict[str, Any]]
@@ -62,16 +62,17 @@ class ChatJob:
 
 
 def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
-    """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
-    call it with :meth:`Service.run_in_tokenizer_pool`.
+    """Render and encode the prompt, and determine how its answers are parsed. This is slow for long
+    conversations, so call it with :meth:`Service.run_in_tokenizer_pool`.
 
-    The tools are in the prompt whatever ``tool_choice`` says: without them it would share no prefix
-    with the other turns of the conversation.
+    The prompt contains the tools even if ``tool_choice`` is ``"none"``: otherwise it would share no
+    prefix with the other turns of the conversation.
 
     Raises:
-        ApiError: the template refuses the messages.
+        ApiError: the chat template rejects the messages, or the tools or the answer's format can't
+            be supported.
         PromptTooLongError: the conversation is too long to be encoded.
-        CancelledWorkError: the client has left.
+        CancelledWorkError: the client has disconnected.
     """
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
@@ -99,7 +100,7 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         structured_outputs=structured,
         **({} if structured else _limits_of_calls(dialect.tools, job)),
     )
-    goes_on = options.get("continue_final_message", False)
+    is_continued = options.get("continue_final_message", False)
     return Generation(
         prompt.token_ids,
         params,
@@ -107,15 +108,15 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         job.cache_salt,
         job.no_store,
         answer_format,
-        # A message that goes on comes back as one with its beginning.
-        None if goes_on else partial(_answered, service, job, options, prompt, answer_format),
+        # A continued message comes back together with its beginning, so it is not kept.
+        None if is_continued else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
     )
 
 
 def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGrammar | None:
-    """The grammar of an answer that may or must call tools; ``None`` where it needs none for that.
-    With a format that the request asks for, the answer is in that format, or it calls tools.
+    """The grammar of an answer that may or must call tools; ``None`` if none is needed. If the
+    request also asks for a format, the answer is either in that format or calls tools.
     """
     wanted, choice, is_parallel = (
         job.params.structured_outputs, job.tool_choice, job.parallel_tool_calls,
@@ -128,8 +129,8 @@ def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGramm
         return format_or_calls(job.tools, call_format, wanted, parallel_tool_calls=is_parallel)
     if wanted is not None:
         raise ArgumentError(
-            "tool_choice wants a call, and the request wants an answer in another format; send "
-            "one of them",
+            "tool_choice requires a call, but the request also asks for an answer in a format; "
+            "send only one of them",
             "tool_choice",
         )
     name = None if choice == "required" else choice
@@ -144,7 +145,7 @@ def _answered(
     answer_format: AnswerFormat,
     completion: CompletionOutput,
 ) -> None:
-    """Keep an answer; and if nothing but a question can follow it, expect one."""
+    """Keep a finished answer; if it has no calls, prefill the prompt of the next question."""
     kept, tokenizer = service.kept_answers, service.tokenizer
     message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
     if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
@@ -158,7 +159,7 @@ def _answered(
 
 
 def _limits_of_calls(tool_format: ToolFormat | None, job: ChatJob) -> dict[str, Any]:
-    """Parameters that keep a model from calls that are not wanted, where its marks are tokens."""
+    """Sampling parameters that prevent unwanted calls, if the model's marks are single tokens."""
     if not job.tools or tool_format is None:
         return {}
     start, end = tool_format.start_token_ids, tool_format.end_token_ids
@@ -166,7 +167,7 @@ def _limits_of_calls(tool_format: ToolFormat | None, job: ChatJob) -> dict[str, 
         none = {start[0]: -math.inf} if len(start) == 1 else {}
         return {"logit_bias": {**job.params.logit_bias, **none}}
     if not job.parallel_tool_calls and len(end) == 1:
-        # The answer is over with its first call.
+        # The answer ends after its first call.
         return {"stop_token_ids": (*job.params.stop_token_ids, end[0])}
     return {}
 
@@ -176,26 +177,23 @@ def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> Answer
     if tools and job.tool_choice == "auto" and ModelDialect.of(tokenizer).tools is None:
         raise ApiError(
             400,
-            "tools can't be called by this model: nothing says how it writes calls; leave them "
-            "out, or send tool_choice 'required'",
+            "this model can't call tools: its format of calls is unknown; leave the tools out, or "
+            "send tool_choice 'required'",
             param="tools",
         )
     max_calls = None if job.parallel_tool_calls else 1
     answer_format = AnswerFormat.of(tokenizer, prompt, tools, max_calls)
     if not job.params.skip_special_tokens:
-        return replace(answer_format, hidden=())  # The client wants to see them.
+        return replace(answer_format, hidden=())  # The client asked for special tokens.
     return answer_format
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call that a client sends back, as an object: templates write them in their
-    own way.
-
-    What is not a JSON object, for example because the answer was broken off, is what the model
-    wrote, and it sees that again.
+    """The arguments of a call in the history, parsed into an object as chat templates take it. Text
+    that is not a JSON object, for example of a truncated answer, is passed to the model as it is.
     """
     try:
-        # Clients say nothing for a function without parameters.
+        # Some clients send "" for a function without parameters.
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         value = None

@@ -1,4 +1,4 @@
-"""The flags of the server, which follow ``mlx_lm.server`` and ``vllm serve``. Imports no MLX."""
+"""The server's flags, named as in ``mlx_lm.server`` and ``vllm serve``. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings
 
-# Options of the engine that flags are passed on as: EngineOptions, all of them.
-ENGINE_FLAGS = flags.engine_flags("server")
 _FLAGS = {
     **flags.FLAGS,
-    **ENGINE_FLAGS,
+    **flags.engine_flags("server"),
     "api_key": "--api-key",
     "api_key_file": "--api-key-file",
     "chat_template": "--chat-template",
     "chat_template_args": "--chat-template-args",
 }
-# The variables by which chat templates write the reasoning of earlier answers: Qwen 3.6's and Kimi
-# K2.6's, that of GLM from 4.7 on, and Nemotron 3's.
+# Variables that make chat templates keep the reasoning of earlier answers: of Qwen 3.6 and Kimi
+# K2.6, of GLM since 4.7, and of Nemotron 3.
 KEEPS_REASONING = {
     "preserve_thinking": True,
     "clear_thinking": False,
@@ -37,10 +35,10 @@ _OTHER_FLAGS = {
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The argument parser of the server, for a program of this name."""
+    """The server's argument parser; ``prog`` is the program's name in help and errors."""
     server = parser.Parser(
         prog=prog or "python -m mlx_paged.server",
-        description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
+        description="Serve a model through OpenAI- and Anthropic-compatible APIs.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
         usage="%(prog)s [options]",
     )
@@ -51,46 +49,38 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar="NAME",
         help="names that clients may call the model; '*' is any (default: that of --model)",
     )
-    _add_key_flags(own)
-    _add_template_flags(own)
-    server.add_version()
-    return server
-
-
-def _add_key_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
+    own.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="[NAME ]KEY",
-        help="a key that clients may show, with a name for the log and a blank in front of it if "
-        "you like; other processes can see it, so prefer a file; may be given several times",
+        help="an API key, optionally preceded by a name for the log and a space; other processes "
+        "can see it, so prefer a file; may be given several times",
     )
-    add(
+    own.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys, KEY or NAME KEY on each line, in a file that only its owner can read",
+        help="a file with KEY or NAME KEY on each line, which only its owner may read",
     )
-
-
-def _add_template_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--chat-template", metavar="FILE", help="a chat template in the place of the model's")
-    add(
+    own.add_argument(
+        "--chat-template", metavar="FILE", help="a chat template to use instead of the model's"
+    )
+    own.add_argument(
         "--chat-template-args",
         type=json_object,
         default={},
         metavar="JSON",
-        help="variables of the chat template, where a request does not say",
+        help="default variables of the chat template",
     )
+    server.add_version()
+    return server
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:
-    """The settings that the flags say.
+    """The settings given by the flags.
 
     Raises:
-        ArgumentError: keys that are wrong, or a file of them.
+        ArgumentError: an API key is invalid, or the key file can't be used.
     """
     given = {name: getattr(args, name) for name in SERVER_SETTINGS}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -98,29 +88,25 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(**{**given, **lists, "api_keys": keys})
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of the engine that the flags say, all of ``EngineOptions``."""
-    return flags.engine_options(args, "server")
-
-
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The variables of the chat template that the flags say.
+    """The chat template's variables given by the flags.
 
     Raises:
-        ArgumentError: two flags say different things.
+        ArgumentError: two flags contradict each other.
     """
     options = {**(KEEPS_REASONING if args.keep_reasoning else {}), **args.chat_template_args}
     if args.no_thinking and options.setdefault("enable_thinking", False) is not False:
         raise ArgumentError(
-            "[server] chat_template_args says enable_thinking "
-            f"{shown(options['enable_thinking'])} and --no-thinking says false; leave one out",
+            "[server] chat_template_args sets enable_thinking to "
+            f"{shown(options['enable_thinking'])}, but --no-thinking sets it to false; give only "
+            "one of them",
             "chat_template_args",
         )
     return options
 
 
 def read_chat_template(file: str | None) -> str | None:
-    """The text of ``--chat-template``; ``None`` is the model's own.
+    """The contents of the file ``--chat-template``; ``None`` selects the model's own template.
 
     Raises:
         ArgumentError: the file can't be read.
@@ -137,7 +123,7 @@ def read_chat_template(file: str | None) -> str | None:
 
 
 def error_line(error: BaseException) -> str:
-    """What an error says, on one line, with the flag in place of the argument it is about."""
+    """The message of an error on one line, with flags in place of argument names."""
     return parser.error_line(error, _FLAGS)
 
 

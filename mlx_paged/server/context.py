@@ -1,6 +1,4 @@
-"""``RequestContext``: what an endpoint knows of a request: its body, whose it is, who shares cached
-K/V with it, whether they may be stored, and the conversation that it is about.
-"""
+"""``RequestContext``: what an endpoint gets for a request: its body, its user and its id."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from mlx_paged.server.service import Service
 
 
 class Renderer(Protocol):
-    """Writes the answer to a request, whole or as events."""
+    """Renders the answer to a request as one object or as server-sent events."""
 
     request_id: str
     is_streamed: bool
@@ -32,6 +30,7 @@ class Renderer(Protocol):
     def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]: ...
 
 
+T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 J = TypeVar("J", ChatJob, Generation)
 
@@ -42,11 +41,10 @@ class RequestContext(Generic[B]):
 
     Args:
         request: its head.
-        service: that answers.
-        schema: of its body.
-        value: of its body, which is JSON.
-        principal: whose request it is.
-        request_id: in the log and in headers.
+        schema: the class of its body.
+        value: its body, as parsed from JSON.
+        principal: the user.
+        request_id: used in the log and in headers.
     """
 
     request: Request
@@ -57,53 +55,51 @@ class RequestContext(Generic[B]):
     request_id: str
 
     def read_body(self, leaves_out: bool = False) -> B:
-        """The body. It takes long for long ones, so call it with
-        :meth:`Service.run_in_tokenizer_pool`.
+        """Validate the body. This is slow for large ones, so call it with
+        :meth:`run_in_tokenizer_pool`.
 
         Args:
-            leaves_out: unknown fields are left out, and not refused.
+            leaves_out: drop unknown fields instead of refusing them.
 
         Raises:
-            ApiError: the first thing that is wrong with it, by its place; 400.
+            ApiError: the first error in the body, with its place; 400.
         """
         return self.schema.read(self.value, leaves_out=leaves_out)
 
-    @property
-    def user(self) -> str:
-        """The name of the user, who has a share of the threads that prepare requests."""
-        return self.principal.name
+    async def run_in_tokenizer_pool(self, work: Callable[[Work], T]) -> T:
+        """:meth:`Service.run_in_tokenizer_pool` for the user."""
+        return await self.service.run_in_tokenizer_pool(self.principal.name, work)
 
     def owned(self, asked: J) -> J:
-        """The same as the user's: their salt is in that of its cached K/V, and nothing of it is
-        written to disk where the header ``Cache-Control: no-store`` is there, which asks that of
-        every cache on the way (RFC 9111).
+        """A copy for the user: with a cache salt that contains theirs, and with ``no_store`` if the
+        header ``Cache-Control: no-store`` (RFC 9111) requests that.
         """
         directives = self.request.headers.get("cache-control", "").lower().split(",")
         no_store = asked.no_store or "no-store" in map(str.strip, directives)
         salt = self.principal.salted(asked.cache_salt)
-        return replace(asked, user=self.user, cache_salt=salt, no_store=no_store)
+        return replace(asked, user=self.principal.name, cache_salt=salt, no_store=no_store)
 
     async def prepare_chat(
         self, read: Callable[[B, Service], ChatJob], leaves_out: bool = False
     ) -> tuple[B, Generation]:
-        """The body, and the prompt and the answers that it asks for.
+        """Validate the body and encode its conversation.
 
         Args:
-            read: makes the job of the body.
-            leaves_out: unknown fields are left out, and not refused.
+            read: turns the body into a job.
+            leaves_out: drop unknown fields instead of refusing them.
 
         Raises:
-            ApiError: what ``read`` raises, or the conversation can't be a prompt.
+            ApiError: raised by ``read``, or the conversation can't be made into a prompt.
         """
 
         def prepared(work: Work) -> tuple[B, Generation]:
             body = self.read_body(leaves_out)
             return body, prepare(work, self.service, self.owned(read(body, self.service)))
 
-        return await self.service.run_in_tokenizer_pool(self.user, prepared)
+        return await self.run_in_tokenizer_pool(prepared)
 
     async def respond(self, renderer: Renderer, *generations: Generation) -> Response:
-        """The answers of generations, as a renderer writes them."""
+        """Run generations and render their answers."""
         if renderer.is_streamed:
             answers = await self.service.start_all(generations, renderer.request_id)
             return EventStream(renderer.events(*answers), *answers)

@@ -1,4 +1,4 @@
-"""``FairThreads``: a few threads for the work of many users, which no user can hold all of."""
+"""``FairThreads``: a thread pool in which no user can occupy all threads."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SECONDS_OF_A_USER = 10.0  # for which one counts as there, after each request
-FREE_SECONDS = 0.002  # of work, which small requests take, without a pause
+SECONDS_OF_A_USER = 10.0  # how long a user counts as active after a request
+FREE_SECONDS = 0.002  # of work without a pause: what small requests take
 PAUSE_RATIO = 3.0
 MAX_PAUSE = 1.0  # seconds
 
 
 class CancelledWorkError(Exception):
-    """The result of the work is not wanted any more."""
+    """The result of the work is not needed any more."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work that waits for a thread, or that a thread does.
+    """Work that is queued or running.
 
     Attributes:
         future: its result.
     """
 
     call: Callable[[Work], Any]
-    context: Context = field(default_factory=copy_context)  # of who asks, such as the log's id
+    context: Context = field(default_factory=copy_context)  # the caller's, with the log's id
     future: Future[Any] = field(default_factory=Future)
     _is_cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Leave the work out, or end it where it next asks :meth:`check`."""
+        """Drop the work, or end it at its next :meth:`check`."""
         self._is_cancelled.set()
         self.future.cancel()
 
     def check(self) -> None:
-        """Raise :class:`CancelledWorkError` if the result is not wanted any more. Long work calls
-        this now and then.
+        """Raise :class:`CancelledWorkError` if the work was cancelled; long work calls this
+        regularly.
         """
         if self._is_cancelled.is_set():
             raise CancelledWorkError
 
 
 class FairThreads:
-    """Threads that are shared fairly: the work of each user waits in a line of its own, the lines
-    take turns, and one user's work runs in ``num_per_user`` threads at most. From any thread.
+    """A thread pool with one queue per user: the queues take turns, and the work of a user runs in
+    at most ``num_per_user`` threads. Thread-safe.
 
-    While other users are there, one user has one thread. After work that took long it pauses for
-    ``PAUSE_RATIO`` times as long: what reads and encodes a request holds the interpreter for most
-    of its time, which the steps and answers of all others need.
+    While other users are active, a user has one thread. After long work it pauses for
+    ``PAUSE_RATIO`` times as long: reading and encoding a request holds the GIL most of the time,
+    which the engine's steps and the answers to other users need.
 
     Args:
-        name: of the threads.
-        clock: in seconds.
-        sleep: for some seconds.
+        name: a prefix for the names of the threads.
+        clock: returns seconds.
+        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class FairThreads:
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._lines: OrderedDict[str, deque[Work]] = OrderedDict()  # whose turn is next, first
+        self._queues: OrderedDict[str, deque[Work]] = OrderedDict()  # by user, the next one first
         self._running: Counter[str] = Counter()
         self._last_asked: dict[str, float] = {}  # by user
 
     async def run(self, user: str, call: Callable[[Work], T]) -> T:
-        """What ``call`` returns, from one of the threads. Cancelling this cancels the work."""
+        """Run ``call`` in one of the threads. Cancelling this cancels the work."""
         work = self.submit(user, call)
         future = asyncio.wrap_future(work.future)
         try:
@@ -93,41 +93,41 @@ class FairThreads:
             work.cancel()
             raise
         finally:
-            # An error's frames would hold what holds the error, and with it the texts of a request
-            # until Python looks for cycles, which can take minutes.
+            # Otherwise an error, its frames and the future form a cycle that keeps the texts of a
+            # request until the next garbage collection, which can be minutes away.
             del work, future
 
     def submit(self, user: str, call: Callable[[Work], Any]) -> Work:
-        """Put work into the line of a user."""
+        """Add work to the queue of a user."""
         work = Work(call)
         with self._lock:
             self._last_asked[user] = self._clock()
-            self._lines.setdefault(user, deque()).append(work)
-            self._begin_what_may()
+            self._queues.setdefault(user, deque()).append(work)
+            self._start_work()
         return work
 
-    def _begin_what_may(self) -> None:
-        """Hand work to the threads that are free; with the lock."""
+    def _start_work(self) -> None:
+        """Pass queued work to free threads. Called with the lock held."""
         while self._running.total() < self._num_threads:
-            may = (name for name in self._lines if self._running[name] < self._most_of(name))
-            user = next(may, None)
+            ready = (name for name in self._queues if self._running[name] < self._max_threads(name))
+            user = next(ready, None)
             if user is None:
                 return
-            line = self._lines[user]
-            work = line.popleft()
-            if line:
-                self._lines.move_to_end(user)
+            queue = self._queues[user]
+            work = queue.popleft()
+            if queue:
+                self._queues.move_to_end(user)
             else:
-                del self._lines[user]
+                del self._queues[user]
             self._running[user] += 1
             self._threads.submit(self._run, user, work)
 
     def _has_others(self, user: str) -> bool:
-        """Whether other users asked for something lately."""
+        """Whether other users are active."""
         since = self._clock() - SECONDS_OF_A_USER
         return any(last > since for name, last in self._last_asked.items() if name != user)
 
-    def _most_of(self, user: str) -> int:
+    def _max_threads(self, user: str) -> int:
         return 1 if self._has_others(user) else self._num_per_user
 
     def _run(self, user: str, work: Work) -> None:
@@ -144,7 +144,7 @@ class FairThreads:
                 self._running[user] -= 1
                 if not self._running[user]:
                     del self._running[user]
-                self._begin_what_may()
+                self._start_work()
 
 
 def _finish(work: Work) -> None:

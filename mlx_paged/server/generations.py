@@ -1,4 +1,4 @@
-"""``Generation`` and ``Answer``: what the engine is asked for, and what comes back in parts."""
+"""``Generation`` and ``Answer``: a request to the engine, and its output in parts."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ logger = logging.getLogger("mlx_paged.server")
 
 @dataclass(frozen=True)
 class Generation:
-    """What the engine is asked for.
+    """A request to the engine.
 
     Args:
-        prompt_token_ids: the prompt. Encoded before, in a thread of its own: a long text takes a
-            tokenizer longer than a step.
+        prompt_token_ids: the prompt. It is encoded in another thread beforehand, since encoding a
+            long text takes longer than a step.
         params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
-        cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
+        cache_salt: requests with different salts share no K/V. It contains the user's salt.
         no_store: write none of its K/V to disk.
-        answer_format: how the text of an answer is read; by default it is text as it is.
-        when_finished: is told of each completion that ended, with all of its tokens.
-        user: who asks.
+        answer_format: how the text of an answer is parsed; by default it is plain text.
+        when_finished: called with each finished completion, with all of its tokens.
+        user: the name of the user.
     """
 
     prompt_token_ids: list[int]
@@ -54,8 +54,8 @@ class Generation:
 
 
 class Answer:
-    """The parts of a generation as they come, the first of which is there already, so that an error
-    can still be an answer of HTTP, unless it takes long.
+    """The parts of a generation as they are produced. Unless it takes too long, the first part has
+    arrived already, so that an early failure can be answered with an HTTP status.
 
         [answer] = await service.start_all([generation], request_id)
         try:
@@ -64,9 +64,9 @@ class Answer:
             await answer.aclose()       # aborts what is not finished
 
     Args:
-        parts: of the engine.
-        places: in the queue, which are given back when it begins.
-        note: told of each part as it comes, and whether it is the first.
+        parts: the engine's output.
+        places: places in the queue, released when the first part arrives.
+        note: called with each part, and whether it is the first.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Answer:
         self._rest = parts
         self._places = places
         self._note = note
-        self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
+        self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(anext(parts))
 
     def __aiter__(self) -> Answer:
         return self
@@ -101,14 +101,14 @@ class Answer:
             raise api_error(error) from error
 
     async def wait(self, seconds: float) -> None:
-        """Wait for the first part, for some time; raises what kept it from coming."""
+        """Wait for the first part for some seconds; raises an :class:`ApiError` if it failed."""
         if self._first is not None:
             await asyncio.wait({self._first}, timeout=seconds)
             if self._first.done() and (error := self._first.exception()) is not None:
                 raise api_error(error) from error
 
     async def aclose(self) -> None:
-        """Abort what is not finished. More than once is harmless."""
+        """Abort the generation unless it has finished. May be called more than once."""
         with self._places:
             if self._first is not None:
                 self._first.cancel()
@@ -117,7 +117,7 @@ class Answer:
 
 
 class CompletionCollector:
-    """Gathers the tokens of each completion, and hands it on when it has ended."""
+    """Collects the tokens of each completion, and passes it on when it has finished."""
 
     def __init__(self, when_finished: Callable[[CompletionOutput], object]):
         self._when_finished = when_finished
@@ -128,27 +128,27 @@ class CompletionCollector:
         for completion in output.outputs:
             token_ids = self._token_ids.setdefault(completion.index, [])
             token_ids += completion.token_ids
-            # The last part of a request has all completions.
+            # The last part of a request contains all completions.
             if completion.finish_reason is not None and completion.index not in self._ended:
                 self._ended.add(completion.index)
                 try:
                     self._when_finished(replace(completion, token_ids=token_ids))
                 except Exception:
-                    # The answer is there all the same.
-                    logger.exception("what follows an answer failed")
+                    # The client still gets the answer.
+                    logger.exception("an answer could not be kept")
 
 
 async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The parts of several answers as they come, each with its answer's index.
+    """The parts of several answers as they arrive, each with the index of its answer.
 
     Raises:
-        ApiError: why an answer ended before its end.
+        ApiError: an answer failed or was aborted.
     """
     if len(answers) == 1:
         async for output in answers[0]:
             yield 0, output
         return
-    # With a bound, so that parts that no task waits for are merged where they come from.
+    # Bounded, so that the engine merges parts that are not read in time.
     inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
     readers = [asyncio.create_task(_read(*each, inbox)) for each in enumerate(answers)]
     try:
@@ -170,7 +170,7 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
 async def _read(
     index: int, answer: Answer, inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]]
 ) -> None:
-    """Put the parts of an answer into an inbox, and then ``None``, or why there are no more."""
+    """Put the parts of an answer into an inbox, followed by ``None`` or an error."""
     try:
         async for part in answer:
             await inbox.put((index, part))
@@ -181,24 +181,20 @@ async def _read(
 
 
 def _check_end(output: RequestOutput) -> RequestOutput:
-    """The output; raises an :class:`ApiError` where one of its completions ended before its end:
-    no protocol has a word for that.
+    """Return the output, or raise an :class:`ApiError` if one of its completions was aborted or
+    failed: no protocol has a finish reason for that.
     """
     for completion in output.outputs:
         if completion.finish_reason == "abort":
-            raise ApiError(503, "the server ended this answer before its end", code="aborted")
+            raise ApiError(503, "the server aborted this answer", code="aborted")
         if completion.finish_reason == "error":
             raise api_error(output.error or RuntimeError("an unknown error"))
     return output
 
 
-async def _first_of(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    return await anext(outputs)
-
-
 def api_error(error: BaseException) -> ApiError:
-    """What is said of an error that ended a generation: the words of this package's errors, and of
-    others, whose message may quote anything, the type and the place. The log has the frames.
+    """The response to an error that ended a generation. Messages of this package's errors are
+    shown; for others, which may quote anything, only the type and the place. Frames are logged.
     """
     if isinstance(error, ApiError):
         return error
@@ -216,5 +212,5 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _words_of(error: BaseException) -> str:
-    """The text of an error on one line, without the module that it comes from."""
+    """The message of an error on one line, without the ``[module]`` in front."""
     return without_room(one_line(error, 500))

@@ -1,4 +1,4 @@
-"""``History``: a conversation as chat templates take it, from what a client tells of it."""
+"""``History``: builds the messages for a chat template from the items or blocks of a body."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from mlx_paged.server.schemas import refused
 
 
 class History:
-    """Messages, which are told one thing after another.
+    """A conversation that is built step by step.
 
-    A content is the list of its texts until all of them are there: to join them one by one would
-    take the square of their number.
+    Contents are lists of texts until the end, since concatenating the texts one by one would take
+    quadratic time.
     """
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
         self._is_over = False
-        self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
+        self._names: dict[str, str] = {}  # names of tools by the ids of their calls
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last message; without any, one that says nothing."""
+        """The last message; an empty one without a role if there is none."""
         return self._messages[-1] if self._messages else {"role": None, "content": []}
 
     def end_message(self) -> None:
-        """What follows is a message of its own, whatever its role is."""
+        """Begin a new message with the next text, even if its role is the same."""
         self._is_over = True
 
     def message(self, role: str, *texts: str) -> dict[str, Any]:
-        """The message to which a role's next texts belong: the last one, or a new one."""
+        """Add texts of a role to the last message, or to a new one, and return the message."""
         messages = self._messages
         if self._is_over or not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": []})
@@ -39,36 +39,32 @@ class History:
         return messages[-1]
 
     def remind(self, text: str) -> None:
-        """What a system says in the middle, where few templates know a message of it."""
+        """Add a system message in the middle of the conversation, which few templates support."""
         self.message("user", f"<system-reminder>\n{text}\n</system-reminder>")
 
     def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """The model calls a tool."""
+        """Add a tool call of the assistant."""
         self._names[call_id] = name
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self.message("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, place: str, kind: str) -> dict[str, Any]:
-        """The message of a call's result, without a text.
+        """Add an empty message for the result of a call, and return it.
 
         Args:
-            place: of the id in the body.
-            kind: what the protocol calls a call.
+            place: the place of the id in the body.
+            kind: the protocol's name for a call.
         """
         if call_id not in self._names:
-            raise refused(place, f"is {shown(call_id)}, and no {kind} has that id")
+            raise refused(place, f"is {shown(call_id)}, but no {kind} has this id")
         self.end_message()
         message = self.message("tool")
         message |= {"tool_call_id": call_id, "name": self._names[call_id]}
         return message
 
-    def messages(self, joint: str = "") -> list[dict[str, Any]]:
-        """All of them.
-
-        Args:
-            joint: between the texts of each.
-        """
+    def messages(self, separator: str = "") -> list[dict[str, Any]]:
+        """The finished messages; ``separator`` joins the texts of each."""
         for message in self._messages:
-            message["content"] = joint.join(filter(None, message["content"]))
+            message["content"] = separator.join(filter(None, message["content"]))
         return self._messages

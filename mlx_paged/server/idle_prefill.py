@@ -1,8 +1,8 @@
-"""``IdlePrefill``: computes what the next prompts are likely to begin with, while no request runs.
+"""``IdlePrefill``: prefills the likely beginnings of next prompts while no request runs.
 
-Templates leave the reasoning of a finished answer out of the history, so that a new question after
-a loop of tools begins with a prompt that was never computed. Here it is, once its answer is there:
-in small steps, at the lowest priority, and given up the moment that a request comes.
+Templates drop the reasoning of a finished answer from the history, so the prompt of a new question
+after a loop of tool calls has never been computed. It is computed here once the answer is finished:
+in small steps, at the lowest priority, and it is interrupted as soon as a request arrives.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("mlx_paged.server")
 
-MAX_WAITING = 8  # conversations; the oldest ones are given up for good
-# Tokens that are computed in one request: no other one waits for more than a step of them.
+MAX_WAITING = 8  # conversations; the oldest ones are dropped
+# Tokens computed in one request, so that other requests wait for at most one such step.
 PIECE_LEN = 512
-# Fewer than these are not worth a request of their own.
-MIN_NEW_TOKENS = 64
-PAUSE = 0.05  # seconds between two looks at whether the engine has nothing to do
+MIN_NEW_TOKENS = 64  # fewer are not worth a request
+PAUSE = 0.05  # seconds between two checks whether the engine is idle
 _ONE_TOKEN = SamplingParams(
     max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
 )
@@ -37,12 +36,12 @@ Encode: TypeAlias = Callable[[], tuple[Sequence[int], int]]
 
 @dataclass(frozen=True)
 class Upcoming:
-    """What a next prompt is likely to begin with.
+    """The likely beginning of a next prompt.
 
     Args:
-        encode: returns its tokens, and how many of them are computed already. Called from a thread
-            that encodes prompts.
-        user, cache_salt, no_store: of the conversation.
+        encode: returns its tokens, and how many of them are computed already. Called in a thread of
+            the tokenizer pool.
+        user, cache_salt, no_store: those of the conversation.
     """
 
     encode: Encode
@@ -52,10 +51,10 @@ class Upcoming:
 
 
 class IdlePrefill:
-    """Computes what is expected, one after another. All of it from one event loop.
+    """Prefills expected prompts, one at a time. Used from one event loop.
 
     Args:
-        run: runs a function from a thread that encodes prompts: whose, and the function.
+        run: runs a function in the tokenizer pool for a user.
     """
 
     def __init__(
@@ -67,19 +66,20 @@ class IdlePrefill:
         self._run_in_thread = run
         self._waiting: OrderedDict[bytes, Upcoming] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
-        self._request_id: str | None = None  # of the piece that is computed
+        self._request_id: str | None = None  # of the piece being computed
         self._numbers = itertools.count()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is expected that was not computed."""
+        """Whether all expected prompts have been computed."""
         return self._task is None or self._task.done()
 
     def expect(self, key: bytes, upcoming: Upcoming) -> None:
-        """Compute this when the engine has nothing else to do.
+        """Compute this when the engine is idle.
 
         Args:
-            key: of the conversation; of one that is expected twice, the last one counts.
+            key: identifies the conversation; a later call with the same key replaces an earlier
+                one.
         """
         self._waiting[key] = upcoming
         while len(self._waiting) > MAX_WAITING:
@@ -88,8 +88,8 @@ class IdlePrefill:
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
             self._task = loop.create_task(self._run())
 
-    def give_way(self) -> None:
-        """A request comes: end what is computed. It goes on when there is nothing to do again."""
+    def pause(self) -> None:
+        """Interrupt the prefill for a request; it resumes when the engine is idle again."""
         if self._request_id is not None:
             self._engine.abort(self._request_id)
 
@@ -100,8 +100,8 @@ class IdlePrefill:
             try:
                 await self._compute(upcoming)
             except Exception as error:
-                # It may be too long for the context or for the budget: then no request can have it.
-                logger.debug("nothing is computed ahead: %s", type(error).__name__)
+                # For example, it does not fit into the context or the budget.
+                logger.debug("a prompt was not computed ahead: %s", type(error).__name__)
 
     async def _compute(self, upcoming: Upcoming) -> None:
         token_ids, num_known = await self._run_in_thread(upcoming.user, upcoming.encode)
@@ -113,7 +113,7 @@ class IdlePrefill:
                 pass
 
     async def _compute_piece(self, upcoming: Upcoming, token_ids: list[int]) -> bool:
-        """Compute a prompt up to some place; returns whether that was not given up."""
+        """Compute the beginning of a prompt; returns false if that was interrupted."""
         await self._until_idle()
         self._request_id = f"ahead-{next(self._numbers)}"
         try:

@@ -1,4 +1,4 @@
-"""``/openapi.json``: the routes and the bodies that they take, as OpenAPI 3.1 describes them."""
+"""``/openapi.json``: an OpenAPI 3.1 document of the routes and their bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACE = "#/components/schemas/{model}"
 
 
 class _WithoutNulls(GenerateJsonSchema):
-    """A default of ``None`` is that the field is not there, which most fields can't have."""
+    """Omits defaults of ``None``, which stand for missing fields."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         described = super().default_schema(schema)
@@ -28,20 +28,18 @@ class _WithoutNulls(GenerateJsonSchema):
 
 
 def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
-    """The endpoint that describes routes."""
+    """The endpoint for the document of some routes."""
 
     async def openapi(context: RequestContext[Body]) -> Response:
-        """The routes and the fields of their bodies, as OpenAPI 3.1 describes them."""
-        document = await context.service.run_in_tokenizer_pool(
-            context.user, lambda _: openapi_document(routes)
-        )
+        """The routes and the fields of their bodies, as an OpenAPI 3.1 document."""
+        document = await context.run_in_tokenizer_pool(lambda _: openapi_document(routes))
         return JSONResponse(document)
 
     return openapi
 
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """The description of routes."""
+    """The document of some routes."""
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
     variants = {body: body.variants() for body in bodies}
     models = dict.fromkeys(each for found in variants.values() for each in found)

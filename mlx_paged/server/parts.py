@@ -1,4 +1,4 @@
-"""Parts of messages, of all protocols: texts, and what stands in a prompt for what is not text."""
+"""The parts of messages, shared by all protocols: texts, and placeholders for other kinds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from mlx_paged.server.schemas import Children, OneOf, Repeated, refused
 
-# What parts of a kind are called, and what to do instead.
+# The name of each kind in words, and the way out.
 _OTHERS = {
     **dict.fromkeys(("image", "image_url", "input_image"), ("images", "")),
     **dict.fromkeys(("input_audio", "audio_url"), ("audio", "")),
@@ -24,13 +24,13 @@ class TextPart(Repeated):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
-    def told(self, place: str, is_last: bool) -> str:
-        """The text that a prompt has.
+    def as_text(self, place: str, is_last: bool) -> str:
+        """The text of the part in a prompt.
 
         Args:
-            place: of the part in the body.
-            is_last: whether it is of the newest message, in which what is not text is refused; in
-                the history a line of text stands for it.
+            place: the place of the part in the body.
+            is_last: whether the part belongs to the last message, where images and the like are
+                refused; in earlier messages they are replaced by a line of text.
         """
         return self.text
 
@@ -40,7 +40,7 @@ class RefusalPart(Repeated):
     type: Literal["refusal"]
     refusal: str
 
-    def told(self, place: str, is_last: bool) -> str:
+    def as_text(self, place: str, is_last: bool) -> str:
         return self.refusal
 
 
@@ -51,10 +51,10 @@ class OtherPart(Repeated):
         "video_url", "document", "search_result", "container_upload", "tool_reference",
     ]  # fmt: skip
 
-    def told(self, place: str, is_last: bool) -> str:
+    def as_text(self, place: str, is_last: bool) -> str:
         what, way_out = _OTHERS[self.type]
         if is_last:
-            words = f"is {self.type!r}, and models are text-only here: no {what}{way_out}"
+            words = f"is {self.type!r}, but models are text-only here: no {what}{way_out}"
             raise refused(f"{place}.type", words)
         return f"[{what} are left out: this model reads text only]"
 
@@ -64,14 +64,10 @@ Content = Annotated[str | Children[Part], OneOf()]
 
 
 def texts_of(content: Content, place: str, is_last: bool) -> list[str]:
-    """The texts of a content, which is one, or a list of parts; see :meth:`TextPart.told`.
-
-    Args:
-        place: of the content in the body.
-    """
+    """The texts of a content, which is a text or a list of parts; see :meth:`TextPart.as_text`."""
     if isinstance(content, str):
         return [content]
     return [
-        part if isinstance(part, str) else part.told(f"{place}[{index}]", is_last)
+        part if isinstance(part, str) else part.as_text(f"{place}[{index}]", is_last)
         for index, part in enumerate(content)
     ]

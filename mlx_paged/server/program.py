@@ -1,6 +1,6 @@
-"""The server as a program: from flags to an exit status.
+"""The server program, from flags to an exit status.
 
-Nothing heavy is imported until the arguments are known to be right.
+Nothing heavy is imported before the arguments have been checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
     KEEPS_REASONING,
-    engine_options,
     error_line,
     read_chat_template,
     read_settings,
@@ -50,21 +49,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
-ANY_NAME = "*"  # of a model
+ANY_NAME = "*"  # among --served-model-name: accept any model name
 _EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_client")
-_MAX_FILES = 8192  # that are open, which macOS lets a process ask for
+_MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Run the server and return its exit status.
-
-    That is 0 when a signal ended it and its answers were through, 1 when the engine failed, 2 for
-    the user's mistakes, or 130 when Ctrl-C ended it at once.
+    """Run the server and return its exit status: 0 after a shutdown by a signal, 1 if the engine
+    failed, 2 for a mistake of the user, 130 if Ctrl-C was pressed twice or before serving.
 
     Args:
-        argv: the arguments, without the program's name; those of this process by default.
+        argv: the arguments without the program's name; by default those of this process.
         prog: the program's name in help and errors.
     """
     open_closed_streams()
@@ -72,14 +69,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     try:
         try:
             args = parser.parse_args(argv)
-        except SystemExit as end:  # --help and --version, too
+        except SystemExit as end:  # also raised by --help and --version
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
         with warnings_as_lines(say):
             return _run(args)
     except OutputLostError as error:
         say(f"{parser.prog}: error: {error}")
         return 1
-    except (ValueError, RuntimeError) as error:  # the user's mistake
+    except (ValueError, RuntimeError) as error:  # a mistake of the user
         say(f"{parser.prog}: error: {error_line(error)}")
         return 2
     except KeyboardInterrupt:
@@ -103,8 +100,8 @@ def _run(args: argparse.Namespace) -> int:
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
 
-    # A thread that reads a long request holds the interpreter for this long while the loop and the
-    # engine wait for it, several times in a step. Python's default is 5 ms.
+    # A thread that reads a long request keeps the GIL for up to this long while the event loop and
+    # the engine wait, several times per step. Python's default is 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     sockets = bind(settings.host, settings.port)
     try:
@@ -116,9 +113,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.api_key_file is not None:
             key_file = KeyFile(args.api_key, args.api_key_file, settings.api_keys)
         service = make_service(args, settings)
-        announce = partial(_announce, args, settings, service, sockets)
+        announce = partial(_announce, args, service, sockets)
         with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
-            return serve(service, settings, sockets, announce, key_file)
+            return serve(service, sockets, announce, key_file)
     finally:
         close_all(sockets)
 
@@ -128,33 +125,33 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
 
     if settings.api_keys and settings.allow_unauthenticated:
         raise ValueError(
-            "--allow-unauthenticated is for a server without keys; leave it or the keys out"
+            "--allow-unauthenticated is for a server without keys; give either it or keys"
         )
     if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
         return
     raise ValueError(
-        f"others can reach {settings.host or 'every address'}, and there is no key; give "
+        f"other machines can reach {settings.host or 'every address'}, and there is no key; give "
         "--api-key-file or --api-key, or --allow-unauthenticated to let all clients in"
     )
 
 
 def _note_equals(settings: ServerSettings) -> None:
-    """Say so where a key without a name may have been meant to have one."""
+    """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``."""
     from mlx_paged.server.http.api_keys import seems_named_by_equals
 
     num_keys = sum(map(seems_named_by_equals, settings.api_keys))
     if num_keys:
         say(
-            f"[{num_keys} of the keys {'has' if num_keys == 1 else 'have'} a = inside, which is "
-            "part of the key; a name stands in front of a blank: NAME KEY]"
+            f"[{num_keys} of the keys {'contains' if num_keys == 1 else 'contain'} a =, which is "
+            "part of the key; a name is separated from its key by a space: NAME KEY]"
         )
 
 
 def follow(args: argparse.Namespace) -> None:
-    """Take part in the steps of rank 0, which serves, until that ends.
+    """Take part in the steps of rank 0, which runs the server, until it ends.
 
     Raises:
-        ValueError, RuntimeError: the model can't be loaded, or an option is wrong.
+        ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
     from mlx_paged.engine.engine import Engine
 
@@ -172,11 +169,12 @@ def _folder_of(args: argparse.Namespace) -> Path:
 def _load(
     args: argparse.Namespace, folder: Path
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """The model in a folder and its tokenizer, and the options of their engine as the flags say."""
+    """Load the model and the tokenizer of a folder; also returns the engine's options."""
+    from mlx_paged.command_line.flags import engine_options
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.loading import dtype_config, load_draft_model, load_for
 
-    template, options = read_chat_template(args.chat_template), engine_options(args)
+    template, options = read_chat_template(args.chat_template), engine_options(args, "server")
     model, tokenizer = load_for(
         launched_ranks(),
         folder,
@@ -192,16 +190,15 @@ def _load(
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
-    """Load what the flags name, and start its engine.
+    """Load the model and start its engine, as given by the flags.
 
     Raises:
-        ValueError, RuntimeError: it can't be loaded, or an option is wrong.
+        ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import read_sampling_defaults
-    from mlx_paged.request import PENDING_TOKEN
-    from mlx_paged.server.admission import Admission, Counts
+    from mlx_paged.server.admission import Admission, counts_of
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
@@ -209,21 +206,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
-    def counts() -> Counts:
-        scheduler = engine.engine.scheduler
-        running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
-        num_new = sum(
-            # The token of a step that is computed now is none yet.
-            request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
-            for request in (*running, *waiting)
-        )
-        return Counts(len(running), len(waiting), num_new)
-
     _prepare_grammars(engine)
     template = str(tokenizer.chat_template)
     if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
         unknown = ", ".join(KEEPS_REASONING)
-        say(f"[--keep-reasoning has no effect: the chat template knows none of {unknown}]")
+        say(f"[--keep-reasoning has no effect: the chat template uses none of {unknown}]")
     names = args.served_model_name or ()
     return Service(
         engine,
@@ -234,26 +221,28 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        # Fewer than were asked for, where a model's states would take too much of the budget.
+        # max_num_seqs may be lower than requested if the model's recurrent states are large.
         admit=Admission(
-            settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
+            settings.max_queue_len,
+            engine.engine.scheduler.config.max_num_seqs,
+            partial(counts_of, engine),
         ).admit,
         settings=settings,
     )
 
 
 def _prepare_grammars(engine: AsyncEngine) -> None:
-    """Read the vocabulary for grammars now: it takes seconds, in which nothing else would run."""
+    """Read the vocabulary for grammars now: later, its seconds would delay all requests."""
     from mlx_paged import SamplingParams, StructuredOutputsParams
 
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    # Requests that want a grammar of a tokenizer without one are refused; others are not.
+    # A tokenizer that supports no grammars fails only the requests that need one.
     with suppress(ArgumentError):
         engine.engine.prepare(params)
 
 
 def _model_name(model: str | None) -> str:
-    """What clients call the model: a hub id as it is, and the last part of a folder's path."""
+    """The model's name for clients: the hub id, or the last part of the folder's path."""
     if model is None:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).exists() else model
@@ -261,26 +250,25 @@ def _model_name(model: str | None) -> str:
 
 def serve(
     service: Service,
-    settings: ServerSettings,
     sockets: list[socket.socket],
     announce: Callable[[], None] = lambda: None,
     key_file: KeyFile | None = None,
 ) -> int:
-    """Serve until a signal comes or the engine fails; returns the exit status.
+    """Serve until a signal arrives or the engine fails; returns the exit status.
 
     Args:
-        sockets: that listen.
-        announce: called when requests are served.
-        key_file: whose keys are read again.
+        sockets: listening sockets.
+        announce: called once requests are served.
+        key_file: reread when it changes.
     """
-    from mlx_paged.server.app import build_app
+    from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.tidying import keep_out_of_sight
+    from mlx_paged.server.http.tidying import freeze_startup_objects
 
-    keep_out_of_sight()
-    app = build_app(service, settings, is_loopback(sockets), key_file)
+    freeze_startup_objects()
+    app = App(service, is_loopback(sockets), key_file)
     server = HttpServer(
-        app, app.gate, service.engine, settings, _max_connections(), announce, key_file
+        app, app.gate, service.engine, service.settings, _max_connections(), announce, key_file
     )
     with ended_by_signals(server):
         server.run(sockets)
@@ -296,7 +284,7 @@ def serve(
 
 
 def _max_connections() -> int:
-    """As many as files may be open, of which macOS allows 256 unless a program asks for more."""
+    """Raise the limit on open files (256 by default on macOS) and derive one on connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -307,18 +295,14 @@ def _max_connections() -> int:
     return max(num_files - _OTHER_FILES, 16)
 
 
-def _announce(
-    args: argparse.Namespace,
-    settings: ServerSettings,
-    service: Service,
-    sockets: list[socket.socket],
-) -> None:
-    """Say what is served, how, and where."""
+def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
+    """Print what is served, how and where."""
     from mlx_paged.command_line.descriptions import describe_engine
     from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
 
-    engine, url = service.engine.engine, url_of(settings.host, sockets)
+    engine, settings = service.engine.engine, service.settings
+    url = url_of(settings.host, sockets)
     parts = [
         *describe_engine(args.model, engine),
         in_words(settings.api_keys) if settings.api_keys else "no key needed",

@@ -1,9 +1,10 @@
-"""``LengthLimit``: refuses texts of too many tokens without encoding them whole.
+"""``LengthLimit``: refuses texts with too many tokens without encoding them as a whole.
 
-A tokenizer takes some 300 bytes and a microsecond for each token of a text, and its caller gets the
-whole answer or none. So a long text is counted first, in pieces. Merges across a cut are lost, so
-the pieces have a few tokens more than the whole, some in ten thousand of most texts. What passes
-the limit with a margin is refused; what is closer to it is encoded whole, and the engine decides.
+A tokenizer takes about 300 bytes and a microsecond per token of a text, and can't be interrupted.
+So the tokens of a long text are counted first, in pieces. Merges across the cuts are lost, so the
+pieces have slightly more tokens than the whole, about one in ten thousand for most texts. A text
+that exceeds the limit by a margin is refused; otherwise it is encoded as a whole, and the engine
+decides.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.chat_template import encode_text
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context
 
-PIECE_LEN = 2**14  # characters; 64 KiB of UTF-8 at most
-# Where the context has no end, and of all prompts of a request together.
+PIECE_LEN = 2**14  # characters; at most 64 KiB of UTF-8
+# For models without a context limit, and for all prompts of a request together.
 MAX_PROMPT_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """How long a text may be.
+    """A limit on the length of texts to encode.
 
     Args:
-        max_model_len: tokens of a prompt and its answer; ``None``: no limit of the model's.
-        context_length: the most that ``max_model_len`` may be, for the advice; ``None``: anything.
-        check_wanted: called between two pieces; raises if the client has left.
+        max_model_len: tokens of a prompt and its answer; ``None``: no limit.
+        context_length: the largest possible ``max_model_len``, for the error's advice; ``None``:
+            no limit.
+        check_wanted: called between two pieces; raises if the client has disconnected.
     """
 
     tokenizer: TokenizerWrapper
@@ -38,21 +40,21 @@ class LengthLimit:
 
     @property
     def max_tokens(self) -> int:
-        """More are refused: the limit and a quarter of it, so that no cut can make a difference."""
+        """The limit plus a margin of a quarter, so that the effect of cuts does not matter."""
         return (self.max_model_len or MAX_PROMPT_TOKENS) * 5 // 4
 
     def check(self, text: str, num_tokens_before: int = 0) -> None:
         """Raise if a text is too long to be encoded.
 
         Args:
-            num_tokens_before: of what the prompt begins with.
+            num_tokens_before: tokens of the prompt before the text.
 
         Raises:
-            PromptTooLongError: it has more tokens than a prompt can have.
-            ChatTemplateError: the tokenizer can't encode it.
+            PromptTooLongError: there are more tokens than a prompt may have.
+            ChatTemplateError: the tokenizer can't encode the text.
         """
         if len(text) <= PIECE_LEN:
-            return  # To count it takes as long as to encode it.
+            return  # Counting would take as long as encoding.
         num_tokens = num_tokens_before
         for start in range(0, len(text), PIECE_LEN):
             self.check_wanted()
@@ -65,6 +67,6 @@ class LengthLimit:
             num_tokens = f"more than {self.max_tokens}"
             return prompt_beyond_context(num_tokens, self.max_model_len, self.context_length)
         return PromptTooLongError(
-            f"[prompt] it has more than {self.max_tokens:,} tokens; the server takes "
-            f"{MAX_PROMPT_TOKENS:,} at most"
+            f"[prompt] it has more than {self.max_tokens:,} tokens; the server accepts at most "
+            f"{MAX_PROMPT_TOKENS:,}"
         )

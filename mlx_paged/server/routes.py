@@ -1,4 +1,4 @@
-"""``ApiRoute``: a path, its endpoint, the protocol that it speaks and the body that it takes."""
+"""``ApiRoute``: a path with its endpoint, its protocol and the class of its body."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_paged.errors import shown
 from mlx_paged.server.context import RequestContext
-from mlx_paged.server.errors import WireProtocol
-from mlx_paged.server.http.bodies import read_json
+from mlx_paged.server.errors import ApiError, WireProtocol
+from mlx_paged.server.http.bodies import parse_json
 from mlx_paged.server.http.disconnects import CLIENT_LEFT, ClientLeftError, until_disconnect
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
+
+# Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
+_SMALL_BODY = 2**15
 
 B = TypeVar("B", bound=Body)
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
@@ -24,13 +28,12 @@ class ApiRoute(Route):
     """A route whose endpoint takes a :class:`RequestContext`.
 
     Args:
-        body: what requests have, which are POST; ``None``: nothing that is read, and requests are
-            GET. An endpoint with a body is cancelled when the client leaves before there is a
-            response.
-        methods: others than these.
+        body: the class of the body of POST requests; ``None`` for GET requests. An endpoint with a
+            body is cancelled if the client disconnects before the response begins.
+        methods: overrides these methods.
 
     Attributes:
-        service: that answers, before the first request.
+        service: set before the first request.
     """
 
     service: Service
@@ -59,8 +62,19 @@ class ApiRoute(Route):
             return Response(status_code=CLIENT_LEFT)
 
     async def _answer(self, request: Request) -> Response:
-        value = await read_json(request, self.service, request.state.principal.name)
-        return await self._endpoint(self._context(request, value))
+        return await self._endpoint(self._context(request, await self._read_json(request)))
+
+    async def _read_json(self, request: Request) -> Any:
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            what = (
+                f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
+            )
+            raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
+        body, user = await request.body(), request.state.principal.name
+        if len(body) <= _SMALL_BODY:
+            return parse_json(body)
+        return await self.service.run_in_tokenizer_pool(user, lambda _: parse_json(body))
 
     def _context(self, request: Request, value: Any) -> RequestContext[Any]:
         state = request.state

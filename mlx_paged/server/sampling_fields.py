@@ -1,5 +1,5 @@
-"""The fields that say how an answer is sampled, as vLLM and the OpenAI interface name them: those
-parameters of :mod:`mlx_paged.sampling_declarations` that requests may say.
+"""The sampling fields of bodies, with the names of OpenAI's API and vLLM: the parameters of
+:mod:`mlx_paged.sampling_declarations` that requests may set.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.generations import api_error
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, at_most, fixed, refused, short
 
-MAX_COMPLETIONS = 128  # of one prompt, as with OpenAI
-MAX_STOPS = 64  # each is looked for in each new piece of text
-MAX_STOPS_LEN = 2**14  # characters of all of them
+MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
+MAX_STOPS = 64  # each new piece of text is searched for all of them
+MAX_STOPS_LEN = 2**14  # characters in total
 MAX_WORDS = 1000
-MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
-MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
+MAX_WORDS_LEN = 2**16  # characters in total; they are encoded twice
+MAX_TOKEN_IDS = 2**18  # about the size of the largest vocabularies
 
 StopTexts = Annotated[list[Filled], at_most(MAX_STOPS), short(MAX_STOPS_LEN), ONE_OR_MORE]
 TokenIds = Annotated[list[int], at_most(MAX_TOKEN_IDS)]
-# JSON writes the ids of tokens as texts.
+# The keys of JSON objects are texts.
 _Biases = dict[str, float | None]
 _TYPES = {
     "stop": StopTexts,
@@ -34,24 +34,24 @@ _TYPES = {
 
 
 def _type_of(name: str) -> Any:
-    """The type of a field, whose range ``SamplingParams`` checks; lists have a limit here."""
+    """The type of a field. ``SamplingParams`` checks its range; lists are limited here."""
     domain = SAMPLING_PARAMS[name].domain
     return _TYPES.get(name) or (TokenIds if isinstance(domain, Several) else domain.parse)
 
 
 class _SamplingFields(Body):
-    # What vLLM can do beside, and the only values that say what happens here.
+    # Further features of vLLM; only the values that describe what happens here are accepted.
     use_beam_search: Annotated[Any, fixed(False)] = None
     length_penalty: Annotated[Any, fixed(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, fixed(True)] = None
     best_of: int | None = None
 
     def sampling(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
-        """How the answers are sampled.
+        """The sampling parameters.
 
         Args:
-            defaults: where nothing is said.
-            values: parameters that the protocol writes in its own way, such as ``max_tokens``.
+            defaults: used for parameters that are not given.
+            values: parameters that differ between protocols, such as ``max_tokens``.
         """
         values |= {
             name: getattr(self, name)
@@ -83,7 +83,7 @@ else:
 
 
 def made_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """``defaults`` with other values."""
+    """``defaults`` with some values replaced; an invalid value raises an :class:`ApiError`."""
     try:
         return defaults.clone(**values)
     except ArgumentError as error:

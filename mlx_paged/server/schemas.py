@@ -1,8 +1,8 @@
-"""What a body may hold, declared as pydantic models, and the words for what is wrong with one.
+"""Request bodies as pydantic models, and the messages of their errors.
 
-The words are made of the place and the kind of what is wrong, never of pydantic's texts. All that
-reads a body, here and in the protocols, raises an :class:`ApiError` for the first thing that is
-wrong with it, by its place: 404 for an unknown model, and else 400.
+Messages are made from the place and the kind of an error; pydantic's own texts are not used.
+Everything that reads a body, here and in the protocols, raises an :class:`ApiError` for the first
+error: 404 for an unknown model, otherwise 400.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
-# Messages of a conversation, parts of one, tools. To read one takes some ten microseconds.
+# Messages of a conversation, parts of a message, tools. Reading one takes about ten microseconds.
 MAX_CHILDREN = 2**13
 
 LOG = logging.getLogger("mlx_paged.server")
-_MAX_LOGGED = 256  # names of fields that were left out
+_MAX_LOGGED = 256  # names of ignored fields
 _logged: set[str] = set()
-# Begins the names of unions' members in pydantic's places.
+# The prefix of the tags of unions, which appear in pydantic's error locations.
 _MEMBER = "::"
-_OURS = "mlx_paged"  # the type of errors with this package's own messages
+_OURS = "mlx_paged"  # the type of errors with messages of this package
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -51,8 +51,8 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-# What protocols call the same thing: the first of these names that a body has is what to send.
-# What others call sampling parameters is said where these are declared.
+# Names of the same field in different protocols: the first one that a body declares is recommended.
+# Other names of sampling parameters are in their declarations.
 _SYNONYMS = (
     ("messages", "input", "prompt"),
     ("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens"),
@@ -73,22 +73,22 @@ _ADVICE = {
 
 
 class Body(BaseModel):
-    """A JSON object of a request. A field that it does not declare is refused by name; one that is
-    ``null`` is as if it were not there.
+    """A JSON object in a request. Undeclared fields are refused by name; fields that are ``null``
+    are treated as missing.
     """
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, defer_build=True, protected_namespaces=()
     )
 
-    # Whether fields that it does not declare are left out, and of what in a body the log says so.
+    # Whether undeclared fields are dropped, and the object's place in a body for the log.
     leaves_out: ClassVar[bool] = False
     place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any, info: ValidationInfo) -> Any:
-        """The object without what is ``null``, and without unknown fields that are left out."""
+        """Remove fields that are ``null``, and unknown fields where they are dropped."""
         if not isinstance(value, dict):
             return value
         kept = {name: each for name, each in value.items() if each is not None}
@@ -101,14 +101,14 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, value: object, leaves_out: bool = False) -> Self:
-        """The body as a value of this class.
+        """Validate a body.
 
         Args:
-            leaves_out: unknown fields are left out, and logged once, but for those that there is
-                an advice for.
+            leaves_out: drop unknown fields and log each once, except for those with advice in
+                their error.
 
         Raises:
-            ApiError: the first thing that is wrong, by its place; 400.
+            ApiError: the first error, with its place; 400.
         """
         *others, last = cls.variants()
         schema = next((each for each in others if each.fits(value)), last)
@@ -120,19 +120,19 @@ class Body(BaseModel):
 
     @classmethod
     def variants(cls) -> tuple[type[Any], ...]:
-        """The classes one of which a body is: the first that fits, or the last."""
+        """The alternative classes of a body: the first that fits is used, or else the last."""
         return (cls,)
 
     @classmethod
     def fits(cls, value: object) -> bool:
-        """Whether what the class requires is there."""
+        """Whether all required fields are present."""
         required = (name for name, field in cls.model_fields.items() if field.is_required())
         return isinstance(value, dict) and all(value.get(name) is not None for name in required)
 
 
 class Repeated(Body):
-    """An object in which clients repeat what some server said, or give hints to others: fields that
-    it does not declare are left out, and each is logged once.
+    """An object that clients copy from the answer of some server, or that contains hints for other
+    servers: undeclared fields are dropped, and each is logged once.
     """
 
     leaves_out = True
@@ -140,35 +140,35 @@ class Repeated(Body):
 
 @cache
 def _names_of(cls: type[Body]) -> frozenset[str]:
-    """The names that fields have in JSON."""
+    """The names of the fields in JSON."""
     return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 def wrong(words: str, code: str | None = None) -> PydanticCustomError:
-    """What a validator raises.
+    """An error for validators to raise.
 
     Args:
-        words: that follow the name of the field.
-        code: of the :class:`ApiError`.
+        words: the message after the name of the field.
+        code: the code of the :class:`ApiError`.
     """
     return PydanticCustomError(_OURS, "{words}", {"words": words, "code": code})
 
 
 def refused(place: str, words: str, code: str | None = None) -> ApiError:
-    """The error of a field at a place in the body."""
+    """An error for the field at a place in the body."""
     return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
 
 
 def fixed(
     *values: object, way_out: str = "leave it out", code: str | None = None
 ) -> GetPydanticSchema:
-    """``Annotated[Any, fixed(False)]``: a field that is refused unless it says what happens in any
-    case.
+    """``Annotated[Any, fixed(False)]``: a field that is accepted only with the values that describe
+    what happens anyway.
 
     Args:
-        values: that it may say.
+        values: the accepted values.
         way_out: what to do instead.
-        code: of the :class:`ApiError`.
+        code: the code of the :class:`ApiError`.
     """
 
     def check(value: Any) -> Any:
@@ -185,13 +185,13 @@ def fixed(
 
 
 class OneOf:
-    """``Annotated[str | A | B, OneOf("type")]``: a text, or an object whose field ``type`` says
-    which of the classes it is. A list may be among them, too.
+    """``Annotated[str | A | B, OneOf("type")]``: a tagged union of texts, lists and objects. The
+    field ``type`` of an object selects its class.
 
     Args:
-        name: of the field, which is a ``Literal`` in each class but the one that takes all other
-            objects, and says itself what is wrong with them.
-        default: what the field says where it is not there.
+        name: the name of that field. It is a ``Literal`` in each class, except for a class that
+            takes all other objects and reports their errors itself.
+        default: the value of the field where it is missing.
     """
 
     def __init__(self, name: str = "", default: str | None = None):
@@ -224,7 +224,7 @@ class OneOf:
             return f"{_MEMBER}a text"
         if isinstance(value, list):
             return f"{_MEMBER}a list"
-        if isinstance(value, Body):  # that is written again
+        if isinstance(value, Body):  # when it is serialised
             kind = getattr(value, self._name, None)
         elif isinstance(value, dict):
             kind = value.get(self._name)
@@ -236,16 +236,16 @@ class OneOf:
 
 
 def at_most(most: int, if_empty: str = "") -> GetPydanticSchema:
-    """``Annotated[list[T], at_most(8)]``: a list that is not longer, which is said before any of it
-    is read; the first of its entries that is wrong is the last that is read.
+    """``Annotated[list[T], at_most(8)]``: a list of limited length. The length is checked before
+    the entries, and reading ends at the first invalid entry.
 
     Args:
-        if_empty: what is said of a list without entries; ``""``: it may have none.
+        if_empty: the message for an empty list; ``""``: the list may be empty.
     """
 
     def check(value: Any) -> Any:
         if isinstance(value, list) and len(value) > most:
-            raise wrong(f"has {len(value):,} entries, and {most:,} are the most")
+            raise wrong(f"has {len(value):,} entries, but at most {most:,} are allowed")
         if value == [] and if_empty:
             raise wrong(if_empty)
         return value
@@ -266,24 +266,24 @@ Filled = Annotated[str, Field(min_length=1)]
 
 
 def short(max_len: int) -> AfterValidator:
-    """Texts have at most this many characters together."""
+    """Limits the total number of characters of a list of texts."""
 
     def check(values: list[str]) -> list[str]:
         if (length := sum(map(len, values))) > max_len:
-            raise wrong(f"has {length:,} characters, and {max_len:,} are the most")
+            raise wrong(f"has {length:,} characters, but at most {max_len:,} are allowed")
         return values
 
     return AfterValidator(check)
 
 
-# A text that stands alone is the only one of a list.
+# A single text is accepted in place of a list of one.
 ONE_OR_MORE = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value,
     json_schema_input_type=str | list[str],
 )
 
 
-# What is wrong, in words
+# Messages of errors
 
 
 def _refusal(cls: type[Body], value: object, error: ValidationError) -> ApiError:
@@ -295,8 +295,8 @@ def _refusal(cls: type[Body], value: object, error: ValidationError) -> ApiError
 
 
 def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
-    """A place of pydantic's as clients write it, without names of members of unions. A text that
-    stands alone is the only one of its list.
+    """A location of pydantic's as a path in the body, without the tags of unions, and without an
+    index where a single text was given instead of a list.
     """
     place = ""
     for each in loc:
@@ -328,11 +328,11 @@ def _words(cls: type[Body], error: ErrorDetails) -> str:
         return f"must be at least {context['ge']}, got {shown(value)}"
     if kind in _EXPECTED:
         return f"must be {_EXPECTED[kind]}, got {shown(value)}"
-    return "can't be used"
+    return "is invalid"
 
 
 def _refused_member(place: str, error: ErrorDetails) -> ApiError:
-    """A value that is not a member of a union: of another type, or with another name of a kind."""
+    """The error of a value that fits no member of a union: a wrong type, or an unknown tag."""
     value = error["input"]
     expected = error.get("ctx", {})["expected_tags"].split(", ")
     tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]
@@ -349,7 +349,7 @@ def _refused_member(place: str, error: ErrorDetails) -> ApiError:
 
 
 def _advice(cls: type[Body], name: str) -> str | None:
-    """What to do instead of sending a field that a body does not declare."""
+    """What to send instead of an undeclared field."""
     declared = _names_of(cls)
     for names in _SYNONYMS:
         known = [each for each in names if each.partition(".")[0] in declared]
@@ -362,10 +362,10 @@ def _advice(cls: type[Body], name: str) -> str | None:
 
 
 def log_left_out(place: str) -> None:
-    """Log a field that was left out, by its place in the body: once, and only if its name is a
-    short word, since clients can make up any.
+    """Log a field that was dropped, by its place in the body: once, and only if its name is a short
+    word, since clients choose the names.
     """
     is_word = place.replace("[]", "").replace(".", "_").isidentifier() and len(place) <= 80
     if is_word and place not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(place)
-        LOG.info("left out, since it has no effect here: %s", place)
+        LOG.info("an unknown field was ignored: %s", place)

@@ -1,4 +1,4 @@
-"""``Service``: what the endpoints know, and how they start a generation."""
+"""``Service``: what all endpoints share, and how they start generations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -28,37 +28,36 @@ from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
-# Requests that are read and encoded at once, of all users and of one that is alone; and the same
-# for grammars, which take longer, so that no prompt waits for one.
+# Requests that are read and encoded at the same time, in total and for one user. Grammars take
+# longer and have their own threads, so that no prompt waits for one.
 MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
 MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
-DEFAULT_TEMPERATURE = 1.0  # of OpenAI's and Anthropic's interfaces
+DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints know.
+    """What all endpoints share.
 
     Args:
         engine: runs the generations.
-        tokenizer: of its model, with or without a chat template.
-        model_names: that clients may use, the first of which is said in answers.
-        settings: of the server.
-        takes_any_name: whether clients may call the model whatever they like.
-        defaults: of the model's ``generation_config.json``, or of flags.
-        max_tokens: of an answer, where a request does not say; ``None``: what the protocol says,
-            or what the context leaves.
-        template_options: variables of the chat template, where a request does not say.
+        tokenizer: the model's, with or without a chat template.
+        model_names: the names that clients may use; answers contain the first one.
+        settings: the server's settings.
+        takes_any_name: whether clients may use any other model name, too.
+        defaults: sampling parameters from the model's ``generation_config.json`` or from flags.
+        max_tokens: the default length limit of an answer; ``None``: the protocol's default, or
+            the rest of the context.
+        template_options: default variables of the chat template.
         created: when the server started, in seconds since the epoch.
-        kept_answers: the last answers, so that conversations that come back hit the cache.
-        kept_items: of the last responses, for clients that refer to them.
-        admit: given a number of sequences, holds as many places in the queue until their request
-            begins; raises an :class:`ApiError` where the queue is full. By default there is no
-            limit.
-        first_part_seconds: how long a stream waits for its first part, so that an error is one of
-            HTTP. After that it begins, and says now and then that it lives.
+        kept_answers: recent answers, so that continued conversations hit the prefix cache.
+        kept_items: items of recent responses, for clients that refer to them.
+        admit: takes a number of sequences and holds that many places in the queue until their
+            request begins; raises an :class:`ApiError` if the queue is full. By default there is
+            no limit.
+        first_part_seconds: how long a stream waits for its first part before it sends its status,
+            so that an early failure can still have an HTTP status.
     """
 
     engine: AsyncEngine
@@ -89,18 +88,18 @@ class Service:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The bytes of the tokenizer's tokens."""
+        """The bytes of each token."""
         return TokenTexts(self.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:
-        """The most tokens that a prompt and its answer have together; ``None``: no limit."""
+        """The maximum number of tokens of a prompt and its answer; ``None``: no limit."""
         return self.engine.engine.max_model_len
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is sampled with where a request does not say: the model's own recommendation, and
-        else what the interfaces of OpenAI and Anthropic promise. Answers end with the context.
+        """The default sampling parameters: the model's recommendation, or else the defaults of
+        OpenAI's and Anthropic's APIs.
         """
         return SamplingParams(
             **{"temperature": DEFAULT_TEMPERATURE, **self.defaults},
@@ -110,47 +109,41 @@ class Service:
 
     @cached_property
     def idle_prefill(self) -> IdlePrefill:
-        """What computes next prompts while no request runs."""
+        """Computes the next prompts of finished conversations while no request runs."""
         return IdlePrefill(
             self.engine, lambda user, encode: self._threads.run(user, lambda _: encode())
         )
 
-    async def run_in_tokenizer_pool(
-        self,
-        user: str,
-        work: Callable[Concatenate[Work, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """What ``work`` returns, which reads, writes or encodes a request: from one of few threads,
-        of which each user has a share.
+    async def run_in_tokenizer_pool(self, user: str, work: Callable[[Work], T]) -> T:
+        """Run ``work``, which reads, renders or encodes a request, in one of a few threads that are
+        shared fairly between users.
 
         Raises:
-            ApiError: what the work raises, or the request's prompt is too long.
+            ApiError: raised by the work, or the request's prompt is too long.
         """
-        self.idle_prefill.give_way()
+        self.idle_prefill.pause()
         try:
-            return await self._threads.run(user, lambda this: work(this, *args, **kwargs))
+            return await self._threads.run(user, work)
         except PromptTooLongError as error:
             raise api_error(error) from error
 
     def length_limit(self, work: Work) -> LengthLimit:
-        """How long a text may be that is encoded in some work."""
+        """The length limit for texts that are encoded by ``work``."""
         context_length = self.engine.engine.scheduler.context_length
         return LengthLimit(self.tokenizer, self.max_model_len, context_length, work.check)
 
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None
     ) -> list[Answer]:
-        """Start the generations of a request at once; all or none.
+        """Start the generations of a request concurrently; all or none.
 
         Args:
-            generations: at least one; they have the same user and parameters.
-            request_id: of the client's request.
+            generations: at least one, all with the same user and parameters.
+            request_id: the id of the client's request.
 
         Raises:
-            ApiError: what the engine refuses is 400, with its words; no place in the queue and an
-                engine that stopped are 503.
+            ApiError: 400 with the engine's message if the engine refuses the request, 503 if the
+                queue is full or the engine has stopped.
         """
         rules = await self._rules_of(generations[0])
         tasks = [asyncio.create_task(self._start(each, rules, request_id)) for each in generations]
@@ -165,7 +158,7 @@ class Service:
             raise
 
     async def _rules_of(self, generation: Generation) -> TokenRules:
-        """What the parameters say about tokens: words are encoded for it, and grammars compiled."""
+        """The token rules of the parameters, for which words are encoded and grammars compiled."""
         params, prepare = generation.params, self.engine.engine.prepare
         threads = self._threads if params.structured_outputs is None else self._grammar_threads
         try:
@@ -180,7 +173,7 @@ class Service:
     ) -> Answer:
         with ExitStack() as places:
             places.enter_context(self.admit(generation.params.n))
-            self.idle_prefill.give_way()
+            self.idle_prefill.pause()
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
                 generation.params,
@@ -200,7 +193,7 @@ class Service:
         return answer
 
     def _note_of(self, generation: Generation) -> Callable[[RequestOutput, bool], None]:
-        """What is done with each part of an answer besides answering."""
+        """The callback for each part of an answer: it logs, and collects whole completions."""
         if generation.when_finished is None:
             return self._note
         completions = CompletionCollector(generation.when_finished)
@@ -212,7 +205,7 @@ class Service:
         return note
 
     def _note(self, output: RequestOutput, is_first: bool) -> None:
-        """Say of a part what the log says of its request."""
+        """Add what a part contains to the log line of its request."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         if not is_first:
             count_tokens(answer=num_tokens)
@@ -226,10 +219,11 @@ class Service:
     async def whole(
         self, generations: Sequence[Generation], request_id: str | None = None
     ) -> list[RequestOutput]:
-        """The whole answers, for clients that want no stream. Nothing is done here meanwhile.
+        """The complete answers, for requests without streaming. The engine reports only these, so
+        no work is done per token.
 
         Raises:
-            ApiError: as :meth:`start_all`, or why an answer ended before its end.
+            ApiError: as for :meth:`start_all`, or an answer was cut short.
         """
         final = [
             replace(each, params=each.params.clone(output_kind=RequestOutputKind.FINAL_ONLY))

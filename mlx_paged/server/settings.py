@@ -1,4 +1,4 @@
-"""``ServerSettings``: how the server behaves, each with its flag. Imports no MLX."""
+"""``ServerSettings``: the server's settings, each declared with its flag. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlx_paged.domains import AT_LEAST_0, BOOL, Domain, one_of, such, whole
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that a client may show, and whose it is.
+    """An API key and its user.
 
     Args:
-        name: for logs.
+        name: used in logs.
         key: the secret.
-        is_named: whether the operator gave the name.
+        is_named: whether the operator chose the name.
     """
 
     name: str
@@ -30,8 +30,9 @@ class ApiKey:
 
     @property
     def user(self) -> tuple[str, str]:
-        """Whose it is. Keys of one given name are one user's. A key without a name is a user of
-        its own, whatever it is called: it may be given in another order at the next start.
+        """Identifies the user. Keys with the same given name belong to one user. Each unnamed key
+        is a separate user, identified by the key itself: its generated name depends on the order
+        of the keys, which may differ at the next start.
         """
         return ("name", self.name) if self.is_named else ("key", self.key)
 
@@ -47,7 +48,7 @@ def _read_host_name(text: object) -> str | None:
 
 
 def _read_origin(text: object) -> str | None:
-    """``*``, or a scheme and a host, with a port where it is not the scheme's own."""
+    """``*``, or a scheme and a host, with an optional port."""
     if not isinstance(text, str):
         return None
     try:
@@ -59,17 +60,14 @@ def _read_origin(text: object) -> str | None:
     return text.lower() if is_right or text == "*" else None
 
 
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
 def setting(
     default: object, help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = ""
 ) -> Any:
-    """A field with its flag, declared as an option of an engine is.
+    """A field and its flag, declared in the same way as an engine option.
 
     Args:
-        domain: of the flag's values; of each, where the field has several.
-        name: of the flag, where it is not the field's.
+        domain: the domain of the value, or of each value of a tuple.
+        name: the flag, if it isn't derived from the field's name.
     """
     option = Option(help, domain, Flag(("server",), name), default=default, says=says)
     return field(default=default, metadata={"declared": option})
@@ -77,11 +75,10 @@ def setting(
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server behaves. Each field is declared with its flag.
+    """The server's settings. Each field is declared with its flag.
 
     Args:
-        api_keys: that a client has to show one of; none: any client may ask. They come from flags
-            and from a file.
+        api_keys: the accepted keys, from flags and a file; if empty, no key is needed.
         Others: see their help.
     """
 
@@ -91,12 +88,12 @@ class ServerSettings:
     port: int = setting(8000, "port to listen on, 0 for a free one", whole(0, 65535))
     api_keys: tuple[ApiKey, ...] = ()
     allow_unauthenticated: bool = setting(
-        False, "listen without a key on an address that others can reach"
+        False, "listen without a key on an address that other machines can reach"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "a name that requests may have in their Host header, beside addresses and localhost; may "
-        "be given several times",
+        "a name to accept in the Host header, in addition to addresses and localhost; may be given "
+        "several times",
         Domain(
             "a name or an address without a port", _read_host_name, _read_host_name, metavar="NAME"
         ),
@@ -104,7 +101,7 @@ class ServerSettings:
     )
     cors_origins: tuple[str, ...] = setting(
         (),
-        "web origin whose pages may use the server, such as http://localhost:3000, or * for all; "
+        "a web origin whose pages may use the server, such as http://localhost:3000, or * for all; "
         "may be given several times",
         Domain(
             "* or an origin without a path, such as http://localhost:3000",
@@ -114,24 +111,24 @@ class ServerSettings:
         ),
         "--cors-origin",
     )
-    share_cache: bool = setting(False, "let users with different keys share cached K/V")
+    share_cache: bool = setting(False, "share cached K/V between users with different keys")
     allow_cache_texts: bool = setting(
-        False, "let /v1/cache?text=true show pieces of prompts, to the users who sent them"
+        False, "let /v1/cache?text=true show excerpts of prompts to the users who sent them"
     )
     max_queue_len: int = setting(
-        256, "sequences that may wait; more are told to come back", AT_LEAST_0
+        256, "sequences that may wait; further requests are answered with 503", AT_LEAST_0
     )
     max_body_bytes: int = setting(
-        16 * 2**20, "largest body of a request: bytes (65536, 512K, 16M)", NBYTES, says="16M"
+        16 * 2**20, "largest request body in bytes (65536, 512K, 16M)", NBYTES, says="16M"
     )
     drain_seconds: float = setting(
         30.0,
-        "how long running answers may go on after SIGTERM",
+        "how long running answers may continue after SIGTERM",
         such("a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"),
     )
     step_timeout: float = setting(
         120.0,
-        "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
+        "seconds after which a step of the engine counts as hanging and /health answers 503; 0 for "
         "never",
         such(
             "a number, at least 0",
@@ -142,23 +139,25 @@ class ServerSettings:
     )
     no_idle_prefill: bool = setting(
         False,
-        "do not compute a conversation's history as the chat template will write it, without "
-        "reasoning, while no request runs",
+        "while the server is idle, do not precompute finished conversations as the chat template "
+        "will write them, without reasoning",
     )
     keep_reasoning: bool = setting(
         False,
-        "let the chat template write the reasoning of all earlier answers, where it can: no "
-        "question then computes a history again",
+        "have the chat template keep the reasoning of all earlier answers, if it supports that, so "
+        "that no history is recomputed for a new question",
     )
-    log_prompts: bool = setting(False, "let the log hold texts of prompts")
-    log_cache: bool = setting(False, "log for each prompt where it left what was cached, and why")
+    log_prompts: bool = setting(False, "log the texts of prompts")
+    log_cache: bool = setting(False, "log for each prompt where its cache hit ended, and why")
     log_level: str = setting(
-        "info", "what is logged, on stderr", replace(one_of(*_LOG_LEVELS), parse=str.lower)
+        "info",
+        "the lowest level to log on stderr",
+        replace(one_of("debug", "info", "warning", "error"), parse=str.lower),
     )
 
 
 def num_users(keys: Iterable[ApiKey]) -> int:
-    """How many users keys belong to."""
+    """The number of users that the keys belong to."""
     return len({key.user for key in keys})
 
 

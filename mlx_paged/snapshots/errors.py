@@ -1,4 +1,4 @@
-"""What is said of files that can't be used."""
+"""Errors of files that can't be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_paged.errors import ArgumentError, shown, system_reason
 
 
 class SnapshotError(ArgumentError):
-    """The file can't be read or written, was altered, or holds K/V of something else; the message
+    """The file can't be read or written, was altered, or contains K/V that don't match; the message
     is one line.
     """
 
@@ -36,10 +36,10 @@ def check_path(path: object) -> Path:
 
 @contextmanager
 def system_errors(file: Path, what: str) -> Iterator[None]:
-    """Turn what the system raises into a :class:`SnapshotError`.
+    """Turn an ``OSError`` into a :class:`SnapshotError`.
 
     Args:
-        what: could not be done, such as ``"written"``.
+        what: what failed, such as ``"written"``.
     """
     try:
         yield

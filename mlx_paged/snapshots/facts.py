@@ -1,4 +1,4 @@
-"""What K/V depend on, and whether a file and a cache have it in common."""
+"""``KVFacts``: what K/V depend on, and whether a file matches a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_paged.snapshots.tensor_file import TensorInfo
 
 FORMAT = "mlx_paged.snapshot"
 VERSION = "1"
-STATE = "state"  # the array with the bytes of the recurrent state
+STATE = "state"  # name of the array with the bytes of the recurrent state
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
 
 
@@ -28,8 +28,8 @@ class KVFacts:
     """A model, and how a cache stores its K/V.
 
     Attributes:
-        model: by content.
-        draft_model: whose layers come after those of the model, if there is one.
+        model: identified by content.
+        draft_model: the draft model, if there is one; its layers follow those of the model.
         config: of the cache.
     """
 
@@ -39,7 +39,7 @@ class KVFacts:
 
     @classmethod
     def of(cls, identities: Sequence[ModelIdentity], cache: KVCache) -> KVFacts:
-        """Those of a cache.
+        """The facts of a cache.
 
         Args:
             identities: as :func:`identities_of` returns them.
@@ -59,10 +59,11 @@ class KVFacts:
         }
 
     def check(self, file: Path, metadata: Mapping[str, str]) -> None:
-        """Refuse a file of anything else.
+        """Check that a file matches.
 
         Raises:
-            SnapshotError: one line with the first value in which they differ, on either side.
+            SnapshotError: it does not; the message has the first value that differs, on either
+                side.
         """
         if metadata.get("format") != FORMAT:
             raise SnapshotError(file, "is not a snapshot of mlx_paged")
@@ -86,7 +87,7 @@ class KVFacts:
         return "" if model is None else model.name
 
     def _compared(self) -> Iterator[tuple[str, str, str]]:
-        """Name, words and value of all that has to be the same."""
+        """Name, label and value of everything that has to be equal."""
         specs, config = self.config.layers, self.config
         yield "model", "model", self.model.digest
         draft = self.draft_model
@@ -105,7 +106,7 @@ class KVFacts:
             yield "state", "recurrent state", "; ".join(config.state_layout)
 
     def tensors(self, num_tokens: int, state_nbytes: int = 0) -> dict[str, TensorInfo]:
-        """The arrays of a file with this many tokens, and a state of this many bytes."""
+        """The arrays of a file with this many tokens and a state of this many bytes."""
         tensors = {}
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)
@@ -119,7 +120,7 @@ class KVFacts:
 
 
 def check_has_blocks(cache: KVCache) -> PagedKVCache:
-    """The cache, if it has blocks; raises ``ArgumentError`` otherwise."""
+    """The cache, if it is a paged one; raises ``ArgumentError`` otherwise."""
     if not isinstance(cache, PagedKVCache):
         raise ArgumentError(
             f"[snapshot] snapshots and prompt caches need blocks, which kv={cache.kind!r} does not "
@@ -130,7 +131,7 @@ def check_has_blocks(cache: KVCache) -> PagedKVCache:
 
 
 def check_keeps_kv_alone(cache: KVCache) -> None:
-    """Raises ``ArgumentError`` if the model of a cache keeps more of a sequence than K/V."""
+    """Raise ``ArgumentError`` if the model of a cache has a recurrent state."""
     if cache.config.state_nbytes:
         raise ArgumentError(
             "[snapshot] the model keeps a recurrent state beside K/V, and mlx-lm's prompt caches "
@@ -140,12 +141,12 @@ def check_keeps_kv_alone(cache: KVCache) -> None:
 
 
 def has_evicted(config: KVCacheConfig, num_tokens: int) -> bool:
-    """Whether some layer does not keep all of a sequence of this many tokens."""
+    """Whether a layer has dropped some of this many tokens."""
     return any(group.retention.num_evicted(num_tokens) for group in config.groups)
 
 
 def token_ids_of(file: Path, metadata: Mapping[str, str]) -> list[int]:
-    """The token ids that a file holds K/V of.
+    """The token ids whose K/V are in a file.
 
     Raises:
         SnapshotError: they can't be read.
@@ -165,7 +166,7 @@ def check_token_ids(token_ids: object) -> list[int]:
     """The token ids as a list.
 
     Raises:
-        ArgumentError: they are none.
+        ArgumentError: it is not a sequence of integers, or is empty.
     """
     ids = list(token_ids) if isinstance(token_ids, Sequence) else None
     if not ids or not all(is_plain_integer(token_id) for token_id in ids):
@@ -186,7 +187,7 @@ def _described(retention: Retention) -> str:
 
 
 def _runs(values: Iterator[str]) -> str:
-    """What is the same in all layers, or which layers have what."""
+    """The value that all layers share, or the value of each run of layers."""
     runs: list[tuple[int, int, str]] = []
     for layer, value in enumerate(values):
         if runs and runs[-1][2] == value:

@@ -1,9 +1,9 @@
-"""mlx-lm's prompt caches: K/V from and to the files of ``mlx_lm.models.cache.save_prompt_cache``.
+"""mlx-lm's prompt caches: export and import of ``mlx_lm.models.cache.save_prompt_cache`` files.
 
-What is mapped is exact, so that either side continues with the tokens that it would have given by
-itself. Anything else is refused by name: a window that has moved on in mlx-lm's cache, K/V of 4
-bits (which are rotated here), other bits for K than for V, other groups, recurrent states, and
-models whose caches hold several caches each.
+The conversion is exact, so both sides continue with the tokens that they would have generated
+themselves. Everything else is refused by name: windows that have wrapped in mlx-lm's cache, K/V of
+4 bits (whose keys are rotated here), different bits for K and V, other group sizes, recurrent
+states, and models whose layers have several caches each.
 """
 
 from __future__ import annotations
@@ -68,17 +68,16 @@ def export_prompt_cache(
     --prompt-cache-file``. A file of that name is replaced.
 
     Args:
-        path: of the file; it has to end with ``.safetensors``, by which mlx-lm recognises the
-            format.
+        path: the file; it has to end with ``.safetensors``, by which mlx-lm recognises the format.
         model_name: the model's folder or hub id, which ``mlx_lm.generate`` loads and compares; by
             default the name by which it was loaded.
-        token_ids: of the sequence; put into the file's metadata, which mlx-lm keeps and
-            :func:`import_prompt_cache` finds.
+        token_ids: of the sequence; stored in the file's metadata, which mlx-lm keeps and
+            :func:`import_prompt_cache` reads.
 
     Raises:
         KeyError: there is no such sequence.
-        ArgumentError: tokens that have left the window, or K/V that mlx-lm's caches can't hold.
-        SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+        ArgumentError: tokens have left the window, or mlx-lm's caches can't represent these K/V.
+        SnapshotError: the file can't be written; an existing one is unchanged.
     """
     cache = check_has_blocks(sequences.cache)
     num_tokens = check_sequence(sequences, seq)
@@ -94,14 +93,14 @@ def export_prompt_cache(
 
 
 def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
-    """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
-    held; returns their number of tokens.
+    """Replace the contents of a sequence by the K/V of one of mlx-lm's prompt caches; returns the
+    number of tokens.
 
     Raises:
-        SnapshotError: the file can't be read, is not a prompt cache, or holds K/V of other layers,
-            another dtype or another format, both named.
+        SnapshotError: the file can't be read, is not a prompt cache, or its layers, dtype or format
+            don't match, which are named.
         ArgumentError: the model has a recurrent state.
-        CacheFullError: the budget can't hold them.
+        CacheFullError: the K/V exceed the budget.
     """
     cache = check_has_blocks(sequences.cache)
     file = PromptCacheFile(path, model, cache)
@@ -120,7 +119,7 @@ def written_prompt_cache(
     model_name: str | None,
     token_ids: Sequence[int] | None,
 ) -> Iterator[Tier]:
-    """A prompt cache of mlx-lm's, in which the body stores all of these blocks; errors as
+    """Write a prompt cache of mlx-lm's from the blocks that the body stores in the tier. Raises as
     :func:`export_prompt_cache`.
     """
     file, checked = check_path(path), check_model(model)
@@ -153,7 +152,7 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
     stock = model.stock_caches()
     layers = [layer for _, layer in stock if layer is not None]
     if len(layers) != len(cache.config.layers):
-        # A draft model's layers come after the model's, and some caches hold several.
+        # A draft model adds layers, and a layer of some models has several caches.
         raise ArgumentError(
             f"[snapshot] mlx-lm's caches of this model hold {len(layers)} layers of K/V and this "
             f"cache {len(cache.config.layers)}: a draft model, or caches of several parts, can't "
@@ -167,7 +166,7 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
 
 
 def _filled(empty: Any, config: KVCacheConfig, layer: int, rows: HostRows, num_tokens: int) -> Any:
-    """A cache of mlx-lm's with the rows of a layer."""
+    """mlx-lm's cache of a layer, filled with its rows."""
     spec = config.layers[layer]
     k, v = (tuple(part[None] for part in parts) for parts in rows.parts(config, layer))
     is_rotating = type(empty) is RotatingKVCache
@@ -189,12 +188,11 @@ def _filled(empty: Any, config: KVCacheConfig, layer: int, rows: HostRows, num_t
 
 
 def _rotating(empty: Any, k: mx.array, v: mx.array, num_tokens: int) -> Any:
-    """One that holds its newest rows in their order, as after a prompt."""
+    """A rotating cache with its newest rows in order, as after a prompt."""
     num_rows = min(num_tokens, empty.max_size)
-    # The row before those that the next token sees may be gone. It is never seen: the next token's
-    # takes its place.
+    # The oldest row may have been dropped. It is never attended to: the next token overwrites it.
     missing = max(0, num_rows - k.shape[2])
-    assert missing <= 1, "what the next token sees is kept"
+    assert missing <= 1, "the rows that the next token attends to are kept"
     k, v = (
         mx.concatenate([mx.zeros_like(part[:, :, :missing]), part[:, :, -num_rows:]], axis=2)
         for part in (k, v)
@@ -213,11 +211,11 @@ def _unmapped(form: KVFormat, why: str) -> ArgumentError:
 
 
 class PromptCacheFile:
-    """A prompt cache of mlx-lm's, of the layers of this model and stored as this cache does.
+    """A prompt cache of mlx-lm's that matches the layers of a model and the formats of a cache.
 
     Attributes:
-        num_tokens: whose K/V it holds.
-        token_ids: their ids; ``None`` where the file does not say, as mlx-lm's own do not.
+        num_tokens: number of tokens with K/V.
+        token_ids: their ids; ``None`` if the file has none, as files of mlx-lm itself.
 
     Raises:
         SnapshotError, ArgumentError: as :func:`import_prompt_cache`.
@@ -253,7 +251,7 @@ class PromptCacheFile:
         return f"PromptCacheFile({str(self.file)!r}, {self.num_tokens:,} tokens)"
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Raises ``ArgumentError`` unless there are as many as it holds K/V of."""
+        """Raise ``ArgumentError`` unless there is one token id for each token."""
         if len(token_ids) != self.num_tokens:
             raise ArgumentError(
                 f"[snapshot] {self.file} holds K/V of {self.num_tokens} tokens, and token_ids are "
@@ -312,23 +310,23 @@ class PromptCacheFile:
             for stored, part in zip(parts_of(self._config, layer), parts, strict=True):
                 try:
                     rows.put(stored.name, part[0])
-                except Exception as error:  # MLX reads the file only now
+                except Exception as error:  # MLX reads the file lazily
                     raise _unreadable(self.file, error) from error
         return RowTier(self._config, rows, headers, self.num_tokens)
 
 
 def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:
-    """What mlx-lm's ``load_prompt_cache`` makes of a file: its caches, and its metadata.
+    """Read a file by mlx-lm's ``load_prompt_cache``; returns its caches and its metadata.
 
     Raises:
         SnapshotError: it can't be read, or is not a prompt cache.
     """
     with system_errors(file, "read"), file.open("rb"):
-        pass  # the system's own words for what is wrong
+        pass  # to report the system's own error
     try:
         caches, metadata = load_prompt_cache(str(file), return_metadata=True)
         return list(caches), dict(metadata)
-    except Exception as error:  # a broken file makes its readers raise anything
+    except Exception as error:  # for a broken file, its readers may raise anything
         raise _unreadable(file, error) from error
 
 
@@ -341,7 +339,7 @@ def _parts(parts: Any) -> tuple[mx.array, ...]:
 
 
 def _stored_as(held: Any) -> str:
-    """The format of a cache of mlx-lm's, as formats here are named."""
+    """The name that the format of one of mlx-lm's caches has here."""
     dtype = dtype_name(_parts(held.keys)[-1].dtype)
     if type(held) is not QuantizedKVCache:
         return dtype

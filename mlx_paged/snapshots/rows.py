@@ -1,5 +1,5 @@
-"""Blocks of a sequence that lie in arrays of rows: one array for each part of K and of V of each
-layer, ``[num_kv_heads, num_rows, width]``, as snapshots and mlx-lm's prompt caches have them.
+"""Blocks of a sequence as arrays of rows: one array ``[num_kv_heads, num_rows, width]`` for each
+part of K and V of each layer, the layout of snapshots and of mlx-lm's prompt caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostRows(RowArrays):
 
     @classmethod
     def empty(cls, config: KVCacheConfig, num_tokens: int) -> HostRows:
-        """To be written: of each layer the rows that it keeps."""
+        """Arrays to be written, with the rows that each layer keeps."""
         made = cls()
         for layer, spec in enumerate(config.layers):
             num_rows = num_kept_tokens(config, layer, num_tokens)
@@ -36,12 +36,12 @@ class HostRows(RowArrays):
         return made
 
     def put(self, name: str, part: mx.array) -> None:
-        """Let ``part``, ``[num_kv_heads, num_rows, width]``, be the array of a name."""
+        """Set the array of a name to ``part``, ``[num_kv_heads, num_rows, width]``."""
         data = np.frombuffer(cast(Any, mx.contiguous(part)), np.uint8)
         self._arrays[name] = data.reshape(*part.shape[:2], -1)
 
     def parts(self, config: KVCacheConfig, layer: int) -> tuple[Parts, Parts]:
-        """The parts of K and V of a layer, ``[num_kv_heads, num_rows, width]`` each."""
+        """The parts of K and V of a layer, each ``[num_kv_heads, num_rows, width]``."""
         parts = parts_of(config, layer)
         arrays = tuple(mx.array(self._arrays[part.name]).view(part.dtype) for part in parts)
         num_key_parts = config.layers[layer].format.key.num_parts
@@ -60,13 +60,13 @@ class HostRows(RowArrays):
 
 
 class RowTier(Tier):
-    """Blocks whose bytes are gathered from arrays of rows, and spread over them.
+    """Blocks whose bytes are gathered from arrays of rows, or scattered to them.
 
     Args:
-        config: of the cache that the blocks are of.
-        arrays: where the rows lie: of each layer those of all tokens, or those that it keeps.
-        headers: of the blocks, by group in the order of their tokens.
-        num_tokens: of the sequence. The last block may be filled in part.
+        config: of the blocks' cache.
+        arrays: the rows: for each layer those of all tokens, or those that it keeps.
+        headers: of the blocks, for each group in the order of their tokens.
+        num_tokens: of the sequence. The last block may be partly filled.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class RowTier(Tier):
         self._arrays, self._num_tokens = arrays, num_tokens
         self._block_size = config.block_size
         self._headers: dict[bytes, BlockHeader] = {}
-        self._numbers: dict[bytes, int] = {}  # of a block among those of its group
+        self._numbers: dict[bytes, int] = {}  # index of a block within its group
         counts = [0] * len(config.groups)
         for header in headers:
             self._headers[header.block_hash] = header
             self._numbers[header.block_hash] = counts[header.group]
             counts[header.group] += 1
-        # Of each group the arrays, and whether each holds the rows of all tokens.
+        # For each group: its arrays, their heads, and whether they have the rows of all tokens.
         self._parts = [
             [
                 (part, config.layers[layer].num_kv_heads, arrays.num_rows(part.name) >= num_tokens)
@@ -101,7 +101,7 @@ class RowTier(Tier):
     def load(self, key: bytes) -> bytes | None:
         if key not in self._headers:
             return None
-        # Slots after the last token hold zeros.
+        # Slots after the last token are filled with zeros.
         return b"".join(
             self._arrays.read(name, head, rows).ljust(nbytes, b"\0")
             for name, head, rows, nbytes in self._pieces(self._headers[key])
@@ -116,8 +116,8 @@ class RowTier(Tier):
         return True
 
     def _pieces(self, header: BlockHeader) -> Iterator[tuple[str, int, slice, int]]:
-        """What a block consists of, in the order of its bytes: the array and the head, the rows
-        that have tokens, and the bytes of a whole piece.
+        """The pieces of a block in the order of its bytes: the array and the head, the rows that
+        have tokens, and the bytes of a full piece.
         """
         num_rows = min(self._block_size, self._num_tokens - header.first_token)
         number = self._numbers[header.block_hash]
@@ -155,7 +155,7 @@ def parts_of(config: KVCacheConfig, layer: int) -> list[StoredPart]:
 
 
 def sequence_headers(config: KVCacheConfig, num_tokens: int) -> list[BlockHeader]:
-    """Of all blocks of a sequence that has left no window, under keys of its own."""
+    """Headers of all blocks of a sequence without dropped tokens, under private keys."""
     owner, block_size = os.urandom(16), config.block_size
     return [
         BlockHeader(private_key(owner, group, index), first_token=index * block_size, group=group)
@@ -167,10 +167,10 @@ def sequence_headers(config: KVCacheConfig, num_tokens: int) -> list[BlockHeader
 def prefix_headers(
     config: KVCacheConfig, token_ids: Sequence[int], block_hashes: Sequence[BlockHash]
 ) -> list[BlockHeader]:
-    """Of the blocks of a prefix that each group of layers keeps, under their hashes.
+    """Headers of the blocks of a prefix that each group of layers keeps, under their hashes.
 
     Args:
-        block_hashes: of the whole blocks of the prefix, with which the token ids begin.
+        block_hashes: of the full blocks of the prefix, which are the beginning of ``token_ids``.
     """
     block_size, headers = config.block_size, []
     for group, retention in enumerate(config.retentions):
@@ -183,18 +183,16 @@ def prefix_headers(
     return headers
 
 
-# What of a sequence is kept
+# Which tokens of a sequence are kept
 
 
 def retention_of(config: KVCacheConfig, layer: int) -> Retention:
-    """What a layer keeps."""
+    """Which tokens a layer keeps."""
     return config.groups[config.group_of(layer)].retention
 
 
 def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
-    """Of a sequence of ``num_tokens``, whole blocks if some have left the window, how many tokens a
-    layer keeps.
-    """
+    """How many of ``num_tokens`` tokens a layer keeps; full blocks if some have left the window."""
     retention, block_size = retention_of(config, layer), config.block_size
     if not retention.num_evicted(num_tokens):
         return num_tokens

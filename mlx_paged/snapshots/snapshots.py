@@ -1,8 +1,8 @@
 """``save_snapshot`` and ``load_snapshot``: K/V in a file, bit for bit as they are stored.
 
 A file is refused unless the model (by content), the block size, the dtype, the K/V format, the
-shapes of the layers and what they keep are those of the cache, and each of its bytes is as it was
-written. It is a :class:`Tier`, to which and from which blocks are copied some at a time.
+shapes of the layers and the tokens that they keep match the cache, and the file is unaltered. It is
+a :class:`Tier`, to and from which blocks are copied in small batches.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def save_snapshot(
     The file is written aside, then renamed. Only another snapshot is overwritten.
 
     Args:
-        path: of the file.
-        model: whose K/V they are, as :func:`mlx_paged.load` returned it.
-        token_ids: of the sequence, as many as it has in the cache.
+        path: the file.
+        model: the model of the K/V, as :func:`mlx_paged.load` returned it.
+        token_ids: of the sequence, one for each of its tokens in the cache.
 
     Raises:
         KeyError: there is no such sequence.
-        ArgumentError: another number of token ids, tokens that have left the window, a cache
-            without blocks.
-        SnapshotError: there is another file, the system refuses, or the disk is full; an older
-            snapshot stays as it was.
+        ArgumentError: a wrong number of token ids, tokens have left the window, or the cache is not
+            a paged one.
+        SnapshotError: a file of that name is not a snapshot, or the file can't be written; an
+            existing snapshot is unchanged.
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
     cache = check_has_blocks(sequences.cache)
@@ -68,14 +68,13 @@ def save_snapshot(
 
 
 def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> list[int]:
-    """Make a sequence of a cache hold the K/V of a file, in place of what it held; returns their
-    token ids.
+    """Replace the contents of a sequence by the K/V of a file; returns their token ids.
 
     Raises:
-        SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
-            model, block size, dtype, format, shape or window; nothing was changed.
-        ArgumentError: a cache without blocks.
-        CacheFullError: the budget can't hold them.
+        SnapshotError: the file can't be read, was truncated or altered, or its model, block size,
+            dtype, format, shape or window differs; nothing was changed.
+        ArgumentError: the cache is not a paged one.
+        CacheFullError: the K/V exceed the budget.
     """
     cache = check_has_blocks(sequences.cache)
     file = SnapshotFile(path, KVFacts.of(identities_of(model), cache))
@@ -94,7 +93,7 @@ def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: Se
 
 
 def check_sequence(sequences: Sequences, seq: SeqId) -> int:
-    """How many tokens a sequence has, all of which are there.
+    """The number of tokens of a sequence.
 
     Raises:
         KeyError: there is no such sequence.
@@ -112,7 +111,7 @@ def check_sequence(sequences: Sequences, seq: SeqId) -> int:
 
 
 def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> None:
-    """Raises ``ArgumentError`` unless there are as many token ids as a sequence has tokens."""
+    """Raise ``ArgumentError`` unless a sequence has one token for each token id."""
     if len(token_ids) != num_tokens:
         raise ArgumentError(
             f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
@@ -137,11 +136,11 @@ def load_sequence(
     headers: Sequence[BlockHeader],
     state: StateRow | None = None,
 ) -> None:
-    """Make ``seq`` hold blocks of a tier, in place of what it held, and the recurrent state after
+    """Replace the contents of a sequence by the blocks of a tier and the recurrent state after
     them.
 
     Raises:
-        CacheFullError: the budget can't hold them.
+        CacheFullError: they exceed the budget.
     """
     cache = check_has_blocks(sequences.cache)
     if seq in sequences:
@@ -166,7 +165,7 @@ def _with_ids(
 
 
 def is_snapshot(file: Path) -> bool:
-    """Whether a file begins as one that was saved here, whole or not."""
+    """Whether a file begins like a snapshot, complete or not."""
     try:
         with file.open("rb") as stream:
             return f'"format": "{FORMAT}"'.encode() in stream.read(4096)
@@ -182,8 +181,8 @@ def written_snapshot(
     headers: Sequence[BlockHeader],
     state: bytes | None = None,
 ) -> Iterator[Tier]:
-    """A new file with the state after these tokens, in which the body stores all of these blocks.
-    Errors as :func:`save_snapshot`.
+    """Write a snapshot of the state after these tokens, and of the blocks that the body stores in
+    the tier. Raises as :func:`save_snapshot`.
     """
     with system_errors(file, "written"):
         if file.exists() and not is_snapshot(file):
@@ -197,10 +196,10 @@ def written_snapshot(
 
 
 class SnapshotFile:
-    """A file that was found to be whole, and of this model and cache.
+    """A snapshot that was verified, and matches a model and a cache.
 
     Attributes:
-        token_ids: whose K/V it holds.
+        token_ids: of its K/V.
 
     Raises:
         SnapshotError: as :func:`load_snapshot`.
@@ -226,7 +225,7 @@ class SnapshotFile:
         return f"SnapshotFile({str(self.file)!r}, {len(self.token_ids):,} tokens)"
 
     def state(self) -> StateRow | None:
-        """The recurrent state after its tokens; ``None`` of a model without.
+        """The recurrent state after its tokens; ``None`` for a model without one.
 
         Raises:
             SnapshotError: it can't be read.

@@ -1,8 +1,8 @@
-"""A safetensors file of rows that are written in any order, and that knows whether it was altered.
+"""A safetensors file of rows that are written in any order, with a checksum of the whole file.
 
-The format is that of https://huggingface.co/docs/safetensors: the length of a header, the header as
-JSON, and the arrays one after the other. Its metadata hold the SHA-256 of the whole file, taken
-while zeros stand in the checksum's own place. Any reader of safetensors opens it.
+The format is https://huggingface.co/docs/safetensors: the length of the header, the header as JSON,
+and the arrays one after the other. The metadata contain the SHA-256 of the file, computed with
+zeros in place of the checksum. Any safetensors reader can open it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mlx_paged.snapshots.errors import SnapshotError, system_errors
 
 CHECKSUM = "sha256"
 _PLACE = "0" * hashlib.sha256().digest_size * 2
-# Names of dtypes in the file, with the bytes of a number.
+# Names of dtypes in the file, with the bytes of an element.
 ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 100_000_000  # bytes; as the format says
+_MAX_HEADER = 100_000_000  # bytes; limit of the format
 _PIECE = 2**22  # bytes read at a time for the checksum
 
 
@@ -54,7 +54,7 @@ class TensorInfo:
 
 
 class RowArrays:
-    """Arrays ``[num_heads, num_rows, width]`` by name, of which rows are read or written."""
+    """Named arrays ``[num_heads, num_rows, width]`` whose rows are read or written."""
 
     def num_rows(self, name: str) -> int:
         raise NotImplementedError
@@ -79,7 +79,7 @@ class TensorWriter(RowArrays):
 
     def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
         begin = self._begins[name] + self._tensors[name].offset(head, rows.start)
-        # Rows of one block lie far apart. Behind the stream's buffer, which each seek would flush.
+        # Rows of one block are far apart. Without the stream's buffer, which each seek would flush.
         while content:
             num_written = os.pwrite(self._descriptor, content, begin)
             content, begin = content[num_written:], begin + num_written
@@ -89,10 +89,10 @@ class TensorWriter(RowArrays):
 def written_tensor_file(
     file: Path, metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[TensorWriter]:
-    """Write a file aside, which takes its place when the body has written all rows.
+    """Write a file atomically: it replaces an existing one when the body has written all rows.
 
     Raises:
-        SnapshotError: the system refuses, or the disk is full; nothing was changed.
+        SnapshotError: the file can't be written; nothing was changed.
     """
     header = _header(metadata, tensors)
     *begins, end = _ends(tensors, len(header))
@@ -108,7 +108,7 @@ def written_tensor_file(
 
 
 def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> bytes:
-    # First in the file, so that nothing in the metadata is taken for it.
+    # It comes first, so that no other metadata can be mistaken for it.
     header: dict[str, Any] = {"__metadata__": {CHECKSUM: _PLACE, **metadata}}
     offsets = itertools.pairwise(_ends(tensors, 0))
     for (name, info), place in zip(tensors.items(), offsets, strict=True):
@@ -119,12 +119,12 @@ def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> b
 
 
 def _ends(tensors: Mapping[str, TensorInfo], begin: int) -> Iterator[int]:
-    """Where the arrays begin, one after the other, and where the last one ends."""
+    """The beginnings of the arrays, one after the other, and the end of the last one."""
     return itertools.accumulate((info.nbytes for info in tensors.values()), initial=begin)
 
 
 def _digest_of(stream: BinaryIO, digest: hashlib._Hash) -> str:
-    """That of what was put into it already, and the rest of a stream."""
+    """The digest after the rest of a stream."""
     while piece := stream.read(_PIECE):
         digest.update(piece)
     return digest.hexdigest()
@@ -150,7 +150,7 @@ class TensorFile(RowArrays):
     def __init__(self, file: Path):
         self.file = file
         with system_errors(file, "read"):
-            # Open from here on: what was verified is what is read, whatever the name becomes.
+            # It stays open, so that the verified file is read even if another takes its name.
             self._stream = file.open("rb")
             self._read_header(self._stream)
 
@@ -160,7 +160,7 @@ class TensorFile(RowArrays):
         first = stream.read(_LENGTH.size)
         length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
         if not 2 <= length <= min(_MAX_HEADER, nbytes - _LENGTH.size):
-            raise self._no_snapshot("its beginning is not that of a safetensors file")
+            raise self._no_snapshot("it doesn't begin like a safetensors file")
         self._header = first + stream.read(length)
         try:
             header = json.loads(self._header[_LENGTH.size :])
@@ -186,10 +186,10 @@ class TensorFile(RowArrays):
         return SnapshotError(self.file, f"is not a snapshot: {why}")
 
     def verify(self) -> None:
-        """Read the whole file.
+        """Read the whole file and compare its checksum.
 
         Raises:
-            SnapshotError: a byte of it was altered since it was written, or it can't be read.
+            SnapshotError: it was altered since it was written, or can't be read.
         """
         expected = self._checksum.encode()
         try:
@@ -213,7 +213,7 @@ class TensorFile(RowArrays):
         return self.tensors[name].shape[1]
 
     def read(self, name: str, head: int, rows: slice) -> bytes:
-        """The bytes of some rows of an array ``[num_heads, num_rows, width]``.
+        """The bytes of some rows of an array.
 
         Raises:
             SnapshotError: they can't be read.

@@ -147,7 +147,7 @@ def test_a_copy_of_an_attached_model_is_refused(llama):
     with attached(llama):
         cache, copied = make_prompt_cache(llama), copy.deepcopy(llama)
         for use in (lambda: copied(mx.array([[1]]), cache=cache), copied.make_cache):
-            with pytest.raises(ArgumentError, match="copy of an attached one"):
+            with pytest.raises(ArgumentError, match="copy of an attached model"):
                 use()
 
 
@@ -213,7 +213,7 @@ def test_arguments_of_a_call_are_refused_by_name(llama):
         with pytest.raises(ArgumentError, match="whole prompt cache of 2 entries"):
             llama(mx.array([[1]]), cache=cache[::-1])
         other = cached_model("qwen3")
-        with attached(other), pytest.raises(ArgumentError, match="cache is of another model"):
+        with attached(other), pytest.raises(ArgumentError, match="cache belongs to another model"):
             other(mx.array([[1]]), cache=cache)
         assert paged.stats().num_seqs == 0
 
@@ -232,7 +232,7 @@ def test_a_prompt_cache_ends_with_its_attachment(llama):
     for use in uses:
         with pytest.raises(RuntimeError, match="detached"):
             use()
-    with attached(llama), pytest.raises(ArgumentError, match="or of a detached one"):
+    with attached(llama), pytest.raises(ArgumentError, match="or to one that was detached"):
         llama(mx.array([[1]]), cache=cache)
 
 

@@ -225,18 +225,16 @@ def test_saving_is_refused_and_the_file_is_not_there(llama, tmp_path):
     with attached(llama):
         cache = make_prompt_cache(llama)
         feed(llama, cache, tokens(20))
-        with pytest.raises(
-            ValueError, match=r"shared blocks; what attach\(\) returned writes them"
-        ):
+        with pytest.raises(ValueError, match=r"shared blocks; .* call export_prompt_cache\("):
             save_prompt_cache(str(file), cache)
     assert not file.exists()
 
 
 def test_parts_of_a_model_refuse_its_prompt_cache(llama):
     with attached(llama):
-        with pytest.raises(RuntimeError, match="called as a whole"):
+        with pytest.raises(RuntimeError, match="only with the whole attached model"):
             llama.model(mx.array([[1, 2]]), make_prompt_cache(llama))
-        with pytest.raises(RuntimeError, match="called as a whole"):
+        with pytest.raises(RuntimeError, match="only with the whole attached model"):
             llama.layers[0].self_attn(mx.zeros((1, 1, 64)), None, make_prompt_cache(llama)[1])
 
 
@@ -248,7 +246,7 @@ def test_rows_that_a_prompt_cache_does_not_have_are_refused(llama):
             llama(mx.array([[1], [2]]), cache=cache)
         with pytest.raises(ArgumentError, match="lengths must have one entry for each of 1"):
             cache[0].prepare(lengths=[1, 2], right_padding=[1, 0])
-        with pytest.raises(ArgumentError, match="right_padding needs lengths"):
+        with pytest.raises(ArgumentError, match="right_padding requires lengths"):
             cache[0].prepare(right_padding=[1])
         with pytest.raises(ArgumentError, match="can't be extended by"):
             cache[0].extend(object())

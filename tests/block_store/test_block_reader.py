@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 
@@ -158,13 +157,12 @@ def test_a_closed_reader_reads_nothing(tmp_path):
     reader.close()
 
 
-def test_a_reader_that_nobody_holds_ends(tmp_path):
+def test_a_closed_reader_ends_its_thread(tmp_path):
     before = set(threading.enumerate())
     reader = BlockReader(open_store(tmp_path / "cache"), 1)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
-    del reader
-    gc.collect()
+    reader.close()
     thread.join(10)
     assert not thread.is_alive()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
@@ -121,15 +120,17 @@ def test_uses_are_written_down_with_the_blocks(tmp_path):
     writer.close()
 
 
-def test_a_writer_that_nobody_holds_ends_after_its_work(tmp_path):
+def test_a_writer_that_finishes_ends_after_its_work(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
+    gate = Gate(store, monkeypatch)
     writer = BlockWriter(store, 1 << 20)
-    thread = writer._thread
     offer(writer, "a")
-    del writer
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive() and found(store, "a") == "a"
+    writer.finish()
+    assert not offer(writer, "b")
+    gate.is_open.set()
+    writer._thread.join(10)
+    assert not writer._thread.is_alive() and block_files(tmp_path) != []
+    assert store.load(named("a")) is None, "the store is closed"
 
 
 def test_an_error_that_nobody_thought_of_ends_in_the_failure_of_the_store(tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_verify_reads_everything_and_changes_nothing(store, folder, monkeypatch)
     checked = list(folder.verify())
     problems = {names([file]): file.problem for file in checked}
     assert problems == dict.fromkeys("afgh") | {
-        "b": "it doesn't begin as a block does",
+        "b": "it doesn't begin like a block",
         "c": "it has another size than its header says",
         "d": "the checksum of its payload is wrong",
         "e": "it is another block than its name says",
@@ -198,4 +198,4 @@ def test_a_folder_in_the_place_of_a_block_can_be_seen_past(store, folder):
     file_of(store, "c").mkdir(parents=True)
     assert names(folder.entries()) == "ab" and folder.size().num_blocks == 2
     problems = [file.problem for file in folder.verify() if file.problem]
-    assert problems == ["it is no regular file"]
+    assert problems == ["it is not a regular file"]

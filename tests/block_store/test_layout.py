@@ -101,7 +101,7 @@ def test_a_volume_without_rights_is_refused(tmp_path, monkeypatch):
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     monkeypatch.setattr(os, "chmod", lambda *_, **__: None)
-    with pytest.raises(BlockStoreError, match="knows no rights"):
+    with pytest.raises(BlockStoreError, match="its volume has no permissions"):
         open_store(folder)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from helpers.block_entries import DEMO, NOW, entries, entry, hash_of, tree_of
 
-from mlx_paged.cache_tool.abbreviations import num_unique_digits
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full, in_short
 from mlx_paged.cache_tool.detail import show_prefix
 from mlx_paged.cache_tool.listing import Look, list_trees
+from mlx_paged.cache_tool.selection import num_unique_digits
 from mlx_paged.cache_tool.text import in_a_line, in_lines
 
 SHARED = [
@@ -24,7 +24,7 @@ fb8e20fc        0-32    2.0 MB  1 min         3
    ├─ 5900db88  48-64   1.0 MB  1 min         1
    └─ 21ae279e  48-80   2.0 MB  1 min         1
 … 3608bca1      16-48   2.0 MB    2 d         1
-… what comes before is not in the folder"""
+… the preceding blocks are not in the folder"""
 
 
 def lines(*args, **kwargs) -> str:

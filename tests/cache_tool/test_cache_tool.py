@@ -125,7 +125,7 @@ def test_a_pin_keeps_a_prefix_until_it_is_taken_back(folder: Path, cache):
     assert out == f"pinned {first[:8]}: 80 tokens, 20 kB\npinned {second[:8]}: 64 tokens, 16 kB\n"
     assert cache("ls", folder)[1].count("pinned") == 3
     assert cache("rm", folder, "--all")[1] == (
-        "removed 0 files, 0 B; 7 pinned stay (see --pinned)\n"
+        "removed 0 files, 0 B; 7 pinned ones are kept (see --pinned)\n"
     )
     common = hash_token_blocks(COMMON, BLOCK_SIZE)[-1].hex()[:8]
     status, _, err = cache("unpin", folder, common)
@@ -133,10 +133,10 @@ def test_a_pin_keeps_a_prefix_until_it_is_taken_back(folder: Path, cache):
     assert cache("unpin", folder, first[:8])[1] == f"unpinned {first[:8]}\n"
     assert cache("unpin", folder, first[:8])[1] == f"{first[:8]} has no pin\n"
     assert cache("rm", folder, "--shrink-to", 1)[1] == (
-        "removed 3 files, 12 kB; 16 kB are left; what is pinned stays\n"
+        "removed 3 files, 12 kB; 16 kB are left; pinned blocks are kept\n"
     )
     assert ends(folder) == [16, 32, 48, 64]
-    assert cache("unpin", folder, "--all")[1] == "took 1 pin back\n"
+    assert cache("unpin", folder, "--all")[1] == "removed 1 pin\n"
     assert cache("rm", folder, "--all")[1] == "removed 4 files, 16 kB\n"
     assert cache("ls", folder) == (0, "no blocks\n", "")
 
@@ -177,10 +177,10 @@ def test_rm_removes_by_model_and_by_age(folder: Path, cache):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "say what goes: --model, HASH, --all, --older-than, --shrink-to"),
-        (["--pinned"], "say what goes"),
-        (["12345678", "--all"], "HASH and --all each say what goes"),
-        (["--all", "--older-than", "1d"], "--all and --older-than each say what goes"),
+        ([], "say what to remove: --model, HASH, --all, --older-than, --shrink-to"),
+        (["--pinned"], "say what to remove"),
+        (["12345678", "--all"], "HASH and --all each say what to remove"),
+        (["--all", "--older-than", "1d"], "--all and --older-than each say what to remove"),
         (["--shrink-to", "1G", "--model", "demo"], "can't be combined with --model"),
         (["--shrink-to", "1G", "--pinned"], "can't be combined with --model or --pinned"),
         (["--older-than", "soon"], "argument --older-than: must be"),
@@ -251,7 +251,7 @@ def test_verify_goes_on_after_what_it_can_not_remove(
     assert end.endswith("read and checked: 4 bad, 1 of them removed")
     assert sorted(lines) == sorted(
         [
-            f"{a_folder}: it is no regular file",
+            f"{a_folder}: it is not a regular file",
             f"{a_folder}: it is a folder",
             f"{kept}: it has another size than its header says",
             f"{kept}: it can't be removed: Operation not permitted",

@@ -80,7 +80,7 @@ def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_messa
     monkeypatch.setattr(memory, "memory_size", lambda: 200_000)
     monkeypatch.setattr(memory, "MIN_KV_CACHE_BYTES", 2**21)
     status, _, err = talk("hello")
-    assert status == 2 and "or go on with --force" in err
+    assert status == 2 and "or load it with --force" in err
     status, _, err = talk("hello", argv=("--force",))
     warning, start, _ = err.splitlines()
     assert status == 0 and warning.startswith("[engine] the model does not fit into this machine")
@@ -95,12 +95,12 @@ def test_a_wired_limit_is_asked_for_by_a_flag(run_chat, monkeypatch: pytest.Monk
     status, _, err = run_chat("hello", "--wired-limit", "2G")
     assert status == 2 and err.endswith(
         "error: [engine] --wired-limit: 2,147,483,648 bytes are more than the 1,000,000,000 that "
-        "Metal recommends on this machine; give less, or raise the system's limit with sudo sysctl "
+        "Metal recommends on this machine; use less, or raise the system's limit with sudo sysctl "
         "iogpu.wired_limit_mb=N\n"
     )
     monkeypatch.setattr(memory, "recommended_memory", lambda: 0)
     status, _, err = run_chat("hello", "--wired-limit", "recommended")
-    assert status == 0 and "[engine] wired_limit does nothing here: only Metal wires" in err
+    assert status == 0 and "[engine] wired_limit has no effect without Metal" in err
 
 
 def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):

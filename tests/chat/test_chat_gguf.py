@@ -35,7 +35,7 @@ def test_a_tokenizer_and_a_dtype_may_be_given(run_chat, demo, tmp_path):
     ("argv", "message"),
     [
         (["--model", "/no/such.gguf"], "[load] no file '/no/such.gguf'"),
-        (["--dtype", "float16"], "[load] --dtype is for GGUF files, and "),
+        (["--dtype", "float16"], "[load] --dtype is for GGUF files; "),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--tokenizer", "nowhere"], "no folder 'nowhere'"),
         (["--tokenizer", __file__], "is a file; --tokenizer is the folder of a tokenizer"),
@@ -55,4 +55,4 @@ def test_a_damaged_file_is_one_clear_line(run_chat, demo, tmp_path):
     status, out, err = run_chat("--model", str(path), *QUESTION)
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
-    assert "cut.gguf is cut off or damaged" in line
+    assert "cut.gguf is truncated or damaged" in line

@@ -270,7 +270,7 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
     ("argv", "line"),
     [
         (("--system-prompt", "x"), "--system-prompt can't be combined with --prompt-cache-file"),
-        (("--kv", "basic"), "that does not say its tokens can't be combined with kv='basic'"),
+        (("--kv", "basic"), "without token ids can't be combined with kv='basic'"),
         (("--window", "64"), "can't be combined with layers that keep only the tokens of a"),
         (
             ("--model", "somewhere/else"),

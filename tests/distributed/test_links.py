@@ -88,12 +88,12 @@ def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
     [
         (b"", "died"),
         (b'[0,"bye","failed: no memory"]', "failed: no memory"),
-        (b'[1,"say",null]', "sent message 1 where 0 was due"),
-        (b'["0","say",null]', "sent message '0' where 0 was due"),
-        (b'[0,"say"]', "sent something that is not a message"),
-        (b"{}", "sent something that is not a message"),
-        (b"\x80\x05.", "sent something that is not a message"),
-        (b"[" * 100_000, "sent something that is not a message"),
+        (b'[1,"say",null]', "sent message 1 instead of 0"),
+        (b'["0","say",null]', "sent message '0' instead of 0"),
+        (b'[0,"say"]', "sent an invalid message"),
+        (b"{}", "sent an invalid message"),
+        (b"\x80\x05.", "sent an invalid message"),
+        (b"[" * 100_000, "sent an invalid message"),
     ],
 )
 def test_any_other_end_is_told_with_its_reason(
@@ -109,7 +109,7 @@ def test_any_other_end_is_told_with_its_reason(
 def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, Ends]):
     link, other, ends = pair
     write(other, [0, "say", "once"], [0, "say", "once"])
-    assert ends.get(timeout=10) == "rank 3 sent message 0 where 1 was due"
+    assert ends.get(timeout=10) == "rank 3 sent message 0 instead of 1"
     assert [link.receive() for _ in range(2)] == [("say", "once"), None]
 
 
@@ -119,7 +119,7 @@ def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, End
         (struct.pack("!i", 100) + b"[0,", "died"),
         (
             struct.pack("!iQ", -1, 1 << 62),
-            "sent something that is not a message",
+            "sent an invalid message",
         ),  # more than any memory
     ],
 )
@@ -140,7 +140,7 @@ def test_silence_is_an_end(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     ours, theirs = make_pair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 1, ends.put)
-    assert ends.get(timeout=10) == "rank 1 has said nothing for 0 seconds"
+    assert ends.get(timeout=10) == "rank 1 has sent nothing for 0 seconds"
     link.close()
     for each in (ours, theirs):
         each.close()
@@ -159,7 +159,7 @@ def test_nothing_follows_a_message_that_a_peer_did_not_take_whole(
     link = Link(ours, 1, ends.put)
     long = "a" * 50_000_000
     link.send("say", long)
-    assert ends.get_nowait() == "rank 1 has taken no message for 0 seconds"
+    assert ends.get_nowait() == "rank 1 has accepted no message for 0 seconds"
     link.send("say", "later")
     link.close("later still")
     arrived = bytearray()
@@ -215,7 +215,7 @@ def test_an_end_is_told_once_where_it_closes_the_link_and_the_peer_takes_no_good
     link.send("say")
     theirs.close()
     assert link.receive() is None
-    assert ends == ["rank 1 has taken no message for 15 seconds"]
+    assert ends == ["rank 1 has accepted no message for 15 seconds"]
     ours.close()
 
 
@@ -294,8 +294,8 @@ def test_a_message_of_another_kind_than_is_due_ends_the_process(
     follower.send("say", 1)
     leader.all_gather(1)
     assert [ends.get_nowait() for _ in range(2)] == [
-        r"1 ends, since rank 0 sent '\x1b[2J' where step or abort was due",
-        "0 ends, since rank 1 sent 'say' where value was due",
+        r"1 ends, since rank 0 sent '\x1b[2J' instead of step or abort",
+        "0 ends, since rank 1 sent 'say' instead of value",
     ]
     for each in (leader, follower):
         each.close()

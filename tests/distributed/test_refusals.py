@@ -31,10 +31,10 @@ def model_of(**changes: Any) -> qwen3.Model:
         (
             8,
             {},
-            "num_key_value_heads=4 of the model does not divide by 8 ranks; start another number",
+            "num_key_value_heads=4 of the model is not divisible by 8 ranks; start another number",
         ),
-        (3, {}, "num_key_value_heads=4 of the model does not divide by 3 ranks"),
-        (4, {"intermediate_size": 130}, "intermediate_size=130 of the model does not divide by 4"),
+        (3, {}, "num_key_value_heads=4 of the model is not divisible by 3 ranks"),
+        (4, {"intermediate_size": 130}, "intermediate_size=130 of the model is not divisible by 4"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_by_name(

@@ -86,7 +86,7 @@ def test_a_rank_that_falls_silent_ends_the_other(tmp_path: Path):
     other = ends_after("silence", 1, tmp_path)[0]
     assert (other.status, said(other)) == (
         1,
-        ["[ranks] rank 0 ends, since rank 1 has said nothing for 2 seconds"],
+        ["[ranks] rank 0 ends, since rank 1 has sent nothing for 2 seconds"],
     )
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_takes_no_messages_ends_the_other(tmp_path: Path):
     other = ends_after("deaf", 1, tmp_path)[0]
     assert (other.status, said(other)) == (
         1,
-        ["[ranks] rank 0 ends, since rank 1 has taken no message for 2 seconds"],
+        ["[ranks] rank 0 ends, since rank 1 has accepted no message for 2 seconds"],
     )
 
 

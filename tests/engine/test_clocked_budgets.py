@@ -18,7 +18,6 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.options import with_step_seconds
 from mlx_paged.engine.step_budget import ClockedBudgets, TokenBudgets
 from mlx_paged.models import qwen3
-from mlx_paged.server.command_line import engine_options as server_options
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
 
 LIMITS = TokenBudgets(SchedulerConfig.max_num_batched_tokens, SchedulerConfig.max_num_mixed_tokens)
@@ -138,9 +137,10 @@ def test_what_is_given_of_a_step_wins_over_the_default_seconds(
 
 
 def test_flags_of_the_programs_leave_the_seconds_to_the_engine_or_set_them():
-    options = server_options(server_parser().parse_args([]))
+    options = engine_options(server_parser().parse_args([]), "server")
     assert with_step_seconds(options)["mixed_step_seconds"] == 0.2
-    options = server_options(server_parser().parse_args(["--prefill-step-size", "2048"]))
+    args = server_parser().parse_args(["--prefill-step-size", "2048"])
+    options = engine_options(args, "server")
     assert with_step_seconds(options)["prefill_step_seconds"] is None
     args = chat_parser().parse_args(["--prefill-step-seconds", "0.5"])
     assert engine_options(args, "chat")["prefill_step_seconds"] == 0.5

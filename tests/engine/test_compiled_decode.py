@@ -462,7 +462,7 @@ def test_a_replay_that_gives_other_logits_leaves_decodes_to_python_and_says_so_o
     monkeypatch.setattr(mx, "compile", wrong)
     engine = make_engine(demo)
     replays = replays_of(engine)
-    with pytest.warns(UserWarning, match="a replay gives other logits than the decode") as w:
+    with pytest.warns(UserWarning, match="a replay has different logits than the traced") as w:
         assert tokens_of(engine, REQUESTS) == expected
     assert len(w) == 1 and not any(replays)
 

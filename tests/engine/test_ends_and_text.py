@@ -315,7 +315,7 @@ def test_what_the_model_or_the_tokenizer_does_not_have_is_refused_by_name(
 def test_a_bad_word_without_tokens_or_that_can_not_be_encoded_is_refused(demo: tuple[Any, Any]):
     engine = make_engine(*demo)
     for word, message in (
-        (" \n ", r"bad_words has ' \\n ', of which the tokenizer makes no token"),
+        (" \n ", r"bad_words has ' \\n ', for which the tokenizer has no tokens"),
         ("\ud800", r"bad_words has '\\ud800', which the tokenizer can't encode"),
     ):
         with pytest.raises(ArgumentError, match=message):

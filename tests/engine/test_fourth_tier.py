@@ -111,7 +111,7 @@ def test_a_tier_that_raises_fails_no_request(
 def test_what_is_no_tier_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
     for options, message in (
         ({"tier": "there"}, "tier must be a function that returns a Tier, got 'there'"),
-        ({"tier": DictTier, "cache_dir": tmp_path}, "tier takes the place of cache_dir"),
+        ({"tier": DictTier, "cache_dir": tmp_path}, "tier replaces cache_dir"),
         ({"tier": lambda _: DictTier(), "kv": "basic"}, "tier needs blocks, which kv='basic'"),
     ):
         with pytest.raises(ArgumentError, match=message) as refusal:

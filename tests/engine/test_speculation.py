@@ -199,7 +199,7 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
 
 def counts_of(engine: Engine) -> list[tuple[int, int]]:
     """Drafts made and accepted, by step."""
-    return engine.scheduler.speculation.drafter.counts  # type: ignore[union-attr]
+    return engine.scheduler.speculation.drafter.counts  # type: ignore[attr-defined]
 
 
 def test_drafts_end_where_the_answer_ends(model: qwen3.Model):

@@ -275,14 +275,14 @@ yes, with --context 2816, or --context 11520 --parallel 1
         (
             ["--memory", "16G"],
             1,
-            "no: the weights alone are more than the 11.5 GB that Metal recommends; take a smaller "
-            "model, or one of fewer bits",
+            "no: the weights alone exceed the 11.5 GB that Metal recommends; use a smaller model, "
+            "or one with fewer bits per weight",
         ),
         (
             ["--memory", "26G", "--context", "8192"],
             1,
-            "no: beside the weights, K/V of 0 tokens fit; take a smaller model, or one of fewer "
-            "bits",
+            "no: the weights leave memory for 0 tokens of K/V; use a smaller model, or one with "
+            "fewer bits per weight",
         ),
     ],
 )
@@ -421,7 +421,7 @@ def test_models_on_this_machine_are_listed(
     lines = [re.sub(" {2,}", "|", line) for line in capsys.readouterr().out.splitlines()]
     assert lines[:4] == [
         "model|weights|runs|fits",
-        "owner/begun|not downloaded whole",
+        "owner/begun|not fully downloaded",
         f"{models}/large|17.2 GB|qwen3_moe of mlx-lm, packed|yes, with 11,680 of 40,960 tokens",
         f"{models}/small.gguf|1.4 MB|qwen3, native|yes, with all 4,096 tokens of context",
     ]
@@ -433,7 +433,7 @@ def test_an_empty_list_says_so(
 ):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert main_of_list([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("no models: ")
+    assert capsys.readouterr().out == "no models in the hub's cache or the given folders\n"
     assert main_of_list([str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
 
@@ -457,7 +457,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_read(
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         f"[load] the weights take {format_nbytes(size)}, and this machine has {whole} of memory; "
-        "take a smaller model or one of fewer bits (mlx-paged fit says what fits), or go on with "
+        "use a smaller model or one of fewer bits (mlx-paged fit says what fits), or load it with "
         "--force"
     ) in done.stderr
 

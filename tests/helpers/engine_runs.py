@@ -174,7 +174,7 @@ def lose_all_kv(engine: Engine) -> None:
     """As after an evaluation that failed and left slabs that can't be evaluated any more."""
 
     def lose() -> None:
-        engine.steps._take_back()
+        engine.steps._roll_back()
         engine.cache.reset()
         engine.scheduler.start_over()
 

@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
 from mlx_paged.cache import KVCache, Sequences
-from mlx_paged.loading.loader import model_classes
+from mlx_paged.loading.configuration import model_classes
 from mlx_paged.models.kv_cache import make_kv_cache
 
 CACHES = ("basic", "paged")

@@ -294,7 +294,7 @@ class FakeEngine:
             if token != draft or request.is_finished:
                 break
         self.scheduler.verification.end(request)
-        self.scheduler.speculation.note(request, len(part.draft_token_ids), num_accepted)
+        self.scheduler.speculation.drafter.note(request, len(part.draft_token_ids), num_accepted)
         self.counts["drafted"] += len(part.draft_token_ids)
         self.counts["accepted"] += num_accepted
 

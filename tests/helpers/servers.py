@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp
 from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load
 from mlx_paged.loading import read_sampling_defaults
 from mlx_paged.request import MAX_PRIORITY
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings
 
@@ -128,13 +129,13 @@ def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
 def running_service(folder: Path | None = None, **options: Any) -> Iterator[tuple[Service, str]]:
     """A service of its own and its address, for what needs other settings than the shared one."""
     service = make_service(folder, **options)
-    with service.engine, serving(build_app(service)) as url:
+    with service.engine, serving(App(service)) as url:
         yield service, url
 
 
 def client_of(service: Service, settings: ServerSettings | None = None) -> TestClient:
     """A client of the whole application, in this process and under a name that it lets in."""
-    app = build_app(service, settings)
+    app = App(service if settings is None else replace(service, settings=settings))
     return TestClient(app, "http://localhost", raise_server_exceptions=False)
 
 

@@ -270,7 +270,7 @@ def test_a_hub_id_without_a_network_is_reported_at_once(monkeypatch, tmp_path):
     message = load_error("nobody/no-such-model")
     assert time.perf_counter() - start < 5
     begin = "[load] no folder 'nobody/no-such-model', no network, and not among the local models: "
-    assert message == f"{begin}there are none"
+    assert message == f"{begin}none"
     for name in ("nobody--no-such-modul", "owner--another", "owner--empty"):
         (tmp_path / f"models--{name}" / "snapshots").mkdir(parents=True)
     for name in ("nobody--no-such-modul", "owner--another"):

@@ -11,14 +11,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.engine_runs import greedy, make_engine, run
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
+from helpers.model_zoo import config_of, make_from_config
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.loading.loader import model_name
 from mlx_paged.models import array_digests, identity
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.mlx_lm import adapt
+
+LLAMA_3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def test_two_processes_and_two_copies_of_a_folder_agree(tmp_path: Path) -> None:
@@ -46,6 +56,46 @@ def test_models_of_mlx_lm_are_the_same_when_they_are_loaded_again(
     other = adapt(random_model(config, seed=1), config)
     assert model_identity(first) == model_identity(second)
     assert model_identity(first) != model_identity(other)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LLAMA_3_SCALING,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "linear", "factor": 2.0},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_a_model_with_scaled_rope_has_an_identity_that_covers_the_scaling(
+    scaling: dict[str, object],
+) -> None:
+    """Llama 3.1 and 3.2 have such a module in each layer, which can't be copied."""
+    config = {**LLAMA, "rope_scaling": scaling}
+    scaled = model_identity(adapt(random_model(config), config))
+    assert scaled == model_identity(adapt(random_model(config), config))
+    further = {**config, "rope_scaling": {**scaling, "factor": 16.0}}
+    assert scaled != model_identity(adapt(random_model(further), further))
+
+
+def test_a_model_that_runs_one_sequence_at_a_time_has_an_identity() -> None:
+    config = config_of("stablelm")
+    first, second = (adapt(make_from_config(config), config) for _ in range(2))
+    assert first.description == "stablelm of mlx-lm, per sequence"
+    assert model_identity(first) == model_identity(second)
+
+
+def test_blocks_of_a_model_with_scaled_rope_are_found_after_a_restart(tmp_path: Path) -> None:
+    config = {**LLAMA, "rope_scaling": LLAMA_3_SCALING}
+    prompt = list(range(1, 41))
+    num_cached = []
+    for _ in range(2):
+        model = adapt(random_model(config), config)
+        engine = make_engine(model, block_size=8, kv_cache_bytes="16blocks", cache_dir=tmp_path)
+        engine.add_request("a", prompt, greedy(2))
+        num_cached.append(run(engine)["a"].num_cached_tokens)
+        engine.close()
+    assert num_cached == [0, 32]
 
 
 def test_one_bit_of_one_weight_makes_another_model() -> None:

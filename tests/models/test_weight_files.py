@@ -24,7 +24,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
 from mlx_paged.block_store import WeightDigests
-from mlx_paged.loading.loader import _read_weights, build_model, model_classes
+from mlx_paged.loading.configuration import model_classes
+from mlx_paged.loading.loader import _read_weights, build_model
 from mlx_paged.models import array_digests, qwen3, weight_files
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.weight_files import WeightFiles, noting_classes, untouched

@@ -188,11 +188,11 @@ def test_rotating_keys_adds_positions():
     ("options", "message"),
     [
         ({"kind": "basic", "window": 64}, "window=64 needs the paged cache"),
-        ({"num_sink_tokens": 4}, "num_sink_tokens are kept beside a window"),
+        ({"num_sink_tokens": 4}, "num_sink_tokens has no effect without a window"),
         ({"window": 0}, "window must be a whole number, at least 1, got 0"),
         ({"window": "64"}, "window must be a whole number"),
         ({"window": 64, "num_sink_tokens": -1}, "num_sink_tokens must be a whole number, at least"),
-        ({"window": 1024}, "1296 tokens would be seen at a time, .* the model was made for 1024"),
+        ({"window": 1024}, "attend to 1296 tokens, .* context length is 1024"),
     ],
 )
 def test_windows_that_can_not_be_are_refused_by_name(options, message):

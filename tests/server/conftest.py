@@ -11,7 +11,7 @@ import pytest
 from helpers.agent_models import make_agent_model
 from helpers.servers import ScriptedEngine, is_idle, make_service, serving, wait_until
 
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.service import Service
 
 
@@ -24,7 +24,7 @@ def shared_service() -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def server_url(shared_service: Service) -> Iterator[str]:
-    with serving(build_app(shared_service)) as url:
+    with serving(App(shared_service)) as url:
         yield url
 
 
@@ -76,7 +76,7 @@ def shared_agent_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def agent_url(shared_agent_service: Service) -> Iterator[str]:
-    with serving(build_app(shared_agent_service)) as url:
+    with serving(App(shared_agent_service)) as url:
         yield url
 
 

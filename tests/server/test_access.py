@@ -187,8 +187,8 @@ def test_no_part_of_a_key_with_equals_signs_becomes_a_name(key: str):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([""], "key 1 must be 1 to 512 characters"),
-        (["a", "b c d"], "key 2 must be 1 to 512 characters"),
+        ([""], "key 1 must be 1 to 512 ASCII characters"),
+        (["a", "b c d"], "key 2 must be 1 to 512 ASCII characters"),
         (["sch\u00f6n"], "key 1 must be"),
         (["al/ice xxxx"], "the name of key 1 must be"),
         (["key#2 xxxx"], "the name of key 1 must be"),
@@ -215,7 +215,7 @@ def test_a_file_of_keys_is_read_if_only_its_owner_can(tmp_path):
     )
     for mode in (0o640, 0o604, 0o660):
         file.chmod(mode)
-        with pytest.raises(ArgumentError, match=f"by others .mode {mode:o}.; run chmod 600"):
+        with pytest.raises(ArgumentError, match=f"by other users .mode {mode:o}.; run chmod 600"):
             read_api_keys([], str(file))
     file.chmod(0o600)
     for text, message in [
@@ -263,11 +263,11 @@ def test_a_file_of_keys_is_read_again_once_it_has_changed_and_rests(
         for _ in range(4):
             keys.look()
         assert statuses() == [200, 401, 200]
-    said = f"the keys stay as they were: api_key_file {shown(str(file))}"
+    said = f"the API keys were not changed: api_key_file {shown(str(file))}"
     assert [record.getMessage() for record in caplog.records] == [
-        "the keys were read again: 3 keys",
+        "the API keys were reread: 3 keys",
         f"{said} has no key",
-        f"{said} can be read or written by others (mode 644); run chmod 600 on it",
+        f"{said} can be read or written by other users (mode 644); run chmod 600 on it",
         f"{said} can't be read: No such file or directory",
     ]
 

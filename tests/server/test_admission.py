@@ -37,7 +37,7 @@ def test_places_and_the_queue_are_filled_before_the_engine_has_seen_anything():
         assert (error.status, error.code, str(error)) == (
             503,
             "queue_full",
-            "2 sequences wait already, and at most 2 may; come back later",
+            "2 sequences are waiting already, and at most 2 may wait; retry later",
         )
         assert admission.num_pending == 6
     assert admission.num_pending == 0
@@ -53,7 +53,7 @@ def test_it_is_the_same_when_the_engine_has_seen_some_or_all():
             engine.counts = counts
             stack.enter_context(admission.admit())
         for engine.counts in [(4, 0, 4), (4, 1, 5), (4, 2, 6)]:
-            assert refusal(admission).message.startswith("2 sequences wait already")
+            assert refusal(admission).message.startswith("2 sequences are waiting already")
 
 
 def test_what_has_begun_is_the_engines_to_count():
@@ -77,12 +77,12 @@ def test_no_more_may_wait_beside_those_that_have_begun():
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(admission.admit())
-        assert refusal(admission).message.startswith("3 sequences wait already")
+        assert refusal(admission).message.startswith("3 sequences are waiting already")
         engine.counts = (4, 3, 3)
-        assert refusal(admission).message.startswith("3 sequences wait already")
+        assert refusal(admission).message.startswith("3 sequences are waiting already")
         engine.counts = (4, 2, 3)  # one has begun to be computed
         stack.enter_context(admission.admit())
-        assert refusal(admission).message.startswith("3 sequences wait already")
+        assert refusal(admission).message.startswith("3 sequences are waiting already")
 
 
 def test_what_waits_for_memory_fills_the_queue_though_there_are_places():
@@ -92,14 +92,16 @@ def test_what_waits_for_memory_fills_the_queue_though_there_are_places():
     with admission.admit():
         engine.counts = (5, 2, 1)
         error = refusal(admission)
-        assert str(error).startswith("2 sequences wait already, and at most 2 may")
+        assert str(error).startswith("2 sequences are waiting already, and at most 2 may wait")
 
 
 def test_a_request_of_many_sequences_needs_as_many_places_unless_nobody_is_there():
     engine = Engine()
     admission = engine.admission(max_queue_len=0, max_num_seqs=4)
     with admission.admit(8):
-        assert refusal(admission).message.startswith("4 sequences wait already, and at most 0 may")
+        assert refusal(admission).message.startswith(
+            "4 sequences are waiting already, and at most 0 may wait"
+        )
     engine.counts = (3, 0, 0)
     assert refusal(admission, 2).status == 503
     with admission.admit(1):

@@ -18,7 +18,7 @@ from mlx_paged.model_dialect import ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.events import Event, ToolCall
-from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
+from mlx_paged.server.answers.reader import AnswerFormat, AnswerReader, Reading, read_answer
 from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
 from mlx_paged.server.answers.tools import JSON_LIST
 
@@ -145,7 +145,7 @@ def ended(finish_reason: str) -> CompletionOutput:
 
 
 def events_of(form: AnswerFormat, pieces: list[str], finish_reason: str = "stop") -> list[Event]:
-    reader = form.reader()
+    reader = AnswerReader(form)
     events = [event for piece in pieces for event in reader.add(piece)]
     events = merged(events + reader.finish(ended(finish_reason)))
     assert reader.num_tool_calls == sum(event.call is not None for event in events)
@@ -282,7 +282,7 @@ def test_calls_in_json(text, reading):
 
 
 def test_arguments_in_json_come_as_they_are_written_and_the_name_before_them():
-    reader = answer_format().reader()
+    reader = AnswerReader(answer_format())
     text = CALL % '{"path": "src/main.py"}'
     num_told = [
         sum(event.kind == "call" and not event.call for event in reader.add(character))

@@ -27,8 +27,7 @@ def service() -> Iterator[Service]:
 
 
 def client_of(service: Service, *keys: str) -> TestClient:
-    settings = ServerSettings(api_keys=read_api_keys(keys))
-    return client_with(service, settings)
+    return client_with(service, replace(service.settings, api_keys=read_api_keys(keys)))
 
 
 def say_secret(client: TestClient, key: str) -> None:

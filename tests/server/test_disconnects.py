@@ -14,10 +14,10 @@ import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
 from mlx_paged.server import context
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError, WireProtocol
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
-from mlx_paged.server.http.sse import EventStream, event
+from mlx_paged.server.http.sse import EventStream, event, named_event
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {
@@ -136,7 +136,7 @@ def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
         return step()
 
     monkeypatch.setattr(service.engine.engine, "_step", held)
-    with service.engine, serving(build_app(service)) as url:
+    with service.engine, serving(App(service)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
         begin = client.read_until(b": the answer is on its way")
         assert begin.startswith(b"HTTP/1.1 200") and b"data:" not in begin
@@ -313,5 +313,5 @@ def test_a_stream_without_events_says_that_it_lives(monkeypatch):
 
 def test_events_are_one_line_each():
     assert event({"a": "x\ny é"}) == 'data: {"a":"x\\ny é"}\n\n'.encode()
-    assert event({}, "ping") == b"event: ping\ndata: {}\n\n"
+    assert named_event({"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
     assert event({"a": "\ud800"}) == b'data: {"a":"?"}\n\n'

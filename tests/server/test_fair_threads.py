@@ -32,7 +32,7 @@ def test_one_user_leaves_threads_to_the_others():
     go_on.set()
     assert [each.future.result(20) for each in held] == [None] * 10
     wait_until(lambda: not threads._running)
-    assert not threads._lines
+    assert not threads._queues
 
 
 def test_users_take_turns_and_each_is_served_in_its_order():

@@ -19,7 +19,7 @@ from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.engine.async_engine import EngineStoppedError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError
 from mlx_paged.sampling_params import RequestOutputKind
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation, api_error, parts_of
 
@@ -142,7 +142,7 @@ def test_an_answer_that_begins_late_begins_all_the_same():
 
 def test_a_full_queue_is_503_with_a_time_to_come_back():
     service = replace(make_service(), admit=Places(limit=0).admit)
-    with service.engine, serving(build_app(service)) as url:
+    with service.engine, serving(App(service)) as url:
         answer = ask(url, "/v1/completions", {"prompt": "a"})
         assert (answer.status, answer.headers["retry-after"]) == (503, "7")
         assert answer.body["error"]["type"] == "overloaded_error"
@@ -156,7 +156,7 @@ def test_an_answer_that_the_server_ends_is_an_error_and_no_short_answer():
         stream = client.completions.create(stream=True, **fields)
         next(iter(stream))
         service.engine.abort_all()
-        with pytest.raises(openai.APIError, match="the server ended this answer") as caught:
+        with pytest.raises(openai.APIError, match="the server aborted this answer") as caught:
             list(stream)
         assert caught.value.body["code"] == "aborted"
 
@@ -170,7 +170,7 @@ def test_an_answer_that_the_server_ends_is_an_error_and_no_short_answer():
                 service.engine.abort_all()
                 await task
 
-        with pytest.raises(openai.InternalServerError, match="the server ended this answer"):
+        with pytest.raises(openai.InternalServerError, match="the server aborted this answer"):
             asyncio.run(whole())
         client.close()
 

@@ -116,7 +116,7 @@ def test_what_is_left_out_is_logged_once_and_only_by_words(
         for _ in range(2):
             chat(shared_service, user, {**user, "novelty": 1, "a\nb": 2, "x" * 100: 3})
     assert [record.message for record in caplog.records] == [
-        "left out, since it has no effect here: messages[].novelty"
+        "an unknown field was ignored: messages[].novelty"
     ]
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="mlx_paged.server"):

@@ -59,7 +59,7 @@ def test_a_name_is_bound_at_all_addresses_that_the_machine_has(monkeypatch):
     with bound("localhost", 1) as sockets:
         assert len(sockets) == 1
     monkeypatch.setattr(http_server.socket, "getaddrinfo", lambda *_, **__: infos[1:])
-    with pytest.raises(ArgumentError, match="can't be listened on"):
+    with pytest.raises(ArgumentError, match="can't listen on host"):
         bind("localhost", 1)
 
 
@@ -89,13 +89,13 @@ def test_the_gate_answers_503_while_the_server_ends_and_when_the_engine_failed()
     assert (failed.status, failed.headers["retry-after"]) == (503, "10")
     assert failed.json["error"] == {
         "type": "overloaded_error",
-        "message": "the engine stopped; come back later",
+        "message": "the engine stopped; retry later",
     }
     assert ask(gate, path="/health").status == 503
     engine.failure = None
     gate.is_closed = True
     closed = ask(gate, path="/health")
-    assert closed.json["error"]["message"] == "the server is shutting down; come back later"
+    assert closed.json["error"]["message"] == "the server is shutting down; retry later"
     assert closed.headers["connection"] == "close"
 
 

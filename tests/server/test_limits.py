@@ -12,10 +12,10 @@ import pytest
 from helpers.asgi import ask, asked, echo
 
 from mlx_paged.server.errors import ApiError, WireProtocol
-from mlx_paged.server.http import limits
+from mlx_paged.server.http import bodies, limits
 from mlx_paged.server.http.access import Principal
-from mlx_paged.server.http.bodies import parse_json
-from mlx_paged.server.http.limits import Limits, check_json
+from mlx_paged.server.http.bodies import check_json, parse_json
+from mlx_paged.server.http.limits import Limits
 
 
 def test_a_body_passes_as_it_came_in_any_chunks():
@@ -48,8 +48,8 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
     assert answered.status == 413
     assert answered.json["error"] == {
         "type": "request_too_large",
-        "message": "the body of a request has at most 1,000 bytes here; --max-body-bytes changes "
-        "that",
+        "message": "the body of a request may have at most 1,000 bytes; the server's "
+        "--max-body-bytes changes that",
     }
     assert app._nbytes_held.total() == 0
 
@@ -160,14 +160,14 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (nested(limits.MAX_JSON_DEPTH + 1), "nested deeper than 64"),
+        (nested(bodies.MAX_JSON_DEPTH + 1), "nested deeper than 64"),
         (b'{"a":' * 100_000, "nested deeper than 64"),
         (b'{"a": "' + b"\\" * 6 + b'" , "b": ' + nested(65), "nested deeper than 64"),
-        (b"[" + b"1," * limits.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
+        (b"[" + b"1," * bodies.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
         (b'"' * (2**21 + 1), "more than 524,288 values"),
-        (b"[" + b"{}," * limits.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
-        (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number of more than 64 characters"),
-        (b"[" + b"1" * 65 + b"]", "a number of more than 64 characters"),
+        (b"[" + b"{}," * bodies.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
+        (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number with more than 64 characters"),
+        (b"[" + b"1" * 65 + b"]", "a number with more than 64 characters"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "not UTF-8 at byte 0"),
     ],
@@ -181,7 +181,7 @@ def test_json_that_is_dear_to_parse_is_refused(body: bytes, message: str):
 @pytest.mark.parametrize(
     "body",
     [
-        nested(limits.MAX_JSON_DEPTH),
+        nested(bodies.MAX_JSON_DEPTH),
         b"[" + b"[],{}," * 1000 + b"[]]",
         json.dumps(["[" * 1000, '"' * 1000, "\\" * 999, "1" * 1000, "NaN", "," * 2**21]).encode(),
         b"[" + b"1" * 64 + b"]",
@@ -206,7 +206,7 @@ def test_the_depth_of_json_is_what_python_finds():
     for depth in (1, 3, 6):
         for _ in range(20):
             value = made(depth)
-            for _ in range(limits.MAX_JSON_DEPTH - depth):
+            for _ in range(bodies.MAX_JSON_DEPTH - depth):
                 value = [value]
             body = json.dumps(value, ensure_ascii=choice.random() < 0.5).encode()
             check_json(body)
@@ -234,7 +234,7 @@ def test_no_body_is_looked_at_twice(unit: bytes):
 def test_a_name_that_an_object_has_twice_is_refused(body: bytes, name: str):
     with pytest.raises(ApiError) as caught:
         parse_json(body)
-    assert caught.value.message == f"the body has the name {name} twice in an object"
+    assert caught.value.message == f"the body contains the name {name} twice in an object"
     assert caught.value.status == 400
 
 

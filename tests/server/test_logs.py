@@ -170,8 +170,8 @@ def test_an_error_has_its_frames_and_no_text_of_a_users():
     lines = written(log_prompts=False)
     assert lines[0].endswith("ERROR - it failed")
     assert all(line.startswith("    ") for line in lines[1:])
-    assert any("KeyError: (its message may hold" in line for line in lines)
-    assert any("ValueError: (its message may hold" in line for line in lines)
+    assert any("KeyError: (its message may contain" in line for line in lines)
+    assert any("ValueError: (its message may contain" in line for line in lines)
     assert any(line.endswith(" fail") for line in lines)  # where it came from
     assert "secret" not in "".join(lines)
     assert lines != written(log_prompts=True)
@@ -197,7 +197,7 @@ def test_asyncio_quotes_no_error_and_no_argument_of_a_callback(lines: list[str])
     assert len(lines) == 2
     for line in lines:
         assert "ERROR - an error in the event loop\n" in line and "secret" not in line
-        assert line.splitlines()[-1].startswith("    ValueError: (its message may hold")
+        assert line.splitlines()[-1].startswith("    ValueError: (its message may contain")
 
 
 def test_an_error_of_a_step_has_frames_though_it_holds_none():

@@ -92,6 +92,8 @@ def test_a_thousand_clients_leave_no_block_no_thread_no_file_and_no_memory():
     answers = {end: count for end, count in ends.items() if ": " in end}
     assert {end.split(": ")[1] for end in answers} <= allowed, ends
     assert ends["stream: 200, whole"] > NUM_CLIENTS // 20, ends
-    assert after[0] <= before[0], "threads are left"
+    # Thread pools start threads when these are needed: up to 8 for prompts, 2 for grammars, and 6
+    # of the event loop on two cores. A thread left by each client would be 500 more.
+    assert after[0] - before[0] <= 50, "threads are left"
     # The second half made as many requests as the first, and needs no more memory than it.
     assert after[1] - before[1] < 16 * 1024, "memory is not given back"

@@ -23,7 +23,7 @@ from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.server import prompt_length
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.openai import chat as openai_chat
@@ -84,7 +84,7 @@ REQUESTS = [
 def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
     spied: Service, path: str, body: dict[str, Any]
 ):
-    with serving(build_app(spied)) as url:
+    with serving(App(spied)) as url:
         answer = ask(url, path, body)
     assert answer.status == 400
     assert answer.body["error"]["message"] == (
@@ -125,7 +125,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
     monkeypatch.setattr(Work, "cancel", spied_cancel)
     monkeypatch.setattr(prompt_length, "PIECE_LEN", 16)
     tokenizer.go_on.clear()
-    with serving(build_app(spied)) as url:
+    with serving(App(spied)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "the end " * 200})
         wait_until(lambda: tokenizer.lengths == [16])
         client.leave()
@@ -185,7 +185,7 @@ def test_without_a_context_there_is_a_limit_all_the_same(
 ):
     monkeypatch.setattr(prompt_length, "MAX_PROMPT_TOKENS", 1000)
     limit = LengthLimit(byte_level, None, None, lambda: None)
-    with pytest.raises(PromptTooLongError, match="more than 1,250 tokens; the server takes 1,000"):
+    with pytest.raises(PromptTooLongError, match="more than 1,250 tokens; the server accepts"):
         limit.check("b c " * PIECE_LEN)
 
 
@@ -194,7 +194,7 @@ def test_prompts_have_a_limit_together(server_url, service, monkeypatch):
     answer = ask(server_url, "/v1/completions", {"prompt": [[5] * 400] * 3, "max_tokens": 1})
     assert answer.status == 400
     assert answer.body["error"] == {
-        "message": "the prompts have more than 1,000 tokens together; send fewer in a request",
+        "message": "the prompts have more than 1,000 tokens together; send fewer per request",
         "type": "invalid_request_error",
         "param": "prompt[2]",
         "code": None,
@@ -204,18 +204,18 @@ def test_prompts_have_a_limit_together(server_url, service, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"messages": user("a") * (MAX_CHILDREN + 1)}, "messages has 8,193 entries, and 8,192 are"),
+        ({"messages": user("a") * (MAX_CHILDREN + 1)}, "messages has 8,193 entries, but"),
         (
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * (MAX_CHILDREN + 1)},
-            "tools has 8,193 entries, and 8,192 are the most",
+            "tools has 8,193 entries, but at most 8,192 are allowed",
         ),
         (
             {"messages": user("a"), "bad_words": ["b" * 1000] * 66},
-            "bad_words has 66,000 characters, and 65,536 are the most",
+            "bad_words has 66,000 characters, but at most 65,536 are allowed",
         ),
         (
             {"messages": user("a"), "stop": "b" * 20_000},
-            "stop has 20,000 characters, and 16,384 are the most",
+            "stop has 20,000 characters, but at most 16,384 are allowed",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

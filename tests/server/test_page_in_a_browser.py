@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.view import CACHED, MAX_HOLDERS
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
 
@@ -70,7 +71,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def url(service: Service) -> Iterator[str]:
-    with serving(build_app(service)) as url:
+    with serving(App(service)) as url:
         yield url
 
 
@@ -210,7 +211,7 @@ def test_requests_are_listed_while_they_run(page: Page, service: Service):
     page.waits_for(".tile:nth-child(2) .value", lambda text: text.startswith("1"))
     page.waits_for(".tile:nth-child(1) .value", lambda text: float(text.split("/")[0]) > 0)
     stream.close()
-    page.waits_for("#no-requests", lambda text: "Nothing runs" in text)
+    page.waits_for("#no-requests", lambda text: "No request is running" in text)
     assert page.errors() == []
 
 
@@ -231,12 +232,12 @@ def test_a_hidden_page_asks_for_nothing(page: Page):
 
 def test_it_comes_back_when_the_server_does(browser: WebDriver, service: Service):
     page = Page(browser)
-    app = build_app(service)
+    app = App(service)
     with serving(app) as url:
         page.open(url)
         page.is_live()
     port = int(url.rpartition(":")[2])
-    page.waits_for("#status", lambda text: "away" in text)
+    page.waits_for("#status", lambda text: "can't be reached" in text)
     assert page.script("return document.body.hasAttribute('data-stale')")
     with serving(app, port=port):
         page.is_live()
@@ -244,11 +245,12 @@ def test_it_comes_back_when_the_server_does(browser: WebDriver, service: Service
 
 
 def test_it_asks_for_a_key_where_the_server_wants_one(browser: WebDriver, service: Service):
-    locked = build_app(service, ServerSettings(api_keys=(ApiKey("me", "secret"),)))
+    settings = ServerSettings(api_keys=(ApiKey("me", "secret"),))
+    locked = App(replace(service, settings=settings))
     page = Page(browser)
     with serving(locked) as url:
         page.open(url)
-        page.waits_for("#status", "This server wants an API key.".__eq__)
+        page.waits_for("#status", "This server requires an API key.".__eq__)
         for key, expected in (("wrong", "The API key is wrong."), ("secret", "Live")):
             field = browser.find_element("id", "key-field")
             field.clear()
@@ -305,13 +307,15 @@ def test_stop_aborts_the_answer(page: Page, service: Service):
 def test_it_says_that_states_were_missing(browser: WebDriver):
     model, shared = adapted_model("qwen3_next"), prompt(50, 1)
     service = make_service(model=model, block_size=8, num_history_tokens=1000)
-    with service.engine as engine, serving(build_app(service)) as url:
+    with service.engine as engine, serving(App(service)) as url:
         for number, tokens in enumerate((shared, [*shared[:30], *prompt(9, 5)])):
             engine.engine.add_request(str(number), tokens, greedy(1))
             wait_until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
         page = Page(browser)
         page.open(url)
         page.waits_for("#pool-size", lambda text: "3 recurrent states kept" in text)
-        page.waits_for(".tile:nth-child(4)", lambda text: "24 lost for want of a state" in text)
+        page.waits_for(
+            ".tile:nth-child(4)", lambda text: "24 recomputed for lack of a state" in text
+        )
         page.waits_for("#prompts", lambda text: "the recurrent state was not kept" in text)
         browser.get("about:blank")

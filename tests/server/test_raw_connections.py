@@ -118,7 +118,7 @@ def serving(max_connections: int = 50, drain_seconds: float = 0.0) -> Iterator[S
 
 @pytest.fixture(autouse=True)
 def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.server.http.http_server.LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr("mlx_paged.server.http.http_server.ABORT_SECONDS", 0.1)
 
 
 @pytest.fixture

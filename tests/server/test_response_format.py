@@ -109,7 +109,11 @@ def test_the_format_of_responses_has_its_schema_beside_the_type():
         ({"guided_regex": 3}, "guided_regex", "must be a text"),
         ({"guided_choice": []}, "guided_choice", "must be texts"),
         ({"guided_choice": "yes"}, "guided_choice", "must be texts"),
-        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "does not go with guided_json"),
+        (
+            {"guided_json": {}, "guided_regex": "a"},
+            "guided_regex",
+            "can't be combined with guided_json",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},

@@ -134,9 +134,9 @@ def test_nothing_is_stored_and_looking_it_up_says_so(agent):
     agent.script("Hello!")
     response = agent.openai.responses.create(**ASK, store=True)
     assert response.store is False
-    with pytest.raises(openai.NotFoundError, match="nothing is stored"):
+    with pytest.raises(openai.NotFoundError, match="responses are not stored"):
         agent.openai.responses.retrieve(response.id)
-    with pytest.raises(openai.NotFoundError, match="nothing is stored"):
+    with pytest.raises(openai.NotFoundError, match="responses are not stored"):
         agent.openai.responses.delete(response.id)
 
 

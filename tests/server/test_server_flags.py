@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mlx_paged.command_line import flags as shared_flags
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.server import command_line, program
-from mlx_paged.server.command_line import (
-    ENGINE_FLAGS,
-    engine_options,
-    read_settings,
-    setup_arg_parser,
-    template_options,
-)
+from mlx_paged.server.command_line import read_settings, setup_arg_parser, template_options
 from mlx_paged.server.http import logs
 from mlx_paged.server.http.api_keys import in_words, read_api_keys
 from mlx_paged.server.settings import ApiKey, ServerSettings
+
+ENGINE_FLAGS = shared_flags.engine_flags("server")
+engine_options = partial(shared_flags.engine_options, program="server")
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         (["--temp", "-1"], "argument --temp: must be a number, at least 0, got '-1'"),
         (["--served-model-name"], "argument --served-model-name: expected at least one argument"),
         (["--run-ahead=--"], "argument --run-ahead: the value can't be '--'"),
-        (["--api-key", "a b c"], "[server] --api-key: key 1 must be 1 to 512 characters"),
+        (["--api-key", "a b c"], "[server] --api-key: key 1 must be 1 to 512 ASCII characters"),
         (["--api-key", "b", "--api-key", "b"], "[server] --api-key: key 2 is given twice"),
         (
             ["--api-key-file", "/nothing"],
@@ -206,14 +205,14 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         (["--ctx-size", "4096"], "use --max-model-len (see --help)"),
         (["model"], "unrecognized arguments: model (see --help)"),
         (["--modle", "x\ny"], "unrecognized arguments: --modle x y (see --help)"),
-        (["--api-key", "k", "--allow-unauthenticated"], "leave it or the keys out"),
-        (["--host", "192.0.2.1"], "[server] host '192.0.2.1' can't be listened on: "),
-        (["--host", "a" * 300], "is not known: "),
+        (["--api-key", "k", "--allow-unauthenticated"], "give either it or keys"),
+        (["--host", "192.0.2.1"], "[server] can't listen on host '192.0.2.1': "),
+        (["--host", "a" * 300], "is unknown: "),
         (
             ["--host", "0.0.0.0"],
-            "others can reach 0.0.0.0, and there is no key; give --api-key",
+            "other machines can reach 0.0.0.0, and there is no key; give --api-key",
         ),
-        (["--host", ""], "others can reach every address, and there is no key"),
+        (["--host", ""], "other machines can reach every address, and there is no key"),
         (["--model", "/nothing"], "/nothing"),
         (["--model", "/nothing.gguf"], "[load] no file '/nothing.gguf'"),
         (["--tokenizer", "/nothing"], "[load] no folder '/nothing'"),
@@ -223,7 +222,7 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         (["--chat-template", "/nothing"], "[server] --chat-template '/nothing' can't be read"),
         (
             ["--no-thinking", "--chat-template-args", '{"enable_thinking": true}'],
-            "[server] --chat-template-args says enable_thinking True and --no-thinking says false",
+            "[server] --chat-template-args sets enable_thinking to True, but --no-thinking sets it",
         ),
         (
             ["--max-num-seqs", "100", "--max-num-batched-tokens", "50"],
@@ -261,7 +260,8 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(fails, monkeypatch):
         port = taken.getsockname()[1]
         for host in ("127.0.0.1", "localhost"):
             assert fails("--host", host, "--port", str(port)) == (
-                f"[server] port {port} is in use on {host}; --port takes another, and 0 a free one"
+                f"[server] port {port} is in use on {host}; choose another with --port, or 0 for a "
+                "free one"
             )
 
 
@@ -271,7 +271,7 @@ def test_a_port_without_permission_is_named(fails, monkeypatch):
 
     monkeypatch.setattr("mlx_paged.server.http.http_server._listening", bind)
     assert fails("--port", "80") == (
-        "[server] there is no permission to listen on port 80; --port takes another"
+        "[server] there is no permission to listen on port 80; choose another with --port"
     )
 
 
@@ -318,8 +318,8 @@ def test_keys_with_equals_signs_are_said_to_have_no_name(monkeypatch, capsys):
     monkeypatch.setattr(program, "make_service", load)
     monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
     for texts, line in [
-        (["alice=sesame", "plain"], "[1 of the keys has a = inside, which is part of the key; "),
-        (["alice=sesame", "b=c"], "[2 of the keys have a = inside, which is part of the key; "),
+        (["alice=sesame", "plain"], "[1 of the keys contains a =, which is part of the key; "),
+        (["alice=sesame", "b=c"], "[2 of the keys contain a =, which is part of the key; "),
         (["Zm9vYg==", "alice sesame=x"], "[loading"),
     ]:
         keys = [word for text in texts for word in ("--api-key", text)]

@@ -127,7 +127,7 @@ def test_hanging_up_reads_keys_again_and_ends_no_answer(tmp_path: Path):
         next(events)
         file.write_text("alice new\n")
         program.signal(signal.SIGHUP)
-        program.wait_for("the keys were read again: 1 key")
+        program.wait_for("the API keys were reread: 1 key")
         statuses = [
             httpx.get(f"{program.url}/v1/models", headers={"x-api-key": key}).status_code
             for key in ("old", "new")
@@ -135,7 +135,7 @@ def test_hanging_up_reads_keys_again_and_ends_no_answer(tmp_path: Path):
         assert statuses == [401, 200]
         assert [*events][-1] == "[DONE]"
         file.write_text("alice newer\n")  # without a signal
-        program.wait_for("the keys were read again: 1 key")
+        program.wait_for("the API keys were reread: 1 key")
         program.signal(signal.SIGTERM)
         assert program.end() == 0
 
@@ -153,7 +153,7 @@ fcntl.ioctl(os.open({os.ttyname(slave)!r}, os.O_RDWR), termios.TIOCSCTTY, 0)
 """
     with running("--api-key-file", str(file), patch=in_terminal) as program:
         program.signal(signal.SIGHUP)
-        program.wait_for("the keys were read again")
+        program.wait_for("the API keys were reread")
         os.close(slave)
         os.close(master)
         program.wait_for("shutting down")

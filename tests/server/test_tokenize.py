@@ -12,7 +12,7 @@ from helpers.servers import ask, make_service, running_service, serving
 
 import mlx_paged
 from mlx_paged.chat_template import encode_chat
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.settings import ServerSettings
 
 TEXT = "Hello é, how are you?"
@@ -105,7 +105,7 @@ def test_the_server_is_ill_while_a_step_hangs(monkeypatch):
 
     monkeypatch.setattr(engine._loop, "clock", lambda: now[0])
     hello = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
-    with service.engine, serving(build_app(service)) as url:
+    with service.engine, serving(App(service)) as url:
         # The first steps compile, and may take long.
         monkeypatch.setattr(engine.engine, "step", hangs)
         with ThreadPoolExecutor(1) as thread:
@@ -125,8 +125,8 @@ def test_the_server_is_ill_while_a_step_hangs(monkeypatch):
             answer = ask(url, "/health")
             assert (answer.status, answer.body["error"]["code"]) == (503, "step_hangs")
             assert answer.body["error"]["message"] == (
-                "a step of the engine has run for 31 seconds, and --step-timeout is 30; if it "
-                "does not end, start the server again"
+                "a step of the engine has been running for 31 seconds, and --step-timeout is 30; "
+                "if it does not end, restart the server"
             )
             go_on.set()
             assert asked.result(20).status == 200
@@ -140,4 +140,4 @@ def test_the_server_is_ill_once_its_engine_has_stopped():
         answer = ask(url, "/v1/completions", {"prompt": "a"})
         assert answer.status == 503
         assert int(answer.headers["retry-after"]) > 0
-        assert answer.body["error"]["message"] == "the engine stopped; come back later"
+        assert answer.body["error"]["message"] == "the engine stopped; retry later"

@@ -304,8 +304,8 @@ def test_unions_that_a_property_tells_apart_have_it_in_every_call(
 @pytest.mark.parametrize(
     ("tools", "name", "argument", "message"),
     [
-        ([], None, "tools", "tool_choice wants a call, and there are no tools"),
-        ([tool("a", None)], "b", "tool_choice", "tool_choice names 'b', which is none of tools"),
+        ([], None, "tools", "tool_choice requires a call, but there are no tools"),
+        ([tool("a", None)], "b", "tool_choice", "tool_choice names 'b', which is not in tools"),
         ([tool("a", {"type": "array"})], None, "tools[0].function.parameters", "of an object"),
         ([tool("b", None), tool("a", 3)], None, "tools[1].function.parameters", "got 3"),  # type: ignore[arg-type]
     ],
@@ -321,7 +321,7 @@ def test_calls_that_can_not_be_required_are_refused_by_name(
 @pytest.mark.parametrize("call_format", [None, written_as("glm47", "<tool_call>", "</tool_call>")])
 def test_a_strict_tool_that_no_grammar_can_keep_to_is_refused_by_name(call_format: Any):
     tools = [tool("a", None), tool("b", an_object(), strict=True)]
-    with pytest.raises(ArgumentError, match="can't be kept to with tool_choice 'auto'") as refused:
+    with pytest.raises(ArgumentError, match="can't be enforced with tool_choice 'auto'") as refused:
         strict_calls(tools, call_format)
     assert refused.value.argument == "tools[1].function.strict"
 

@@ -19,7 +19,7 @@ from helpers.servers import ask, is_idle, running_service, serving, wait_until
 
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput, RequestOutput
 from mlx_paged.server import idle_prefill
-from mlx_paged.server.app import build_app
+from mlx_paged.server.app import App
 from mlx_paged.server.idle_prefill import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
 from mlx_paged.server.settings import ServerSettings
 
@@ -231,11 +231,11 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
             while engine.asked != lengths:
                 await asyncio.sleep(0.01)
 
-        prefill.give_way()  # Nothing is computed yet.
+        prefill.pause()  # Nothing is computed yet.
         expect(b"a")
         await until([PIECE_LEN])
         engine.is_busy = True
-        prefill.give_way()
+        prefill.pause()
         await asyncio.sleep(3 * PAUSE)
         assert engine.asked == [PIECE_LEN] and not prefill.is_done
         engine.is_busy = False
@@ -252,7 +252,7 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
 
 def test_a_server_may_be_told_not_to_compute_ahead(shared_agent_service):
     service = replace(shared_agent_service, settings=ServerSettings(no_idle_prefill=True))
-    with serving(build_app(service)) as url:
+    with serving(App(service)) as url:
         tokens = service.tokenizer.encode("<think>\nWell.\n</think>\n\nYes.")
         service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
         ask(url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Yes?"}]})

@@ -109,8 +109,8 @@ def test_a_truncated_or_longer_file_is_refused(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "its beginning is not that of a safetensors file"),
-        (b"\xff" * 100, "its beginning is not that of a safetensors file"),
+        (b"", "it doesn't begin like a safetensors file"),
+        (b"\xff" * 100, "it doesn't begin like a safetensors file"),
         (struct.pack("<Q", 2) + b"[]", "is not a snapshot"),
         (struct.pack("<Q", 2) + b"{}", "is not a snapshot of mlx_paged"),
         (struct.pack("<Q", 40) + b"[" * 40, "is not a snapshot"),

@@ -164,7 +164,7 @@ def test_what_can_not_hold_is_refused_by_name(
     models: tuple[qwen3.Model, Any], file: Path, options: dict[str, Any], argument: str
 ):
     engine = make_engine(models[0], **options)
-    with pytest.raises(ArgumentError, match="prompt cache that does not say its tokens") as caught:
+    with pytest.raises(ArgumentError, match="prompt cache without token ids") as caught:
         engine.pin_prompt_cache(file)
     assert caught.value.argument == argument
 
@@ -189,7 +189,7 @@ def test_requests_that_would_look_at_the_tokens_are_refused(
     engine = make_engine(models[0])
     held = engine.pin_prompt_cache(file)
     for token_ids in (held.token_ids, [1] * 50, [5]):
-        with pytest.raises(ArgumentError, match="begins with its 37 token_ids and has at least"):
+        with pytest.raises(ArgumentError, match="begin with its 37 token_ids and add at least"):
             engine.add_request("a", token_ids, cache_salt=held.cache_salt)
     for name, params in (
         ("repetition_penalty", {"repetition_penalty": 1.1}),

@@ -274,7 +274,7 @@ def test_prompt_caches_that_do_not_fit_are_refused_in_a_line(
 def test_the_tokens_of_a_prompt_cache_have_to_be_said(tmp_path: Path):
     path, engine = tmp_path / "a.safetensors", engine_of("llama")
     made_by_mlx_lm(path, models("llama")[1], prompt(9))
-    with pytest.raises(ArgumentError, match="does not say of which tokens its K/V are, as mlx-lm"):
+    with pytest.raises(ArgumentError, match="does not contain the ids of its tokens, like all of"):
         engine.import_prompt_cache(path)
     with pytest.raises(ArgumentError, match="holds K/V of 9 tokens, and token_ids are 8"):
         engine.import_prompt_cache(path, prompt(8))

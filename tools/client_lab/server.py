@@ -95,7 +95,9 @@ class LabEngine(servers.ScriptedEngine):
 
     def generate(self, prompt: Any, params: Any = None, **options: Any) -> Any:
         text = str(self.tokenizer.decode(prompt["prompt_token_ids"]))
-        answer = answer_to(text) if "<|im_start|>" in text else None
+        # A history that is computed ahead has no answer.
+        is_asked = "<|im_start|>" in text and options.get("priority") != servers.MAX_PRIORITY
+        answer = answer_to(text) if is_asked else None
         if answer is not None:
             tokens = self.tokenizer.encode(answer, add_special_tokens=False)
             self.scripts.append([*tokens, self.tokenizer.eos_token_id])
@@ -120,7 +122,7 @@ def main() -> int:
         sockets = bind(settings.host, settings.port)
         url = url_of(settings.host, sockets)
         with service.engine:
-            return serve(service, settings, sockets, lambda: print(url, flush=True))
+            return serve(service, sockets, lambda: print(url, flush=True))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ their markers.
     <!-- end of engine options -->
 
 The other tables are ``sampling parameters``, ``chat commands``, ``chat flags``, ``server flags``,
-``cache verbs``, ``cache flags``, ``endpoints`` and ``metrics``.
+``cache verbs``, ``cache flags``, ``fit flags``, ``list flags``, ``endpoints`` and ``metrics``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.chat.loop import COMMAND_TABLE
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
+from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
+from mlx_paged.fit.command_line import setup_list_parser as list_parser
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.app import routes_of
@@ -53,6 +55,7 @@ _COLUMNS = {
     "server flags": (("flag", ""), ("flag", "")),
     "cache verbs": (("verb", ""), ("verb", "")),
     "cache flags": (("flag", "of", ""), ("flag", "of", "")),
+    **dict.fromkeys(("fit flags", "list flags"), (("flag", ""), ("flag", ""))),
     "endpoints": (("path", ""), ("path", "")),
     "metrics": (("metric", "type", ""), ("metric", "type", "")),
 }
@@ -120,6 +123,8 @@ def _tables() -> dict[str, dict[str, Row]]:
             for each in _cache_verbs()._choices_actions
         },
         "cache flags": _cache_flags(),
+        "fit flags": _flags(fit_parser("fit")),
+        "list flags": _flags(list_parser("list")),
     }
 
 

@@ -1,7 +1,7 @@
 """Models from GGUF files, the format of ggml and llama.cpp: weights, configuration, tokenizer.
 
-What reads them (``loader``) is imported where there is such a file: it needs the package gguf,
-which takes as long to import as most of this one.
+Their reader (``loader``) is imported only for such a file: it needs the gguf package, which takes
+as long to import as most of this one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from mlx_paged.loading.folder import GGUF_SUFFIX, LoadError
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Whether a path has the suffix of a GGUF file."""
     return path.suffix.lower() == GGUF_SUFFIX
 
 
 def dtype_config(path: Path, dtype: str | None) -> dict[str, Any] | None:
-    """``model_config`` that loads a GGUF file in a dtype; ``None`` for the file's own.
+    """The ``model_config`` that loads a GGUF file in a dtype; ``None`` for the default dtype.
 
     Raises:
         LoadError: a dtype is given, and the model is not a GGUF file.
@@ -27,7 +27,7 @@ def dtype_config(path: Path, dtype: str | None) -> dict[str, Any] | None:
         return None
     if not is_gguf(path):
         raise LoadError(
-            f"[load] dtype is for GGUF files, and {path} is a folder, whose weights say it", "dtype"
+            f"[load] dtype is for GGUF files; {path} is a folder, whose weights set it", "dtype"
         )
     return {"dtype": dtype}
 

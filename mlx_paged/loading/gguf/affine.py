@@ -1,11 +1,11 @@
 """Blocks of ggml's quantised types as rows in MLX's affine layout: ``w = scale * q + bias``.
 
-All but Q6_K are affine within groups of 32, so nothing of them is lost: the integers stay what
-they are, and scale and bias come out exact in float32 (products of a float16 with an integer of at
-most 8 bits). Q6_K has a scale for each 16 weights, which MLX has not: its values are quantised once
-more, to 8 bits in groups of 32. The types are those of ggml's ``ggml-common.h``.
+All types but Q6_K are affine within groups of 32, so they are converted exactly: the integers do
+not change, and scales and biases are exact in float32 (products of a float16 and an integer of at
+most 8 bits). Q6_K has a scale for every 16 weights, which MLX does not support: its values are
+quantised again, to 8 bits in groups of 32. The types are those of ggml's ``ggml-common.h``.
 
-MLX packs the integers of a row one after the other, the lowest bits first, into uint32.
+MLX packs the integers of a row into uint32, lowest bits first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 
 class AffineRows(NamedTuple):
-    """Rows of weights as MLX's affine mode has them, with groups of 32."""
+    """Rows of weights in MLX's affine mode, with groups of 32."""
 
     packed: np.ndarray[Any, np.dtype[np.uint32]]  # [num_rows, row_length * bits / 32]
     scales: Floats  # [num_rows, row_length / 32]
@@ -38,13 +38,13 @@ class AffineRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AffineType:
-    """How one of ggml's types becomes affine.
+    """How one of ggml's types is converted.
 
     Attributes:
-        block_bytes: of a block of ggml's.
-        repack: from blocks ``[num_blocks, block_bytes]`` to packed integers as bytes, scales and
-            biases, each ``[num_blocks, ...]``.
-        is_exact: whether each weight stays what it is.
+        block_bytes: the size of a block in ggml.
+        repack: converts blocks ``[num_blocks, block_bytes]`` to packed integers as bytes, scales
+            and biases, each ``[num_blocks, ...]``.
+        is_exact: whether no weight changes.
     """
 
     bits: int
@@ -54,7 +54,7 @@ class AffineType:
 
     def rows(self, data: Bytes) -> AffineRows:
         """Repack rows of blocks, ``[num_rows, row_bytes]``."""
-        # A piece at a time stays in the processor's cache, and pieces run beside each other.
+        # A piece fits into the processor's cache, and several are converted in parallel.
         step = max(1, _PIECE_BYTES // data.shape[1])
         pieces = [data[start : start + step] for start in range(0, len(data), step)]
         if len(pieces) == 1:
@@ -77,7 +77,7 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _adjacent_nibbles(blocks: Bytes) -> Bytes:
-    """Bytes that hold weights ``i`` and ``i + n``, as bytes that hold ``2 i`` and ``2 i + 1``.
+    """Repack bytes with the weights ``i`` and ``i + n`` to bytes with ``2 i`` and ``2 i + 1``.
 
     Args:
         blocks: ``[..., n]``; low nibbles are the first n weights, high nibbles the second n.
@@ -89,13 +89,13 @@ def _adjacent_nibbles(blocks: Bytes) -> Bytes:
 
 
 def _pack_5_bits(low: Bytes, high: Bytes) -> Bytes:
-    """Weights of 5 bits, 8 of them in 5 bytes.
+    """Pack weights of 5 bits, 8 of them in 5 bytes.
 
     Args:
         low: ``[..., 32]``, the lower 4 bits of each.
         high: ``[..., 32]``, 1 or 0.
     """
-    # Eight weights lie in the bytes of a word; fields of 8 bits become 5, and are joined in pairs.
+    # A word has one weight per byte; fields of 8 bits are shortened to 5 and joined in pairs.
     words = (low | (high << 4)).view(np.uint64)
     for width, gap, keep in ((5, 3, 0x001F001F001F001F), (10, 6, 0x3FF000003FF), (20, 12, 0xFFFFF)):
         words = (words & np.uint64(keep)) | ((words >> np.uint64(gap)) & np.uint64(keep << width))
@@ -134,7 +134,7 @@ def _q5_1(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
 
 def _q8_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     scale = _half(blocks, 0)
-    # A signed byte with its highest bit turned is the byte plus 128.
+    # A signed byte with its highest bit flipped is the byte plus 128.
     return blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale
 
 

@@ -1,4 +1,4 @@
-"""The ``config.json`` that a GGUF file's metadata amounts to."""
+"""The equivalent of ``config.json`` in a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.loading.gguf.rope import rope_scaling
 
 # general.architecture -> the model type of Hugging Face's configuration
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
-# Metadata that changes what the model computes, and that these models do not know.
+# Metadata that changes what a model computes, and that these models do not support.
 _UNKNOWN_HERE = (
     "expert_count",
     "attention.max_alibi_bias",
@@ -29,10 +29,10 @@ _UNKNOWN_HERE = (
 
 
 def read_configuration(file: GGUFFile) -> dict[str, Any]:
-    """The configuration, under the names of ``config.json``, but for tokens and quantisation.
+    """The configuration under the names of ``config.json``, without tokens and quantisation.
 
     Raises:
-        LoadError: the architecture is not supported, or the metadata lacks something.
+        LoadError: the architecture is not supported, or the metadata is incomplete.
     """
     metadata = file.metadata
     architecture = metadata.text("general.architecture")
@@ -41,9 +41,9 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
         raise LoadError(f"[load] {file.path} holds no model: general.type is {shown(kind)}")
     if architecture not in ARCHITECTURES:
         raise LoadError(
-            f"[load] {file.path} is of the architecture {shown(architecture)}, which is not "
-            f"supported as a GGUF file; supported: {', '.join(ARCHITECTURES)}; the model's folder "
-            "with safetensors may be"
+            f"[load] {file.path} has the architecture {shown(architecture)}, which is not "
+            f"supported as a GGUF file; supported: {', '.join(ARCHITECTURES)}; try the model's "
+            "folder with safetensors"
         )
     _refuse_unknown_features(metadata, architecture)
     heads = metadata.integer(f"{architecture}.attention.head_count", low=1)
@@ -97,7 +97,7 @@ def _head_dim(metadata: Metadata, architecture: str, default: int) -> int:
 
 
 def _check_sizes(file: GGUFFile, config: dict[str, Any]) -> int:
-    """Hold the metadata against tensors before a model of these sizes is built; returns the size of
+    """Compare the metadata with tensors before a model of these sizes is built; returns the size of
     the vocabulary.
     """
     hidden, rows = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
@@ -114,6 +114,6 @@ def _check_sizes(file: GGUFFile, config: dict[str, Any]) -> int:
             expected = ", ".join("any" if size is None else f"{size:,}" for size in shape)
             raise LoadError(
                 f"[load] {file.path}: tensor {name} has the shape {list(info.shape)}, and the "
-                f"metadata asks for [{expected}]"
+                f"metadata implies [{expected}]"
             )
     return file.tensors["token_embd.weight"].shape[0]

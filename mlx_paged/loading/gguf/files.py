@@ -1,4 +1,4 @@
-"""A model's GGUF file, or the parts that it is split into."""
+"""A model's GGUF file, which may be split into parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.header import Header, TensorInfo, read_header
 from mlx_paged.loading.gguf.metadata import Metadata
 
-# llama.cpp names parts so, and finds them by their names.
+# llama.cpp's names of parts, by which it finds them.
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -32,10 +32,10 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the header of a file, and those of its other parts; any part may be named.
+        """Read the header of a file, or of all parts of a split one, any of which may be named.
 
         Raises:
-            LoadError: a part is missing, or not what it should be.
+            LoadError: a part is missing, or does not belong to the others.
         """
         parts = _parts_of(path)
         headers = [read_header(part) for part in parts]
@@ -44,7 +44,9 @@ class GGUFFile:
         for part, header in zip(parts, headers, strict=True):
             twice = tensors.keys() & header.tensors.keys()
             if twice:
-                raise LoadError(f"[load] {part} has {shown(min(twice))}, as a part before it has")
+                raise LoadError(
+                    f"[load] {part} has the tensor {shown(min(twice))}, which an earlier part has"
+                )
             tensors.update(header.tensors)
         expected = headers[0].metadata.get("split.tensors.count", len(tensors))
         if len(tensors) != expected:
@@ -57,7 +59,8 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a tensor: ``[num_rows, row_bytes]``.
 
-        They are read and not mapped: a file that is cut off meanwhile would end the process.
+        The file is read and not mapped: with a mapping, a file that is truncated meanwhile would
+        crash the process.
         """
         info = self.tensors[name]
         try:
@@ -65,12 +68,12 @@ class GGUFFile:
         except OSError as error:
             raise LoadError(f"[load] {info.file} can't be read: {system_reason(error)}") from error
         if data.size < info.num_bytes:
-            raise LoadError(f"[load] {info.file} was cut off while it was read")
+            raise LoadError(f"[load] {info.file} was truncated while it was read")
         return data.reshape(info.num_rows, info.row_bytes)
 
 
 def is_later_part(path: Path) -> bool:
-    """Whether a file is a part of a split one, and not the first."""
+    """Whether a file is a part of a split one other than the first."""
     match = _PART.fullmatch(path.name)
     return match is not None and int(match["number"]) > 1
 
@@ -102,7 +105,7 @@ def _check_parts(parts: list[Path], headers: list[Header]) -> None:
         number = header.metadata.get("split.no")
         if count != len(parts) or number != index:
             raise LoadError(
-                f"[load] {part} says that it is part {shown(number)} of {shown(count)} (split.no, "
-                "counted from 0, and split.count); parts are named "
-                f"NAME-{index + 1:05}-of-{len(parts):05}.gguf and lie in one folder"
+                f"[load] {part} is part {shown(number)} of {shown(count)} by its metadata "
+                "(split.no, counted from 0, and split.count); parts must be named "
+                f"NAME-{index + 1:05}-of-{len(parts):05}.gguf, in one folder"
             )

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata and the places of its tensors.
 
 The format is that of ggml's ``docs/gguf.md``, versions 2 and 3. The ``gguf`` package has a reader,
-too, but it makes several numpy arrays of each text, which takes seconds and half a gigabyte for a
-vocabulary of 150,000 tokens, and it trusts the lengths in a damaged file. What the package supplies
-here are the names and block sizes of types.
+too, but it makes several numpy arrays for each string, which takes seconds and half a gigabyte for
+a vocabulary of 150,000 tokens, and it trusts the lengths in a damaged file. Only its names and
+block sizes of types are used here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
-# A damaged length must not fill the memory; the largest vocabularies have 2**18 tokens.
+# Limits for damaged lengths; the largest vocabularies have 2**18 tokens.
 MAX_ARRAY_LENGTH = 2**24
 MAX_TEXT_BYTES = 2**28
 
 _STRING, _ARRAY = 8, 9
-# The number of a type of values -> numpy's name of it.
+# The number of a metadata type -> numpy's name of it.
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
@@ -39,14 +39,14 @@ _SCALARS = {
 
 @cache
 def gguf() -> Any:
-    """The package, with its modules ``constants``, ``quants`` and ``tensor_mapping``; imported when
-    a GGUF file is read and not before.
+    """The package, with its modules ``constants``, ``quants`` and ``tensor_mapping``, imported when
+    a GGUF file is read.
 
     Raises:
         LoadError: it is not installed.
     """
     try:
-        # Not by an import statement: type checkers need not have the package.
+        # Not with an import statement, so that type checkers do not need the package.
         for module in ("constants", "quants", "tensor_mapping"):
             importlib.import_module(f"gguf.{module}")
         return importlib.import_module("gguf")
@@ -62,9 +62,9 @@ class TensorInfo:
 
     Attributes:
         type_name: ``F32``, ``Q4_K`` and so on.
-        shape: rows first, as numpy has it; GGUF has the innermost dimension first.
-        start: of its bytes in the file.
-        row_bytes: of the innermost dimension.
+        shape: outermost dimension first, as in numpy; GGUF has the innermost first.
+        start: the offset of its bytes in the file.
+        row_bytes: the bytes of one row of the innermost dimension.
     """
 
     name: str
@@ -95,7 +95,7 @@ def read_header(file: Path) -> Header:
     """Read the header of one file.
 
     Raises:
-        LoadError: it is not a GGUF file, of a version that is not read, damaged or cut off.
+        LoadError: it is not a GGUF file, has an unsupported version, or is damaged or truncated.
     """
     try:
         with open(file, "rb") as stream:
@@ -105,7 +105,7 @@ def read_header(file: Path) -> Header:
 
 
 class _HeaderReader:
-    """Reads a file from its start; no length in it is believed before the bytes are there."""
+    """Reads a file from its start, and checks every length against the bytes that are there."""
 
     def __init__(self, file: Path, stream: BinaryIO):
         self.file = file
@@ -119,7 +119,7 @@ class _HeaderReader:
         for _ in range(num_keys):
             key = self._text("a metadata key")
             if key in metadata:
-                raise self._damaged(f"the metadata key {shown(key)} is there twice")
+                raise self._damaged(f"it has the metadata key {shown(key)} twice")
             metadata[key] = self._value(self._number("<u4"), key)
         infos = [self._tensor_info() for _ in range(num_tensors)]
         return Header(metadata, self._tensors(infos, metadata))
@@ -137,7 +137,7 @@ class _HeaderReader:
                 f"[load] {self.file} is a big-endian GGUF file; write a little-endian one"
             )
         raise LoadError(
-            f"[load] {self.file} is a GGUF file of version {version}; versions 2 and 3 are read"
+            f"[load] {self.file} is a GGUF file of version {version}; supported: 2 and 3"
         )
 
     def _tensor_info(self) -> tuple[str, list[int], int, int]:
@@ -158,7 +158,7 @@ class _HeaderReader:
         tensors: dict[str, TensorInfo] = {}
         for name, shape, type_number, offset in infos:
             if name in tensors:
-                raise self._damaged(f"tensor {shown(name)} is there twice")
+                raise self._damaged(f"it has the tensor {shown(name)} twice")
             type_name, row_bytes = self._row(name, shape, type_number)
             info = TensorInfo(name, type_name, tuple(shape), self.file, start + offset, row_bytes)
             self._check_place(info)
@@ -173,7 +173,7 @@ class _HeaderReader:
             block_size, block_bytes = constants.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise LoadError(
-                f"[load] {self.file}: tensor {shown(name)} is of the unknown type {type_number}"
+                f"[load] {self.file}: tensor {shown(name)} has the unknown type {type_number}"
             ) from None
         if min(shape) < 1 or shape[-1] % block_size:
             raise self._damaged(
@@ -183,15 +183,15 @@ class _HeaderReader:
         return kind.name, shape[-1] // block_size * block_bytes
 
     def _check_place(self, info: TensorInfo) -> None:
-        # Python's integers: a product of damaged dimensions may be of any size.
+        # In Python's integers, since damaged dimensions may have a product of any size.
         num_bytes = info.row_bytes
         for size in info.shape[:-1]:
             num_bytes *= size
         end = info.start + num_bytes
         if end > self.size:
             raise LoadError(
-                f"[load] {self.file} is cut off or damaged: tensor {shown(info.name)} ends at byte "
-                f"{end:,}, and the file has {self.size:,}"
+                f"[load] {self.file} is truncated or damaged: tensor {shown(info.name)} ends at "
+                f"byte {end:,}, but the file has {self.size:,}"
             )
 
     def _value(self, kind: int, key: str) -> Any:
@@ -200,7 +200,7 @@ class _HeaderReader:
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _SCALARS:
-            raise self._damaged(f"the metadata {shown(key)} is of the unknown type {kind}")
+            raise self._damaged(f"the metadata {shown(key)} has the unknown type {kind}")
         return self._number(_SCALARS[kind])
 
     def _array(self, key: str) -> list[Any]:
@@ -216,7 +216,7 @@ class _HeaderReader:
 
     def _number(self, dtype: str) -> Any:
         value = self._scalars(dtype, 1)[0]
-        # As the writer meant it: 1e-06 and not 9.999999974752427e-07.
+        # The shortest decimal of the float32: 1e-06 and not 9.999999974752427e-07.
         return float(str(value)) if dtype == "<f4" else value.item()
 
     def _scalars(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
@@ -234,7 +234,9 @@ class _HeaderReader:
     def _take(self, num_bytes: int) -> bytes:
         taken = self.stream.read(num_bytes)
         if len(taken) < num_bytes:
-            raise LoadError(f"[load] {self.file} is cut off or damaged: it ends within its header")
+            raise LoadError(
+                f"[load] {self.file} is truncated or damaged: it ends within its header"
+            )
         return taken
 
     def _damaged(self, what: str) -> LoadError:

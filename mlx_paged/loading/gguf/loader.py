@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.errors import one_line, shown
+from mlx_paged.loading.configuration import model_classes
 from mlx_paged.loading.folder import LoadError, load_errors
 from mlx_paged.loading.gguf.configuration import read_configuration
 from mlx_paged.loading.gguf.files import GGUFFile
@@ -22,9 +22,6 @@ from mlx_paged.loading.gguf.tokenizer import named_end_ids, write_tokenizer
 from mlx_paged.loading.gguf.vocabulary import TOKENS, TokenType, Vocabulary
 from mlx_paged.loading.gguf.weights import DTYPES, Weights, default_dtype
 from mlx_paged.loading.tokenizer import read_tokenizer
-
-# model type -> the module that has its Model and ModelArgs
-MODELS = {"qwen3": "mlx_paged.models.qwen3", "llama": "mlx_lm.models.llama"}
 
 
 def load_gguf(
@@ -34,21 +31,21 @@ def load_gguf(
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """A model out of a GGUF file, its tokenizer and its configuration.
+    """The model in a GGUF file, its tokenizer and its configuration.
 
-    Weights are evaluated, one tensor after another. What is lost of them is said in a warning.
+    Weights are evaluated one tensor at a time. A warning says which of them lose precision.
 
     Args:
         path: the file, or any part of a split one.
         tokenizer_path: a folder with the model's tokenizer, instead of the file's own.
-        tokenizer_config: passed on to the tokenizer.
+        tokenizer_config: passed to the tokenizer.
         model_config: replaces fields of the configuration. ``dtype`` (``float32``, ``float16`` or
-            ``bfloat16``) is that of scales, norms and activations, and so of K/V; by default the
-            one in which the file's matrices lose nothing.
+            ``bfloat16``) is that of scales, norms and activations, and so of K/V; by default one in
+            which the file's matrices are exact.
 
     Returns:
-        A model of this package (qwen3) or an unmodified one of mlx-lm, the tokenizer, and what
-        would be in ``config.json``.
+        A model of this package (qwen3) or an unmodified one of mlx-lm, the tokenizer, and the
+        equivalent of ``config.json``.
 
     Raises:
         LoadError: the file is damaged, or something in it is not supported.
@@ -56,7 +53,7 @@ def load_gguf(
     file = GGUFFile.open(path)
     config = _configuration(file, model_config or {})
     with load_errors(f"the model in {file.path} is broken"):
-        # The tokenizer comes first: if it is refused, there is no wait for the weights.
+        # The tokenizer comes first, so that it is refused before the weights are read.
         tokenizer = _load_tokenizer(file, tokenizer_path, tokenizer_config, config)
         model = _build(config)
         weights = Weights(file, model, config)
@@ -70,11 +67,10 @@ def load_gguf(
 
 
 def build_unread(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model of a GGUF file with modules and dtypes as :func:`load_gguf` gives them, its weights
-    neither read nor evaluated; and its configuration.
+    """The model and configuration of :func:`load_gguf`, with weights that are not read.
 
     Raises:
-        LoadError: as :func:`load_gguf`, for what the file's header shows.
+        LoadError: as :func:`load_gguf`, as far as the file's header shows.
     """
     file = GGUFFile.open(path)
     config = _configuration(file, {})
@@ -94,15 +90,15 @@ def _configuration(file: GGUFFile, changes: dict[str, Any]) -> dict[str, Any]:
     for name in ("quantization", "quantization_config", "model_type"):
         if name in changes:
             raise LoadError(
-                f"[load] model_config can't have {name}: that of a GGUF file is its own",
+                f"[load] model_config can't have {name}: a GGUF file has its own",
                 "model_config",
             )
     return config
 
 
 def _build(config: dict[str, Any]) -> Module:
-    module = importlib.import_module(MODELS[config["model_type"]])
-    model: Module = module.Model(module.ModelArgs.from_dict(config))
+    model_class, args_class = cast(Any, model_classes(config))
+    model: Module = model_class(args_class.from_dict(config))
     return model
 
 
@@ -132,13 +128,13 @@ def _load_tokenizer(
 
 @contextmanager
 def _advice(path: Path) -> Iterator[None]:
-    """Say after what is wrong with a file's tokenizer that another one can be given."""
+    """Add to errors of a file's tokenizer that another one can be given."""
     try:
         yield
     except LoadError as error:
         reason = str(error).removeprefix("[load] ")
         if isinstance(error.__cause__, Exception):
-            # The message speaks of a temporary folder.
+            # The message names a temporary folder.
             reason = f"the tokenizer in {path} is broken: {one_line(error.__cause__)}"
         raise LoadError(
             f"[load] {reason}; give a folder with the model's tokenizer as tokenizer_path",
@@ -147,7 +143,7 @@ def _advice(path: Path) -> Iterator[None]:
 
 
 def _check_tokenizer(tokenizer: TokenizerWrapper, folder: Path, file: GGUFFile) -> None:
-    """Refuse a tokenizer of other tokens: what it made of a text would mean something else."""
+    """Refuse a tokenizer whose token ids differ from the file's."""
     if TOKENS not in file.metadata:
         return
     vocabulary = Vocabulary.read(file.metadata)

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata, each value checked where it is read."""
+"""A GGUF file's metadata, whose values are checked when they are read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlx_paged.loading.folder import LoadError
 
 
 class Metadata:
-    """Values by key. A key that is missing gives the default; without one it is an error.
+    """Values by key. A missing key yields the default, or :class:`LoadError` if there is none.
 
     Args:
-        file: whose metadata it is, for messages.
+        file: the file's path, for messages.
     """
 
     def __init__(self, file: Path, values: dict[str, Any]):

@@ -1,7 +1,7 @@
-"""How a text is cut into words before byte-level BPE, by the file's ``tokenizer.ggml.pre``.
+"""How a text is split into words before byte-level BPE, by the file's ``tokenizer.ggml.pre``.
 
-The file only has the name. The patterns are those of the models' own ``tokenizer.json``, of which
-the names in llama.cpp stand.
+The file has only a name of llama.cpp. The patterns are those in the ``tokenizer.json`` of the
+models that the names stand for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Words of capitals and of small letters, in which a capital begins another one.
+# Words in which an upper-case letter after a lower-case one begins a new word.
 _CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -24,13 +24,13 @@ _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A way to cut words.
+    """How words are split.
 
     Attributes:
-        patterns: each cuts the pieces of the one before it; what it does not match stays a piece.
-        ignores_merges: a word that is a token is that token, whatever the merges say.
-        adds_bos: whether texts begin with the BOS token where the file doesn't say it.
-        normalises: whether texts are brought to Unicode's NFC first.
+        patterns: each splits the pieces of the previous one; what it does not match stays a piece.
+        ignores_merges: whether a word that is a token is never split by the merges.
+        adds_bos: whether texts begin with the BOS token, unless the file specifies it.
+        normalises: whether texts are normalised to NFC first.
     """
 
     patterns: tuple[str, ...]
@@ -40,7 +40,7 @@ class PreTokenizer:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """As ``tokenizer.json`` has it; the words come out in GPT-2's letters for bytes."""
+        """The entry of ``tokenizer.json``, which maps bytes to GPT-2's letters."""
         splits = [
             {
                 "type": "Split",
@@ -78,7 +78,7 @@ _GPT_4O = PreTokenizer(
 )
 
 PRE_TOKENIZERS = {
-    # What llama.cpp does where a converter knew no better.
+    # llama.cpp's fallback for files of unknown tokenizers.
     "default": PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
     ),

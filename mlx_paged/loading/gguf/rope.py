@@ -1,4 +1,4 @@
-"""How a GGUF file scales its rotary positions."""
+"""The RoPE scaling of a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.files import GGUFFile
 
 FACTORS = "rope_freqs.weight"
-# What every Llama 3 says beside its factor; the file has the factors alone.
+# The other fields of Llama 3's scaling, equal in all of its models; the file has only factors.
 _LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Factors of YaRN that configurations of these models do not have.
+# Factors of YaRN that the configurations of these models do not support.
 _NEUTRAL_AT_1 = ("attn_factor", "yarn_ext_factor", "yarn_attn_factor")
 
 
 def rope_scaling(
     file: GGUFFile, architecture: str, config: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """``rope_scaling`` as ``config.json`` has it; ``None`` for plain positions.
+    """The ``rope_scaling`` of ``config.json``; ``None`` for unscaled RoPE.
 
     Raises:
-        LoadError: it is of a kind that is not supported.
+        LoadError: the kind of scaling is not supported.
     """
     metadata, prefix = file.metadata, f"{architecture}.rope.scaling"
     kind = metadata.text(f"{prefix}.type", "none")
     if FACTORS in file.tensors:
         if kind != "none":
             raise LoadError(
-                f"[load] {file.path} has {FACTORS} and {prefix}.type {shown(kind)}; one of them "
-                "is supported, not both"
+                f"[load] {file.path} has both {FACTORS} and {prefix}.type {shown(kind)}; only one "
+                "of them is supported"
             )
         return _scaling_by_factors(file, config)
     if kind == "none":
@@ -67,10 +67,10 @@ def rope_scaling(
 
 
 def _scaling_by_factors(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """A scaling with the factors by which the file divides the frequencies.
+    """The scaling for a file with factors that divide the frequencies.
 
-    That is Llama 3's where its formula gives these factors. Others are written as LongRoPE's of a
-    context that was not extended, which does the same at the cost of one more operation.
+    That is Llama 3's if its formula gives these factors. Others become LongRoPE with an unextended
+    context, which computes the same with one more operation.
     """
     factors = _read_factors(file, config["head_dim"] // 2)
     llama_3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA_3}
@@ -97,5 +97,7 @@ def _read_factors(file: GGUFFile, expected: int) -> np.ndarray[Any, Any]:
         )
     factors = file.read(FACTORS).view(np.float32).reshape(-1)
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise LoadError(f"[load] {file.path}: {FACTORS} holds numbers that are not factors")
+        raise LoadError(
+            f"[load] {file.path}: {FACTORS} has numbers that are not finite and positive"
+        )
     return factors

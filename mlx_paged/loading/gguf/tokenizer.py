@@ -1,8 +1,8 @@
-"""A tokenizer out of a GGUF file's metadata.
+"""The tokenizer in a GGUF file's metadata.
 
-It is written into a folder as Hugging Face's ``tokenizer.json`` and ``tokenizer_config.json``, and
-loaded from there by mlx-lm's own loader, so that detokenizer, marks of reasoning and parsers of
-tool calls are found as for any other model.
+It is written to a folder as Hugging Face's ``tokenizer.json`` and ``tokenizer_config.json``, and
+loaded from there by mlx-lm, which finds the detokenizer, reasoning marks and tool-call parser as
+for any other model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> list[int]:
     """Write the tokenizer's files; returns the ids of the tokens that end an answer.
 
     Raises:
-        LoadError: it is of a kind that is not known, or damaged.
+        LoadError: the tokenizer is of an unknown kind, or damaged.
     """
     vocabulary = Vocabulary.read(metadata)
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise LoadError(
             f"[load] {metadata.file}: a tokenizer of the kind {shown(kind)} (tokenizer.ggml.model) "
-            f"is not read from a GGUF file; {', '.join(_KINDS)} are"
+            f"is not supported in a GGUF file; supported: {', '.join(_KINDS)}"
         )
     content = _KINDS[kind](vocabulary)
     content = {
@@ -50,13 +50,13 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> list[int]:
 
 
 def named_end_ids(metadata: Metadata) -> list[int]:
-    """Tokens that end an answer, as the file names them, whatever its tokenizer is."""
+    """The end tokens that the file names, independent of its tokenizer."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in END_NAMES]
     return list(dict.fromkeys(metadata.integer(key) for key in keys if key in metadata))
 
 
 def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is cut into words."""
+    """Tokens that are matched in a text before it is split into words."""
     kinds = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
     return [
         {
@@ -100,7 +100,7 @@ def _settings(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | None:
-    """What puts BOS and EOS around a text, where the file wants them."""
+    """The post-processor that adds BOS and EOS to a text, if the file requests them."""
     ends = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         wanted = vocabulary.metadata.flag(f"tokenizer.ggml.add_{name}_token", default)
@@ -133,9 +133,9 @@ def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | 
 
 
 def _byte_level_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
-    """GPT-2's kind: words by a pattern, their bytes as letters, merged in the file's order."""
+    """GPT-2's kind: words split by a pattern, bytes as letters, merged in the file's order."""
     pre = _known_pre_tokenizer(vocabulary.metadata)
-    # A merge that does not make two tokens into a third is found when this is loaded.
+    # An invalid merge raises when the tokenizer is loaded.
     merges = [merge.split(" ", 1) for merge in vocabulary.metadata.texts("tokenizer.ggml.merges")]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     processors = [{**byte_level, "use_regex": False}]
@@ -166,8 +166,7 @@ def _known_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     name = metadata.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise LoadError(
-            f"[load] {metadata.file}: how its tokenizer cuts words (tokenizer.ggml.pre is "
-            f"{shown(name)}) is not known here"
+            f"[load] {metadata.file}: unknown pre-tokenizer {shown(name)} (tokenizer.ggml.pre)"
         )
     return PRE_TOKENIZERS[name]
 
@@ -175,7 +174,7 @@ def _known_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 def _sentencepiece_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
     """Llama 2's kind: SentencePiece's BPE, which merges the pair with the highest score."""
     metadata = vocabulary.metadata
-    # A space before each piece of text between special tokens, as llama.cpp has it.
+    # A space before each piece of text between special tokens, as in llama.cpp.
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepended = {"type": "Prepend", "prepend": _SPACE}
@@ -209,14 +208,14 @@ def _sentencepiece_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Each way to make a token of two others, the tokens with the highest scores first."""
+    """Every merge of two tokens into another, in descending order of the result's score."""
     ids, scores = vocabulary.ids, vocabulary.scores
     kinds = (TokenType.NORMAL, TokenType.USER_DEFINED)
     merges = []
     for _, token in sorted(vocabulary.of_type(*kinds), key=lambda entry: -scores[entry[0]]):
         splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [(left, right) for left, right in splits if left in ids and right in ids]
-        # Tokens of equal text may be made in several ways; the order follows SentencePiece's ids.
+        # A token may have several merges, ordered as in SentencePiece by the ids of the parts.
         merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return merges
 

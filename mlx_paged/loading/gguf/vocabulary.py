@@ -11,7 +11,7 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.metadata import Metadata
 
-# Texts that end an answer, where they are control tokens: files often name one end token of two.
+# Control tokens that end an answer: files often name only one end token of two.
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>",
@@ -33,11 +33,11 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A file's tokens, and what it says of them.
+    """A file's tokens and their types.
 
     Attributes:
-        types: a :class:`TokenType` of each token.
-        scores: of each token, for SentencePiece's merges; read when asked for.
+        types: a :class:`TokenType` per token.
+        scores: one per token, for SentencePiece's merges; read on first use.
     """
 
     metadata: Metadata
@@ -46,7 +46,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, metadata: Metadata) -> Vocabulary:
-        """Raises :class:`LoadError` where there is none, or it is damaged."""
+        """Raises :class:`LoadError` if it is missing or damaged."""
         tokens = metadata.texts(TOKENS)
         types = [int(TokenType.NORMAL)] * len(tokens)
         if "tokenizer.ggml.token_type" in metadata:
@@ -84,14 +84,14 @@ class Vocabulary:
         token_id = self.metadata.integer(key)
         if token_id >= len(self.tokens):
             raise LoadError(
-                f"[load] {self.metadata.file}: {key} is {token_id:,}, and there are "
+                f"[load] {self.metadata.file}: {key} is {token_id:,}, but there are "
                 f"{len(self.tokens):,} tokens"
             )
         return token_id
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end an answer: those that the file names, and control tokens known for it."""
+        """Tokens that end an answer: those that the file names, and well-known control tokens."""
         named = [self.special(name) for name in END_NAMES]
         known = (i for i, token in self.of_type(TokenType.CONTROL) if token in _END_TEXTS)
         return list(dict.fromkeys([*(i for i in named if i is not None), *known]))

@@ -1,4 +1,4 @@
-"""A model with the weights of a GGUF file."""
+"""Loading the weights of a GGUF file into a model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.header import TensorInfo, gguf
 from mlx_paged.loading.gguf.rope import FACTORS
 
-# A plain type -> how numpy reads its bytes, and what MLX calls it.
+# An unquantised type -> how numpy reads its bytes, and MLX's dtype.
 PLAIN_TYPES = {
     "F32": (np.float32, mx.float32),
     "F16": (np.float16, mx.float16),
     "BF16": (np.uint16, mx.bfloat16),
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# llama.cpp rotates neighbouring pairs of a head's numbers, and files of llama have the rows of
-# these matrices in an order made for it.
+# llama.cpp rotates adjacent pairs of a head's numbers, and permutes the rows of these matrices in
+# files of llama accordingly.
 _PERMUTED = re.compile(r"model\.layers\.\d+\.self_attn\.(q|k)_proj\.(weight|bias)")
 _QUANTISED_MODULES = (nn.Linear, nn.Embedding)
 
 
 class Weights:
-    """Reads the weights of a model out of a file, under the model's own names.
+    """Reads the weights of a model from a file, under the model's own names.
 
     Args:
-        model: as its configuration builds it, before it is quantised.
-        config: the model's; ``dtype`` names that of scales, biases, norms and activations.
+        model: as built from its configuration, not quantised yet.
+        config: the model's; ``dtype`` is that of scales, biases, norms and activations.
     """
 
     def __init__(self, file: GGUFFile, model: Module, config: dict[str, Any]):
@@ -49,12 +49,12 @@ class Weights:
         self.rounded: set[str] = set()
 
     def load(self) -> None:
-        """Quantise the model's modules as the file has them, and give it the weights.
+        """Quantise the model's modules as in the file, and load the weights.
 
-        One tensor at a time is read and repacked, so that there is never much more than the model.
+        Tensors are read and repacked one at a time, so that the peak is little more than the model.
 
         Raises:
-            LoadError: a tensor is not what the model needs.
+            LoadError: a tensor does not fit the model.
         """
         self.shape_model()
         weights: dict[str, mx.array] = {}
@@ -63,7 +63,7 @@ class Weights:
         self.model.load_weights(list(weights.items()), strict=True)
 
     def shape_model(self) -> None:
-        """Quantise the model's modules as the file has them, and give it the dtype."""
+        """Quantise the model's modules as in the file, and set the dtype."""
         quantised = self._quantised_modules()
         if quantised:
             nn.quantize(self.model, class_predicate=lambda path, _: quantised.get(path, False))
@@ -71,10 +71,10 @@ class Weights:
         self.model.set_dtype(self.dtype)
 
     def losses(self) -> list[str]:
-        """What is not as the file has it, in words; empty where nothing is lost."""
+        """Which tensors are not exact, in words; empty if all are."""
         lines = []
         for names, what in (
-            (self.requantised, "quantised once more, to 8 bits in groups of 32"),
+            (self.requantised, "quantised again, to 8 bits in groups of 32"),
             (self.rounded, f"rounded to {self.config['dtype']}"),
         ):
             types = sorted({self.file.tensors[name].type_name for name in names})
@@ -93,7 +93,7 @@ class Weights:
             if not isinstance(modules.get(path), _QUANTISED_MODULES):
                 raise LoadError(
                     f"[load] {self.file.path}: tensor {shown(info.name)} is of {info.type_name}, "
-                    "which is for matrices"
+                    "which is supported for matrices only"
                 )
             quantised[path] = {"group_size": GROUP_SIZE, "bits": kind.bits}
         return quantised
@@ -124,7 +124,7 @@ class Weights:
         return self._cast(array.view(as_mlx), info)
 
     def _cast(self, array: mx.array, info: TensorInfo) -> mx.array:
-        """In the model's dtype, evaluated; notes where that loses something."""
+        """The array in the model's dtype, evaluated; records tensors that are rounded."""
         cast = array.astype(self.dtype)
         if not mx.isfinite(cast).all().item():
             raise LoadError(
@@ -136,12 +136,12 @@ class Weights:
         return cast
 
     def _row_order(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any] | None:
-        """The file's row for each row of the model; ``None`` where they are the same."""
+        """The file's row for each row of the model; ``None`` for the same order."""
         match = _PERMUTED.fullmatch(name)
         if self.config["model_type"] != "llama" or match is None:
             return None
         heads = self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
-        # The file has (0, half, 1, half + 1, ...) of each head.
+        # The file's order within a head is 0, half, 1, half + 1, ...
         rows = np.arange(self.infos[name].shape[0]).reshape(heads, -1, 2)
         return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
 
@@ -151,8 +151,8 @@ def _are_equal(one: mx.array, other: mx.array) -> bool:
 
 
 def default_dtype(file: GGUFFile) -> str:
-    """The dtype in which the file's matrices lose nothing: their own where all are of one plain
-    type, else float32, in which the scales of all quantised types are exact.
+    """The dtype in which the file's matrices are exact: F16 or BF16 if all are of that type, else
+    float32, in which the scales of all quantised types are exact.
     """
     kinds = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
     plain = {"F16": "float16", "BF16": "bfloat16"}
@@ -162,7 +162,7 @@ def default_dtype(file: GGUFFile) -> str:
 def _tensors_by_parameter(
     file: GGUFFile, model: Module, config: dict[str, Any]
 ) -> dict[str, TensorInfo]:
-    """The file's tensors by the names of the model's parameters; both must have the same."""
+    """The file's tensors by the model's parameter names; neither may have others."""
     constants = gguf().constants
     architecture = file.metadata.text("general.architecture")
     numbers = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
@@ -183,7 +183,7 @@ def _tensors_by_parameter(
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise LoadError(
             f"[load] {file.path} has the tensor {shown(min(left))}{more}, which {architecture} "
-            "does not have"
+            "does not use"
         )
     return infos
 
@@ -197,5 +197,5 @@ def _check_tensor(file: GGUFFile, info: TensorInfo, shape: tuple[int, ...]) -> N
     if info.shape != shape:
         raise LoadError(
             f"[load] {file.path}: tensor {shown(info.name)} has the shape {list(info.shape)}, and "
-            f"the metadata asks for {list(shape)}"
+            f"the metadata implies {list(shape)}"
         )

@@ -1,10 +1,10 @@
-"""The attention of mlx-lm's models, where it is computed on the caches of this package.
+"""Attention of mlx-lm's models on this package's caches.
 
-A model of mlx-lm gives its new K and V to a cache, gets back those of the whole sequence, and hands
-them to ``scaled_dot_product_attention``, a function that its module has imported. The caches here
-give a model its own rows back, as arrays that know whose they are. :class:`OurAttention` puts a
-function in the place of mlx-lm's that asks such arrays to attend, and passes all others on. A few
-modules attend elsewhere, and get one there.
+A model of mlx-lm passes its new K and V to a cache, receives those of the whole sequence, and calls
+``scaled_dot_product_attention`` with them, a function that its module has imported. This package's
+caches return the new rows, as arrays with a reference to the cache. :class:`OurAttention` replaces
+mlx-lm's function with one that calls that cache's ``attend`` for such arrays, and the original for
+all others. A few modules attend in another place, which is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import mlx.core as mx
 
 _NAME = "scaled_dot_product_attention"
 _MODULES = "mlx_lm.models."
-_OWN = "_mlx_paged_replaces"  # names, on what we put in a place, what it stands for
+_OWN = "_mlx_paged_replaces"  # an attribute of a replacement: the original
 
 
 @runtime_checkable
 class Owner(Protocol):
-    """A cache that hands out :class:`FetchedKeys`."""
+    """A cache whose ``update_and_fetch`` returns :class:`FetchedKeys`."""
 
     offset: mx.array
 
@@ -56,17 +56,17 @@ class Owner(Protocol):
 
 
 class FetchedKeys(mx.array):
-    """K as a cache hands it to a model. What a model computes from it is a plain array."""
+    """K as a cache returns it to a model. What a model computes from it is a plain array."""
 
     owner: Owner
     values: FetchedValues
 
 
 class FetchedValues(mx.array):
-    """V as a cache hands it to a model.
+    """V as a cache returns it to a model.
 
-    Models with latents (MLA) put the rotated part of K in the place of V, multiply rotated queries
-    by it, and pass these scores on as a mask. Here the product is left open.
+    Models with latents (MLA) store the rotated part of K in the place of V, multiply rotated
+    queries by it, and pass the scores to attention as a mask. That product is deferred here.
     """
 
     def swapaxes(self, axis1: int, axis2: int) -> mx.array:  # type: ignore[override]
@@ -78,24 +78,23 @@ class FetchedValues(mx.array):
 
 @dataclass(frozen=True, eq=False)
 class RopeScores:
-    """The scores of rotated queries, ``[num_tokens, num_heads, 1, rope_dim]``, before they are
-    multiplied.
-    """
+    """The deferred product of rotated queries and keys."""
 
-    queries: mx.array
+    queries: mx.array  # [num_tokens, num_heads, 1, rope_dim]
     keys: FetchedValues
 
 
 @dataclass(frozen=True)
 class WindowMask:
-    """A causal mask of which each query sees its last ``window`` tokens, itself included."""
+    """A causal mask in which a query attends to its last ``window`` tokens, itself included."""
 
     window: int
 
 
 class OurAttention:
-    """While there is an object of this class, all modules of mlx-lm's models that were imported
-    when it was made ask :class:`FetchedKeys`. After the last one, their functions are mlx-lm's own.
+    """While an object of this class lives, the modules of mlx-lm's models that were imported when
+    it was made attend on :class:`FetchedKeys`. When the last one is gone, their functions are
+    mlx-lm's own again.
     """
 
     def __init__(self) -> None:
@@ -106,12 +105,12 @@ class OurAttention:
         weakref.finalize(self, _leave, names).atexit = False
 
     def __deepcopy__(self, memo: object) -> OurAttention:
-        return self  # A copy of a model needs the functions for as long as it lives.
+        return self  # A copy of a model needs the replaced functions for as long as it lives.
 
 
-# A finalizer runs wherever the garbage collector does, also inside the lock.
+# Reentrant, since the garbage collector may run a finalizer while the lock is held.
 _lock = threading.RLock()
-_num_users: Counter[str] = Counter()  # of modules by their names
+_num_users: Counter[str] = Counter()  # how many objects use a module, by its name
 
 
 def _leave(names: list[str]) -> None:
@@ -121,13 +120,13 @@ def _leave(names: list[str]) -> None:
 
 
 def _put_functions() -> None:
-    """Give each module the function that it needs: one that asks the keys where it is in use,
-    else its own. What a module has imported from another one while that was in use counts, too.
+    """Replace the functions of each module that is in use, and restore those of all others, which
+    may have imported a replacement from a module in use.
     """
     for name, module in list(sys.modules.items()):
         if not name.startswith(_MODULES):
             continue
-        places = [(_NAME, _asking_the_keys), *_OTHER_PLACES.get(name, ())]
+        places = [(_NAME, _on_fetched_keys), *_OTHER_PLACES.get(name, ())]
         for place, replace in places:
             holder, _, attribute = place.rpartition(".")
             owner: Any = getattr(module, holder) if holder else module
@@ -141,7 +140,7 @@ def _put_functions() -> None:
                 setattr(owner, attribute, own)
 
 
-def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _on_fetched_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(original)
     def scaled_dot_product_attention(
         queries: mx.array, keys: mx.array, values: mx.array, *args: Any, **kwargs: Any
@@ -154,7 +153,7 @@ def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.arra
     return scaled_dot_product_attention
 
 
-def _mlx_asking_the_keys(original: ModuleType) -> ModuleType:
+def _mlx_on_fetched_keys(original: ModuleType) -> ModuleType:
     # MLX's function takes no cache.
     def attend(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
         if isinstance(k, FetchedKeys):
@@ -167,13 +166,13 @@ def _mlx_asking_the_keys(original: ModuleType) -> ModuleType:
 
 
 def _with_attributes(module: ModuleType, attributes: dict[str, Any]) -> ModuleType:
-    """A module like another one, but for these attributes."""
+    """A copy of a module with some attributes replaced."""
     changed = ModuleType(module.__name__)
     vars(changed).update(attributes, __getattr__=functools.partial(getattr, module))
     return changed
 
 
-def _gemma2_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _gemma2_on_fetched_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(original)
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, Owner):
@@ -194,7 +193,7 @@ def _gemma2_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., 
     return call
 
 
-def _gear_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _gear_on_fetched_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(original)
     def attend(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, softcap: float, mask: Any
@@ -207,12 +206,12 @@ def _gear_asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx
     return attend
 
 
-# Where modules attend beside or instead of mlx-lm's function, and what makes ours of it.
+# Other places in which modules attend, and what makes the replacement of the original.
 _OTHER_PLACES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
-    # It calls MLX's ``mx.fast.scaled_dot_product_attention``, and gets another ``mx``, which has
-    # all of MLX but for that.
-    "mlx_lm.models.plamo2": [("mx", _mlx_asking_the_keys)],
+    # It calls ``mx.fast.scaled_dot_product_attention``, so its ``mx`` is replaced by a copy of MLX
+    # that differs in this function only.
+    "mlx_lm.models.plamo2": [("mx", _mlx_on_fetched_keys)],
     # These cap their scores, which MLX's function can't.
-    "mlx_lm.models.gemma2": [("Attention.__call__", _gemma2_asking_the_keys)],
-    "mlx_lm.models.gear": [("_softcap_attention", _gear_asking_the_keys)],
+    "mlx_lm.models.gemma2": [("Attention.__call__", _gemma2_on_fetched_keys)],
+    "mlx_lm.models.gear": [("_softcap_attention", _gear_on_fetched_keys)],
 }

@@ -1,4 +1,4 @@
-"""The caches that a model of mlx-lm asks for: a list, some of whose entries are lists of caches."""
+"""The list of caches that a model of mlx-lm asks for, some of whose entries are lists of caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_lm.models.cache import CacheList
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
-    """Every cache, in the order of the model."""
+    """Every single cache, in the model's order."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves_of(cache.caches)
@@ -18,7 +18,7 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def with_leaves(caches: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
-    """The same lists with other caches: what ``make`` returns for each, called in their order."""
+    """The same lists with each cache replaced by what ``make`` returns for it, called in order."""
     return [
         CacheList(*with_leaves(cache.caches, make)) if isinstance(cache, CacheList) else make(cache)
         for cache in caches

@@ -1,12 +1,13 @@
-"""Logits of some rows only: what comes after a model's last norm is done for those alone.
+"""Logits of the requested rows only: a model's last norm drops the other rows, so that what follows
+it is computed for these alone.
 
-The product with the vocabulary is a tenth of a small model's work on a prompt, and of a prompt one
-row of logits is wanted.
+The product with the vocabulary is a tenth of a small model's work on a prompt, of which one row of
+logits is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -15,19 +16,19 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_paged.models.mlx_lm.module_calls import last_called_once
+from mlx_paged.models.mlx_lm.module_calls import Calls
 
-# The rows and their axis; of the thread that runs a step.
+# The rows and their axis, for the thread that runs a step.
 _wanted: ContextVar[tuple[mx.array, int] | None] = ContextVar("wanted rows", default=None)
 
 
 @contextmanager
 def rows_wanted(rows: mx.array | None, axis: int) -> Iterator[None]:
-    """Let the norm that :func:`keep_wanted_rows` has prepared return these rows only.
+    """Have the norm that :func:`prepare_final_norm` has prepared return these rows only.
 
     Args:
         rows: ``[num_rows] int32``; ``None`` for all.
-        axis: of the norm's input, on which the tokens are.
+        axis: the token axis of the norm's input.
     """
     token = _wanted.set(None if rows is None else (rows, axis))
     try:
@@ -36,32 +37,27 @@ def rows_wanted(rows: mx.array | None, axis: int) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def leaves_rows_out(
-    norms: Sequence[Module], run: Callable[[], mx.array], row: int, axis: int
-) -> bool:
-    """Prepare the last of these norms, and say whether the logits are those of the wanted rows
-    then; their values are compared later.
+def prepare_final_norm(calls: Calls, run: Callable[[], mx.array], axis: int) -> bool:
+    """Prepare a model's last norm to drop rows, and return whether the model then gives logits of
+    the requested rows only. Their values are compared later, with those of mlx-lm.
 
     Args:
-        norms: of a model, in the order in which it called them.
-        run: builds the graph once more; returns the logits.
-        row, axis: that is wanted for the trial.
+        calls: those of the model's modules in one run.
+        run: builds the graph once more and returns the logits.
+        axis: the token axis.
     """
-    norm = last_called_once(norms)
-    if norm is None:
+    norms = [norm for norm, _ in calls.of_kind("norm")]
+    # By identity: modules compare as the dictionaries that they are.
+    if not norms or sum(norm is norms[-1] for norm in norms) != 1:
         return False
-    keep_wanted_rows(norm)
+    norm = norms[-1]
+    if not hasattr(norm, "keeps_wanted_rows"):
+        norm.__class__ = _of_wanted_rows(type(norm))
     try:
-        with rows_wanted(mx.array([row]), axis):
+        with rows_wanted(mx.array([0]), axis):
             return run().shape[:2] == (1, 1)
     except Exception:
         return False  # something after the norm needs the other rows
-
-
-def keep_wanted_rows(norm: Module) -> None:
-    """Prepare a model's last norm, once. Its weights stay where they are."""
-    if not hasattr(norm, "keeps_wanted_rows"):
-        norm.__class__ = _of_wanted_rows(type(norm))
 
 
 @cache

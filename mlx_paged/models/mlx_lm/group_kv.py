@@ -1,4 +1,4 @@
-"""K/V of a module that attends and has a recurrent state, too (``baichuan_m1``): attention by
+"""K/V of a module that both attends and has a recurrent state (``baichuan_m1``): it attends by
 groups of runs.
 """
 
@@ -16,9 +16,7 @@ from mlx_paged.ops import AttentionMetadata
 
 
 class GroupKV(PackedKV):
-    """A cache for ``[num_runs, length]`` tokens, which lie on the packed axis of a step of their
-    own.
-    """
+    """A cache for the ``[num_runs, length]`` tokens of a group, which attend as a separate step."""
 
     def __init__(self, layer: LayerKV, group: RunGroup):
         runs = group.runs
@@ -41,7 +39,7 @@ class GroupKV(PackedKV):
 
 
 class _OnStep:
-    """A layer on another step than the one that is open, for one call."""
+    """A layer whose calls run on another step than the open one."""
 
     def __init__(self, layer: LayerKV, step: AttentionMetadata):
         self._layer, self._step = layer, step

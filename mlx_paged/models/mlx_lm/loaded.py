@@ -1,4 +1,4 @@
-"""Models that ``mlx_lm.load`` returned, taken as they are."""
+"""Models that ``mlx_lm.load`` has returned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.trial import adapt
 
-# An attribute of a model: the model as it runs here, which was tried once.
+# An attribute of a model: the adapted model, made once.
 _ADAPTED = "_mlx_paged_model"
 
 
 def is_called_as_mlx_lm(model: object) -> bool:
-    """Whether a model is called as those of mlx-lm are."""
+    """Whether a model has the interface of mlx-lm's models."""
     if not isinstance(model, Module) or isinstance(model, LanguageModel):
         return False
     has_caches = hasattr(model, "make_cache") or hasattr(model, "layers")
@@ -26,13 +26,13 @@ def is_called_as_mlx_lm(model: object) -> bool:
 
 def config_of(model: Module) -> dict[str, Any]:
     """The configuration that a model of mlx-lm was made with."""
-    config = {"model_type": getattr(model, "model_type", kind_of(model))}
-    config.update(vars(getattr(model, "args", None) or object))
-    return config
+    args = getattr(model, "args", None)
+    fields = {} if args is None else vars(args)
+    return {"model_type": getattr(model, "model_type", kind_of(model)), **fields}
 
 
 def adapted(model: Module) -> LanguageModel:
-    """A model of mlx-lm as one that runs here, tried the first time; its weights stay its own.
+    """A model of mlx-lm as a :class:`LanguageModel` with the same weights, tested the first time.
 
     Raises:
         ArgumentError: it can't run here, with the reason.
@@ -48,6 +48,6 @@ def adapted(model: Module) -> LanguageModel:
                 f"{one_line(error)}",
                 "model",
             ) from error
-        # Not one of its modules, as which it would have itself in it.
+        # A plain attribute: as a submodule, it would contain the model that contains it.
         object.__setattr__(model, _ADAPTED, found)
     return found

@@ -1,56 +1,29 @@
 """Modules that mix the tokens of a sequence through a recurrent state, on the packed axis.
 
-Such a module runs once per group of runs (:mod:`mlx_paged.models.mlx_lm.run_groups`): it gets
-another class, which cuts its arguments and joins its results. All others see packed rows.
+Such a module runs once per group of runs (:mod:`mlx_paged.models.mlx_lm.run_groups`): its class is
+replaced by a subclass that splits the arguments and joins the results. All other modules get packed
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import CacheList
 
 from mlx_paged.cache import LayerKV
-from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.cache_tree import leaves_of, with_leaves
 from mlx_paged.models.mlx_lm.group_kv import GroupKV
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 from mlx_paged.models.mlx_lm.run_groups import RunGroup, RunGroups
 
 
-class RecordedState(ArraysCache):
-    """A recurrent cache that notes which modules use it: the innermost one that is being called,
-    each time.
-
-    Args:
-        calls: the modules that are being called, outermost first.
-    """
-
-    def __init__(self, num_slots: int, calls: Sequence[Module]):
-        super().__init__(num_slots)
-        self._calls = calls
-        self.users: dict[int, Module] = {}  # by identity
-
-    def _note(self) -> None:
-        if not self._calls:
-            raise UnsuitableModelError("it uses a recurrent cache outside of its modules")
-        self.users[id(self._calls[-1])] = self._calls[-1]
-
-    def __getitem__(self, slot: int) -> Any:
-        self._note()
-        return super().__getitem__(slot)
-
-    def __setitem__(self, slot: int, value: Any) -> None:
-        self._note()
-        super().__setitem__(slot, value)
-
-
 class PackedState:
-    """Stands for a recurrent cache in a packed step, outside of the modules that use it.
+    """A recurrent cache as a packed step passes it to the modules that use it.
 
     Args:
         index: of the cache among the recurrent ones.
@@ -67,8 +40,8 @@ class PackedState:
 
 
 def run_by_groups(modules: Iterable[Module]) -> None:
-    """Let these modules run by groups where they get a :class:`PackedState`. Their weights stay
-    where they are, and so does what identifies them.
+    """Have these modules run by groups where they are called with a :class:`PackedState`. Their
+    weights are not moved, and the names of their classes, which a model's identity covers, stay.
     """
     for module in modules:
         if not hasattr(module, "runs_by_groups"):
@@ -95,7 +68,7 @@ def _by_groups(kind: type[Module]) -> type[Module]:
 
 
 def _for_group(value: Any, group: RunGroup, groups: RunGroups) -> Any:
-    """An argument of a module, as a group has it."""
+    """An argument of a module, cut to a group's tokens."""
     if isinstance(value, CacheList):
         return with_leaves([value], lambda each: _for_group(each, group, groups))[0]
     if isinstance(value, PackedState):

@@ -1,4 +1,4 @@
-"""What is read of the configuration of any model of mlx-lm."""
+"""The fields of ``config.json`` that are read for any model of mlx-lm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from mlx_paged.argument_values import is_plain_integer
 
-# Names that configurations have for it.
 _CONTEXT_LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -18,17 +17,24 @@ _CONTEXT_LENGTHS = (
     "seq_length",
     "model_max_length",
 )
-# Where a configuration names none, as recurrent models' do.
+# Names for the number of experts per token.
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+# For configurations that give none, such as those of recurrent models.
 UNKNOWN_CONTEXT_LENGTH = 2**20
-
-
-# Parts of a configuration that describe what is not run here.
-_OTHER_PARTS = ("vision_config", "audio_config")
+# Parts of a configuration that describe modules which are not run here.
+OTHER_PARTS = ("vision_config", "audio_config")
 
 
 def describe(config: dict[str, Any], way: str) -> str:
-    """A model's type, and the way in which it runs."""
-    is_part = any(config.get(name) for name in _OTHER_PARTS)
+    """A model's type and how it runs, in words."""
+    is_part = any(config.get(name) for name in OTHER_PARTS)
     return f"{config.get('model_type')} of mlx-lm, {way}{', its text part only' if is_part else ''}"
 
 
@@ -42,13 +48,13 @@ class MlxLmArgs:
 
     @classmethod
     def read(cls, config: dict[str, Any], vocab_size: int) -> MlxLmArgs:
-        """Of ``config.json``; where it describes several parts, of the one for text."""
+        """Read them from ``config.json``, and from its ``text_config`` if there is one."""
         text = config.get("text_config")
         sources = [config, text] if isinstance(text, dict) else [config]
         found = [source.get(name) for name in _CONTEXT_LENGTHS for source in sources]
         lengths = [length for length in found if is_plain_integer(length, 1)]
         scaling = next(filter(None, map(_rope_scaling, sources)), None)
-        # What Gemma 3 names is scaled already (as vLLM has it).
+        # Gemma 3's context length already includes the scaling (as in vLLM).
         if str(config.get("model_type")).startswith("gemma3"):
             scaling = None
         length = lengths[0] if lengths else UNKNOWN_CONTEXT_LENGTH
@@ -56,7 +62,7 @@ class MlxLmArgs:
 
 
 def _rope_scaling(config: dict[str, Any]) -> dict[str, Any] | None:
-    """A rule for all layers; some models have one for each kind of layer."""
+    """The scaling of all layers; ``None`` where each kind of layer has its own."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         if isinstance(scaling, dict) and isinstance(

@@ -1,10 +1,10 @@
-"""A model of mlx-lm, unmodified, for packed input: each token is a row of length 1 in its batch.
+"""An unmodified model of mlx-lm on packed input: each token is a batch entry of length 1.
 
-Rows of a batch are independent of each other except through their caches. So a prompt, a chunk of
-one, a decode and any mix of them are the same thing to the model, and nothing is padded: its batch
-is the packed axis, ``cache.offset`` is the position of each row, and attention is that of the
-caches here (:mod:`mlx_paged.models.mlx_lm.attention`). Modules with a recurrent state, which mix
-the tokens of a sequence, run by groups of runs (:mod:`mlx_paged.models.mlx_lm.mixers`).
+Entries of a batch depend on each other only through their caches. So prompts, chunks of prompts,
+decodes and any mix of them look the same to the model, and nothing is padded: the batch is the
+packed axis, ``cache.offset`` holds the position of each row, and attention is computed by this
+package's caches (:mod:`mlx_paged.models.mlx_lm.attention`). Modules with a recurrent state, which
+mix the tokens of a sequence, run by groups of runs (:mod:`mlx_paged.models.mlx_lm.mixers`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackedModel(LanguageModel):
     """A model of mlx-lm on the caches of this package.
 
     Args:
-        model: as mlx-lm loads it; its modules and weights stay as they are.
+        model: as mlx-lm loads it; its modules and weights are not changed.
         config: its ``config.json``.
 
     Raises:
@@ -71,8 +71,8 @@ class PackedModel(LanguageModel):
             return None
         if step.states is None:
             raise ValueError(
-                f"[packed] a {self.model_type} keeps a recurrent state of each sequence; open the "
-                "step with these"
+                f"[packed] a {self.model_type} keeps a recurrent state of each sequence; pass the "
+                "states when the step is opened"
             )
         return RunGroups(step, step.states, self._recurrent.num_slots)
 
@@ -86,7 +86,9 @@ class PackedModel(LanguageModel):
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         rope = self._recording.ropes[layer]
         if rope is None:
-            raise NotImplementedError(f"{self.description}, does not end keys with a rotation")
+            raise NotImplementedError(
+                f"{self.description}, has layers whose keys are not rotated as a whole"
+            )
         return rotate_on(rope, keys, distance)
 
     @property

@@ -1,4 +1,4 @@
-"""One entry of the list of caches that a model of mlx-lm gets, in a packed step."""
+"""One entry of the list of caches that a model of mlx-lm is called with in a packed step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_paged.models.mlx_lm.attention import (
 
 
 class AttentionLayer(Protocol):
-    """The part of :class:`mlx_paged.cache.LayerKV` that is asked for."""
+    """The part of :class:`mlx_paged.cache.LayerKV` that is used here."""
 
     def update_and_attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, sinks: mx.array | None
@@ -30,16 +30,16 @@ class AttentionLayer(Protocol):
 
 
 class PackedKV:
-    """A cache for a batch of tokens of which each is a row of length 1.
+    """A cache for a batch of tokens, each a batch entry of length 1.
 
-    The names are mlx-lm's. There is no ``__len__``: mlx-lm takes an empty cache for none.
+    The names are mlx-lm's. There is no ``__len__``, because mlx-lm treats a falsy cache as none.
 
     Args:
-        layer: attends; ``None`` for an entry that the model keeps no K/V in.
+        layer: computes attention; ``None`` for an entry in which the model keeps no K/V.
         offset: ``[num_tokens]``, the position of each token.
 
     Attributes:
-        is_open: whether K and V were fetched and nothing attended to them yet.
+        is_open: whether K and V were fetched and not attended to yet.
     """
 
     def __init__(self, layer: AttentionLayer | None, offset: mx.array):
@@ -52,13 +52,13 @@ class PackedKV:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> WindowMask | None:
-        """What the model passes to attention: a row of length 1 needs no mask."""
+        """The mask that the model passes to attention; a row of length 1 needs none."""
         return None if window_size is None else WindowMask(window_size)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[FetchedKeys, FetchedValues]:
-        """Take K and V, ``[num_tokens, num_kv_heads, 1, width]``, and hand them back."""
+        """Take K and V, ``[num_tokens, num_kv_heads, 1, width]``, and return the same rows."""
         if self._fetched is not None:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
         if not keys.ndim == values.ndim == 4 or not keys.shape[2] == values.shape[2] == 1:
@@ -71,7 +71,7 @@ class PackedKV:
         return self._fetched
 
     def keys_and_values(self) -> tuple[FetchedKeys, FetchedValues]:
-        """K and V that the step has written, for a layer that shares them."""
+        """The K and V that the step has written, for a layer that shares them."""
         if self._fetched is None:
             raise UnsuitableModelError("it reads the K/V of a layer before they are written")
         return self._fetched

@@ -1,16 +1,14 @@
 """``PerSequenceModel``: a model of mlx-lm that runs one sequence at a time, with its own attention.
 
-Some models can't run packed: their attention adds a bias of its own, or reads the length of its
-keys. Here such a model sees what it sees in mlx-lm: the tokens of one sequence, ``[1,
-num_tokens]``, and caches that hand out all K/V before them. The K/V are written to blocks and
-gathered from them.
+Some models can't run packed, because their attention adds a bias or reads the length of its keys.
+Such a model is called as mlx-lm calls it: with the tokens of one sequence, ``[1, num_tokens]``, and
+with caches that return all earlier K/V, which are written to blocks and gathered from them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,9 +24,8 @@ from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Exchange, R
 from mlx_paged.models.mlx_lm.per_sequence_trace import trace
 from mlx_paged.ops import AttentionMetadata
 
-# If a run has more tokens whose logits are not wanted, its last ones are computed in a pass of
-# their own, as mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in
-# float32.
+# With more unneeded rows of logits than these in a run, the needed ones are computed in a separate
+# pass, as in mlx-lm: logits of 64 tokens over a vocabulary of 150,000 are 40 MB in float32.
 MAX_UNWANTED_ROWS = 64
 FLAT_KV_CACHES = (KVCache, ConcatenateKVCache, RotatingKVCache)
 
@@ -37,18 +34,18 @@ class PerSequenceModel(LanguageModel):
     """An unmodified model of mlx-lm, whose sequences run one after the other.
 
     Args:
-        model: as mlx-lm loads it; its modules and weights stay as they are.
+        model: as mlx-lm loads it; its modules and weights are not changed.
         config: its ``config.json``.
 
     Raises:
-        UnsuitableModelError: it asks for caches that are not known here, or uses them in a way that
+        UnsuitableModelError: it asks for caches of an unknown kind, or uses them in a way that
             blocks can't serve.
     """
 
     def __init__(self, model: Module, config: dict[str, Any]):
         super().__init__()
-        self._plan = CacheLayout(make_prompt_cache(model))
-        self._traced = trace(model, self._plan)
+        self._layout = CacheLayout(make_prompt_cache(model))
+        self._traced = trace(model, self._layout)
         self.args = MlxLmArgs.read(config, self._traced.vocab_size)
         self.description = describe(config, "per sequence")
         self.model_type = str(config.get("model_type"))
@@ -68,7 +65,7 @@ class PerSequenceModel(LanguageModel):
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         layers = itertools.count()
-        # Those of K/V alone: the caller refuses caches of another kind.
+        # One per cache of K/V; the caller refuses caches of other kinds.
         has_kv = (spec is not None for spec in self._traced.specs)
         return [
             (cache, next(layers) if type(cache) in FLAT_KV_CACHES and next(has_kv) else None)
@@ -85,94 +82,70 @@ class PerSequenceModel(LanguageModel):
         counts = step.query_lens if logit_rows is None else step.logit_counts
         if not step.wants_logits:
             counts = [0] * step.num_seqs
-        starts = step.cu_seqlens_q
         logits: list[mx.array] = []
         for seq, num_logits in enumerate(counts):
-            new_tokens = tokens[starts[seq] : starts[seq + 1]]
-            logits += self._run_sequence(new_tokens, layers, seq, num_logits)
+            start, length = step.cu_seqlens_q[seq], step.query_lens[seq]
+            for begin, end in itertools.pairwise(self._cuts(length, num_logits)):
+                num_rows = num_logits if end == length else 0
+                new_tokens = tokens[start + begin : start + end]
+                rows = self._run(new_tokens, layers, seq, begin, num_rows)
+                logits += [rows] if num_rows else []
         if not logits:
             row = mx.zeros((1, self._traced.vocab_size), self.dtype)
-            written = [array for layer in layers for array in layer.arrays]
-            done: mx.array = mx.depends(row, written)
+            done: mx.array = mx.depends(row, _slabs(layers))
             return done
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _run_sequence(
+    def _cuts(self, length: int, num_logits: int) -> list[int]:
+        """Where the new tokens of a sequence are cut into passes, ends included."""
+        num_unwanted = length - num_logits if num_logits else 0
+        if num_unwanted > MAX_UNWANTED_ROWS and not self._traced.keeps_wanted_rows:
+            return [0, num_unwanted, length]
+        return [0, length]
+
+    def _run(
         self,
-        tokens: mx.array,  # [num_tokens]
+        tokens: mx.array,  # [num_tokens], of one sequence
         layers: Sequence[LayerKV],
         seq: int,
+        begin: int,  # the place of the first of them among the new tokens of the sequence
         num_logits: int,
-    ) -> list[mx.array]:
-        """The logits of the last ``num_logits`` tokens: pieces ``[n, vocab_size]``."""
-        first_wanted = tokens.size - num_logits
-        cuts = [tokens.size]
-        num_unwanted = first_wanted if num_logits else 0
-        if num_unwanted > MAX_UNWANTED_ROWS and not self._traced.keeps_wanted_rows:
-            cuts.insert(0, first_wanted)
-        begin = 0
-        logits: list[mx.array] = []
-        for end in cuts:
-            wanted = max(0, end - max(begin, first_wanted))
-            rows = self._run(_Part(tokens[begin:end], layers, seq, begin), wanted)
-            logits += [rows] if wanted else []
-            begin = end
-        return logits
-
-    def _run(self, part: _Part, num_logits: int) -> mx.array:
-        """One call of the model: logits of the last tokens."""
-        caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs))
-        rows = mx.arange(part.tokens.size - num_logits, part.tokens.size)
+    ) -> mx.array:
+        """Call the model once; returns logits of the last tokens, ``[num_logits, vocab_size]``."""
+        run = _run_of(layers[0].step, seq, begin, begin + tokens.size)
+        exchanges = list(self._exchanges(layers, seq, begin, begin + tokens.size))
+        caches = self._layout.open(exchanges, run.first_position)
+        rows = mx.arange(tokens.size - num_logits, tokens.size)
         with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
-            logits: mx.array = self["inner"](part.tokens[None], cache=caches)
+            logits: mx.array = self["inner"](tokens[None], cache=caches)
         logits = logits[0, logits.shape[1] - num_logits :]
         del caches  # They hold what was gathered, which may be views of slabs.
-        if not part.layers[0].writes_in_place:
-            # Before the next rows are written: while what was gathered is not used, a write would
-            # copy the slab.
-            mx.eval(
-                logits if num_logits else (),
-                [array for layer in part.layers for array in layer.arrays],
-            )
+        if not layers[0].writes_in_place:
+            # A later write would copy each slab that an unevaluated gather still reads.
+            mx.eval(logits if num_logits else (), _slabs(layers))
         return logits
 
-
-@dataclass(frozen=True)
-class _Part:
-    """New tokens of a sequence of the open step, from its ``begin``-th new token on."""
-
-    tokens: mx.array
-    layers: Sequence[LayerKV]
-    seq: int
-    begin: int
-
-    def exchanges(
-        self, plan: CacheLayout, specs: Sequence[LayerSpec | None]
-    ) -> tuple[list[Exchange], list[int]]:
-        """What the K/V entries read and write, and their positions."""
-        layers = iter(self.layers)
-        runs: dict[AttentionMetadata, AttentionMetadata] = {}
-        exchanges: list[Exchange] = []
-        positions = []
-        for entry, spec in zip(plan.entries, specs, strict=True):
+    def _exchanges(
+        self, layers: Sequence[LayerKV], seq: int, begin: int, end: int
+    ) -> Iterator[Exchange]:
+        """How each K/V entry writes and reads the rows of a run of tokens."""
+        layers_left = iter(layers)
+        for entry, spec in zip(self._layout.entries, self._traced.specs, strict=True):
             if spec is None:
-                exchanges.append(_refuse)
-                positions.append(self._run_in(runs, self.layers[0]).first_position)
-                continue
-            layer = next(layers)
-            run = self._run_in(runs, layer)
-            exchanges.append(partial(_exchange, layer, run, entry.num_before))
-            positions.append(run.first_position)
-        return exchanges, positions
+                yield _refuse
+            else:
+                layer = next(layers_left)
+                run = _run_of(layer.step, seq, begin, end)
+                yield partial(_exchange, layer, run, entry.num_before)
 
-    def _run_in(
-        self, runs: dict[AttentionMetadata, AttentionMetadata], layer: LayerKV
-    ) -> AttentionMetadata:
-        """The run in the step of a layer, which is the same for all layers of its group."""
-        if layer.step not in runs:
-            end = self.begin + self.tokens.size
-            runs[layer.step] = layer.step.runs_of([self.seq], [self.begin], [end])
-        return runs[layer.step]
+
+def _run_of(step: AttentionMetadata, seq: int, begin: int, end: int) -> AttentionMetadata:
+    """A step of these new tokens of one sequence alone; layers of a group share it."""
+    return step.derived(("run", seq, begin), lambda: step.runs_of([seq], [begin], [end]))
+
+
+def _slabs(layers: Sequence[LayerKV]) -> list[mx.array]:
+    return [array for layer in layers for array in layer.arrays]
 
 
 def _exchange(

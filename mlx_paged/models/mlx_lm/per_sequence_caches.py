@@ -1,7 +1,7 @@
-"""The caches that a model of mlx-lm sees where it runs one sequence at a time.
+"""The caches that a model of mlx-lm gets where it runs one sequence at a time.
 
-They are mlx-lm's own classes, so that a model finds every attribute that it uses. Their contents
-are in blocks, of which a run of tokens reads what it needs.
+They subclass mlx-lm's own, so that a model finds every attribute that it uses. Their contents are
+in blocks, from which each run of tokens gathers what it needs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,26 @@ from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.cache_tree import leaves_of, with_leaves
 
 Rows: TypeAlias = tuple[mx.array, mx.array]
-# Takes the new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and gives them together
-# with those before them.
+# Writes new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and returns them together
+# with the earlier ones.
 Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 
 
 class _GatheredCache:
-    """What the K/V caches of this module have in common."""
+    """What the K/V caches of this module have in common.
 
-    _exchange: Exchange
-    offset: int
+    Args:
+        position: of the first new token.
+        size: what the class of mlx-lm takes: a window, a chunk, or nothing.
+    """
+
     keys: Any
     values: Any
+
+    def __init__(self, exchange: Exchange, position: int, *size: int):
+        super().__init__(*size)
+        self._exchange = exchange
+        self.offset = position
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
         self.offset += keys.shape[2]
@@ -45,21 +53,11 @@ class _GatheredCache:
 
 
 class GatheredKVCache(_GatheredCache, KVCache):
-    """Of a layer that sees all tokens before."""
-
-    def __init__(self, exchange: Exchange, position: int):
-        super().__init__()
-        self._exchange = exchange
-        self.offset = position
+    """For a layer that attends to all earlier tokens."""
 
 
 class GatheredRotatingKVCache(_GatheredCache, RotatingKVCache):
-    """Of a layer that sees the last ``max_size`` tokens, in the order of their positions."""
-
-    def __init__(self, exchange: Exchange, position: int, max_size: int):
-        super().__init__(max_size)
-        self._exchange = exchange
-        self.offset = position
+    """For a layer that attends to the last ``max_size`` tokens, in the order of their positions."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
         rows = super().update_and_fetch(keys, values)
@@ -70,7 +68,7 @@ class GatheredRotatingKVCache(_GatheredCache, RotatingKVCache):
         if N > 1:
             mask: mx.array | str | None = super().make_mask(N, window_size, return_array)
             return mask
-        # mlx-lm's own holds a ring, and turns the mask with it.
+        # mlx-lm's own cache is a ring, and rolls the mask with it.
         if window_size is None or window_size >= min(self.max_size, self.offset + 1):
             return None
         num_rows = min(self.offset + 1, self.max_size)
@@ -78,16 +76,14 @@ class GatheredRotatingKVCache(_GatheredCache, RotatingKVCache):
 
 
 class GatheredChunkedKVCache(_GatheredCache, ChunkedKVCache):
-    """Of a layer that sees the tokens of its own chunk of ``chunk_size``."""
+    """For a layer that attends to the tokens of its own chunk of ``chunk_size``."""
 
     def __init__(self, exchange: Exchange, position: int, chunk_size: int):
-        super().__init__(chunk_size)
-        self._exchange = exchange
-        self.offset = position
+        super().__init__(exchange, position, chunk_size)
         self.start_position = max(0, position - (chunk_size - 1))
 
     def maybe_trim_front(self) -> None:
-        """Only rows that may be seen are read."""
+        """Does nothing: only rows that may be attended to are gathered."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,8 @@ class KVEntry:
     """A cache with K/V among those that a model asks for.
 
     Attributes:
-        window: the tokens that a query sees, itself included, at most; ``None`` for all.
-        is_chunked: whether it sees only those of its own chunk of ``window`` tokens.
+        window: the most tokens that a query attends to, itself included; ``None`` for all.
+        is_chunked: whether it attends to those of its own chunk of ``window`` tokens only.
     """
 
     window: int | None = None
@@ -104,7 +100,7 @@ class KVEntry:
 
     @property
     def num_before(self) -> int | None:
-        """The rows before the new ones that a run of tokens needs, at most."""
+        """The most rows before the new ones that a run of tokens needs; ``None`` for all."""
         return None if self.window is None else self.window - 1
 
     def open(
@@ -118,34 +114,32 @@ class KVEntry:
 
 
 class CacheLayout:
-    """What a model's ``make_cache`` asks for: K/V entries, in their order.
+    """The caches that a model's ``make_cache`` returns, as K/V entries in the same order.
 
     Args:
         caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
 
     Raises:
-        UnsuitableModelError: one of a kind that is not known here, named.
+        UnsuitableModelError: a cache of an unknown kind.
     """
 
     def __init__(self, caches: Sequence[Any]):
         self._caches = list(caches)
         self.entries = [_kv_entry(cache) for cache in leaves_of(caches)]
 
-    def open(self, exchanges: Sequence[Exchange], positions: Sequence[int]) -> list[Any]:
-        """The caches for a run of tokens of one sequence, to be used for one call of the model.
+    def open(self, exchanges: Sequence[Exchange], position: int) -> list[Any]:
+        """The caches for one call of the model.
 
         Args:
-            exchanges, positions: of each entry.
+            exchanges: one per entry.
+            position: of the first new token of the sequence.
         """
-        opened = iter(
-            [
-                entry.open(exchange, position)
-                for entry, exchange, position in zip(
-                    self.entries, exchanges, positions, strict=True
-                )
-            ]
-        )
-        return with_leaves(self._caches, lambda leaf: next(opened))
+        opened = [
+            entry.open(exchange, position)
+            for entry, exchange in zip(self.entries, exchanges, strict=True)
+        ]
+        following = iter(opened)
+        return with_leaves(self._caches, lambda leaf: next(following))
 
 
 def _kv_entry(cache: Any) -> KVEntry:

@@ -1,4 +1,6 @@
-"""What a model of mlx-lm keeps of a sequence, found out without computing anything."""
+"""Which K/V a model of mlx-lm keeps of a sequence: read off the graph of one call, which is never
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
-from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
-from mlx_paged.models.mlx_lm.module_calls import noted_calls
+from mlx_paged.models.mlx_lm.final_norm import prepare_final_norm
+from mlx_paged.models.mlx_lm.module_calls import recorded_calls
 from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Rows
 
 NUM_TOKENS = 16
@@ -19,13 +21,13 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call of a model reveals about it.
+    """What one call of a model shows.
 
     Attributes:
-        specs: of the K/V entries; ``None`` for one that the model left alone.
+        specs: one per K/V entry; ``None`` for an entry that the model does not write.
         vocab_size: the width of the logits.
         dtype: of the logits.
-        keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
+        keeps_wanted_rows: whether the model's last norm can drop rows.
     """
 
     specs: tuple[LayerSpec | None, ...]
@@ -34,46 +36,44 @@ class Trace:
     keeps_wanted_rows: bool
 
 
-def trace(model: Module, plan: CacheLayout) -> Trace:
-    """Build the graph of one call for ``NUM_TOKENS`` tokens, which is never evaluated.
+def trace(model: Module, layout: CacheLayout) -> Trace:
+    """Build the graph of one call with ``NUM_TOKENS`` tokens.
 
     Raises:
-        UnsuitableModelError: the model can't run so.
+        UnsuitableModelError: the model can't run on such caches.
     """
-    with noted_calls(model, "norm") as norms:
-        noted, logits = _call(model, plan)
+    with recorded_calls(model) as calls:
+        written, logits = _call(model, layout)
     specs = []
-    for entry, shapes in zip(plan.entries, noted, strict=True):
-        if len(shapes) > 1:
+    for entry, rows in zip(layout.entries, written, strict=True):
+        if len(rows) > 1:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
-        specs.append(_spec(*shapes[0], entry.window) if shapes else None)
+        specs.append(_spec(*rows[0], entry.window) if rows else None)
     if not any(specs):
         raise UnsuitableModelError("none of its layers writes K/V to a cache")
-    is_prepared = leaves_rows_out(
-        [norm for norm, _ in norms], lambda: _call(model, plan)[1], NUM_TOKENS - 1, axis=1
-    )
+    is_prepared = prepare_final_norm(calls, lambda: _call(model, layout)[1], axis=1)
     return Trace(tuple(specs), logits.shape[-1], logits.dtype, is_prepared)
 
 
-def _call(model: Module, plan: CacheLayout) -> tuple[list[list[Rows]], mx.array]:
-    """K and V of each entry, and the logits."""
-    noted: list[list[Rows]] = [[] for _ in plan.entries]
+def _call(model: Module, layout: CacheLayout) -> tuple[list[list[Rows]], mx.array]:
+    """The K and V that the model writes to each entry, and the logits."""
+    written: list[list[Rows]] = [[] for _ in layout.entries]
 
-    def note(shapes: list[Rows], keys: mx.array, values: mx.array) -> Rows:
-        shapes.append((keys, values))
+    def record(rows: list[Rows], keys: mx.array, values: mx.array) -> Rows:
+        rows.append((keys, values))
         return keys, values
 
-    caches = plan.open([partial(note, shapes) for shapes in noted], [0] * len(noted))
+    caches = layout.open([partial(record, rows) for rows in written], position=0)
     try:
         logits = model(mx.zeros((1, NUM_TOKENS), dtype=mx.int32), cache=caches)
     except Exception as error:
-        # An unknown model may stumble over anything that is not its own kind of cache.
+        # An unknown model may raise anything on a cache that is not its own.
         raise UnsuitableModelError(
             f"it can't run on rows in blocks ({type(error).__name__}: {one_line(error)})"
         ) from error
     if not isinstance(logits, mx.array) or logits.ndim != 3:
         raise UnsuitableModelError("it does not return one row of logits per token")
-    return noted, logits
+    return written, logits
 
 
 def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:
@@ -81,8 +81,8 @@ def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:
         raise UnsuitableModelError(
             f"a layer has K of shape {list(keys.shape)} and V of shape {list(values.shape)}"
         )
-    # Where they differ, the one that holds both.
+    # The dtype that both promote to, in case they differ.
     dtype = (mx.zeros(1, keys.dtype) + mx.zeros(1, values.dtype)).dtype
-    # An indexer may keep keys alone; a slab has rows of V all the same.
+    # An indexer may keep K alone, with V of width 0; a slab needs rows of V nonetheless.
     value_dim = values.shape[3] or keys.shape[3]
     return LayerSpec(keys.shape[1], keys.shape[3], value_dim, window, KVFormat.dense(dtype))

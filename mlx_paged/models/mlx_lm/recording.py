@@ -1,6 +1,5 @@
-"""What a model of mlx-lm does with its caches, found out without computing anything.
-
-The model's graph is built once on caches that note what they are asked for, and is never evaluated.
+"""What a model of mlx-lm does with its caches in a packed step: the model's graph is built once on
+caches that record their use, and is never evaluated.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -24,16 +23,16 @@ from mlx_paged.models.mlx_lm.attention import (
     WindowMask,
 )
 from mlx_paged.models.mlx_lm.cache_tree import leaves_of, with_leaves
-from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
-from mlx_paged.models.mlx_lm.mixers import RecordedState, run_by_groups
-from mlx_paged.models.mlx_lm.module_calls import noted_calls, open_calls
+from mlx_paged.models.mlx_lm.final_norm import prepare_final_norm
+from mlx_paged.models.mlx_lm.mixers import run_by_groups
+from mlx_paged.models.mlx_lm.module_calls import Calls, recorded_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 
 NUM_TOKENS = 3
-# Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
+# Enough for a recurrent layer to fill its whole state: convolutions span up to 4 tokens.
 NUM_TOKENS_OF_STATE = 16
-# Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
-TOKENS_ALONE = 32
+# Blocks count tokens even where a model keeps no K/V: the narrowest head that kernels take.
+NARROWEST_DIM = 32
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class Recording:
     """What a model does in a packed step.
 
     Attributes:
-        layers: the K/V of each layer that has some of its own; a narrow one, which is never
-            written, where none has.
-        windows: of each cache for K/V that the model asks for.
-        entries: of each of them, its place in ``layers``; ``None`` for one without K/V.
+        layers: one per layer with K/V of its own; a single narrow one, which is never written, for
+            a model without K/V.
+        windows: one per K/V cache that the model asks for.
+        entries: for each of these caches its index in ``layers``; ``None`` for an unused cache.
         vocab_size: the width of the logits.
-        keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
-        ropes: of each layer what rotated its keys, if nothing came after it.
-        attention: lets the model attend on this package's caches, while it is held.
+        keeps_wanted_rows: whether the model's last norm can drop rows.
+        ropes: for each layer the module whose result its keys are; ``None`` where that is not RoPE.
+        attention: routes the model's attention to this package's caches for as long as it lives.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -61,16 +60,16 @@ class Recording:
 
 
 class RecurrentCaches:
-    """The caches of a model that hold states and no K/V.
+    """The recurrent caches of a model, which hold a state instead of K/V.
 
     Args:
-        model: of mlx-lm's.
+        model: one of mlx-lm.
 
     Attributes:
-        caches: all that the model asks for, empty.
-        num_slots: of each recurrent cache; empty for a model without.
-        nbytes: of the states of one sequence.
-        layout: of each recurrent cache the dtypes and shapes of its arrays, in words.
+        caches: all caches that the model asks for, empty.
+        num_slots: one number per recurrent cache; empty for a model without.
+        nbytes: the size of one sequence's states.
+        layout: per recurrent cache, the dtypes and shapes of its arrays as text.
 
     Raises:
         UnsuitableModelError: mlx-lm can't run the model.
@@ -86,7 +85,7 @@ class RecurrentCaches:
         self.layout = tuple(map(_described, state_layout(arrays)))
 
     def fill(self, of_kv: Sequence[Any], recurrent: Sequence[Any]) -> list[Any]:
-        """What the model gets for its caches, in their order."""
+        """The list of caches that the model is called with, in its own order."""
         next_kv, next_recurrent = iter(of_kv), iter(recurrent)
         return with_leaves(
             self.caches,
@@ -95,7 +94,7 @@ class RecurrentCaches:
 
 
 def _state_arrays(model: Module) -> list[list[mx.array | None]]:
-    """Of each recurrent cache, after some tokens of one sequence."""
+    """The arrays of each recurrent cache after some tokens of one sequence."""
     caches = make_prompt_cache(model)
     try:
         model(mx.zeros((1, NUM_TOKENS_OF_STATE), dtype=mx.int32), cache=caches)
@@ -111,8 +110,8 @@ def _described(slots: Sequence[tuple[str, tuple[int, ...]] | None]) -> str:
 
 
 def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
-    """Build the graph of a packed step of ``NUM_TOKENS`` tokens. The modules that use recurrent
-    caches run by groups from then on.
+    """Build the graph of a packed step of ``NUM_TOKENS`` tokens. From then on, the modules that use
+    recurrent caches run by groups.
 
     Raises:
         UnsuitableModelError: the model can't run on such a step.
@@ -123,29 +122,26 @@ def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
         for leaf in leaves_of(recurrent.caches)
         if not isinstance(leaf, ArraysCache)
     ]
-    step = _RecordedStep(model, recurrent, windows)
-    with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
-        recorded, states, logits = step.run_and_check()
-    is_prepared = leaves_rows_out(
-        [norm for norm, _ in norms], lambda: step.run()[2], NUM_TOKENS - 1, axis=0
+    run = _run_checked(model, recurrent, windows)
+    is_prepared = prepare_final_norm(
+        run.calls, lambda: _run(model, recurrent, windows).logits, axis=0
     )
-    run_by_groups(module for state in states for module in state.users.values())
-    layers = tuple(entry.spec for entry in recorded if entry.spec is not None)
-    places = itertools.count()
-    entries = tuple(None if entry.spec is None else next(places) for entry in recorded)
-    if not layers and not states:
+    run_by_groups(module for state in run.states for module in state.users.values())
+    with_kv = [(entry.spec, entry) for entry in run.entries if entry.spec is not None]
+    if not with_kv and not run.states:
         raise UnsuitableModelError("none of its layers attends to K/V of a cache")
-    tokens_alone = LayerSpec(1, TOKENS_ALONE, TOKENS_ALONE, format=KVFormat.dense(logits.dtype))
+    indices = itertools.count()
+    rotations = run.calls.of_kind("rope")
     ropes = tuple(
         next((rope for rope, result in rotations if result is entry.new_keys), None)
-        for entry in recorded
-        if entry.spec is not None
+        for _, entry in with_kv
     )
+    narrow = LayerSpec(1, NARROWEST_DIM, NARROWEST_DIM, format=KVFormat.dense(run.logits.dtype))
     return Recording(
-        layers or (tokens_alone,),
+        tuple(spec for spec, _ in with_kv) or (narrow,),
         tuple(windows),
-        entries,
-        logits.shape[-1],
+        tuple(None if entry.spec is None else next(indices) for entry in run.entries),
+        run.logits.shape[-1],
         is_prepared,
         ropes or (None,),
         attention,
@@ -160,41 +156,71 @@ def _window_of(cache: Any) -> int | None:
     raise UnsuitableModelError(f"it keeps a {type(cache).__name__} in its caches")
 
 
-class _RecordedStep:
-    """A packed step on caches that note what they are asked for."""
+class _RecordedRun(NamedTuple):
+    """A packed step on caches that record their use."""
 
-    def __init__(self, model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]):
-        self._model, self._recurrent, self._windows = model, recurrent, windows
+    entries: list[_Entry]
+    states: list[_RecordedState]
+    logits: mx.array
+    calls: Calls
 
-    def run(self) -> tuple[list[_Entry], list[RecordedState], mx.array]:
-        offset = mx.arange(NUM_TOKENS)
-        entries = [_Entry(window, offset) for window in self._windows]
-        with open_calls(self._model) as calls:
-            states = [RecordedState(size, calls) for size in self._recurrent.num_slots]
-            caches = self._recurrent.fill(entries, states)
-            logits = self._model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=caches)
-        return entries, states, logits
 
-    def run_and_check(self) -> tuple[list[_Entry], list[RecordedState], mx.array]:
-        try:
-            entries, states, logits = self.run()
-        except UnsuitableModelError:
-            raise
-        except Exception as error:
-            # An unknown model may stumble over anything that is not its own kind of cache.
-            raise UnsuitableModelError(
-                "it can't take tokens as rows of a batch "
-                f"({type(error).__name__}: {one_line(error)})"
-            ) from error
-        if not isinstance(logits, mx.array) or logits.shape[:-1] != (NUM_TOKENS, 1):
-            raise UnsuitableModelError("it does not return one row of logits per token")
-        if any(entry.is_open for entry in entries):
-            raise UnsuitableModelError("it computes attention in its own way")
-        return entries, states, logits
+def _run(model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]) -> _RecordedRun:
+    offset = mx.arange(NUM_TOKENS)
+    entries = [_Entry(window, offset) for window in windows]
+    with recorded_calls(model) as calls:
+        states = [_RecordedState(size, calls) for size in recurrent.num_slots]
+        caches = recurrent.fill(entries, states)
+        logits = model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=caches)
+    return _RecordedRun(entries, states, logits, calls)
+
+
+def _run_checked(
+    model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]
+) -> _RecordedRun:
+    try:
+        run = _run(model, recurrent, windows)
+    except UnsuitableModelError:
+        raise
+    except Exception as error:
+        # An unknown model may raise anything on a cache that is not its own.
+        raise UnsuitableModelError(
+            f"it can't take tokens as rows of a batch ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    if not isinstance(run.logits, mx.array) or run.logits.shape[:-1] != (NUM_TOKENS, 1):
+        raise UnsuitableModelError("it does not return one row of logits per token")
+    if any(entry.is_open for entry in run.entries):
+        raise UnsuitableModelError("it computes attention in its own way")
+    return run
+
+
+class _RecordedState(ArraysCache):
+    """A recurrent cache that records which modules use it: at each access, the innermost one that
+    is running.
+    """
+
+    def __init__(self, num_slots: int, calls: Calls):
+        super().__init__(num_slots)
+        self._calls = calls
+        self.users: dict[int, Module] = {}  # by identity
+
+    def _record(self) -> None:
+        if not self._calls.running:
+            raise UnsuitableModelError("it uses a recurrent cache outside of its modules")
+        user = self._calls.running[-1]
+        self.users[id(user)] = user
+
+    def __getitem__(self, slot: int) -> Any:
+        self._record()
+        return super().__getitem__(slot)
+
+    def __setitem__(self, slot: int, value: Any) -> None:
+        self._record()
+        super().__setitem__(slot, value)
 
 
 class _Entry(PackedKV):
-    """A cache that notes the shapes of a layer, and attends to nothing."""
+    """A cache that records the shapes of a layer's K/V, and whose attention returns zeros."""
 
     def __init__(self, window: int | None, offset: mx.array):
         super().__init__(_ShapesOnly(self), offset)
@@ -228,7 +254,7 @@ class _Entry(PackedKV):
                 raise UnsuitableModelError("layers that share K/V have different windows")
             if self.window is not None and self.window < mask.window:
                 raise UnsuitableModelError(
-                    f"a layer sees {mask.window} tokens of a cache that keeps {self.window}"
+                    f"a layer attends to {mask.window} tokens of a cache that keeps {self.window}"
                 )
             self.window = mask.window
         elif isinstance(mask, mx.array):
@@ -237,7 +263,7 @@ class _Entry(PackedKV):
 
 
 class _ShapesOnly:
-    """Stands in for a layer of a cache."""
+    """In place of a cache's layer: checks and records shapes."""
 
     def __init__(self, entry: _Entry):
         self._entry = entry
@@ -245,7 +271,7 @@ class _ShapesOnly:
     def update_and_attend(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        self._note(q, k, v)
+        self._record(q, k, v)
         return self.attend(q, scale=scale, sinks=sinks)
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None) -> mx.array:
@@ -258,10 +284,10 @@ class _ShapesOnly:
     def update_and_attend_latents(
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
-        self._note(q, latents, rope_keys, holds_latents=True)
+        self._record(q, latents, rope_keys, holds_latents=True)
         return mx.zeros((*q.shape[:2], latents.shape[2]), dtype=q.dtype)
 
-    def _note(self, q: mx.array, k: mx.array, v: mx.array, holds_latents: bool = False) -> None:
+    def _record(self, q: mx.array, k: mx.array, v: mx.array, holds_latents: bool = False) -> None:
         heads, key_dim = k.shape[1:]
         if v.shape[1] != heads:
             raise UnsuitableModelError("its K and V have different numbers of heads")

@@ -1,9 +1,9 @@
 """The runs of a packed step in groups of equal length, for modules that mix the tokens of a
 sequence.
 
-A module with a recurrent state takes ``[num_sequences, length, ...]``, as mlx-lm runs it. The
-decodes of a step are one such batch, and the run of a prompt is one by itself. Nothing is padded,
-so no module needs a mask.
+A module with a recurrent state takes ``[num_sequences, length, ...]``, as in mlx-lm. All decodes of
+a step are one such batch, and a run of a prompt usually is another. Nothing is padded, so no module
+needs a mask.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_paged.ops import AttentionMetadata, ReadState, StateRow, StateStack, StepState, reader_of
 
 _UNREAD: Any = object()
-# The packed rows of a group: all of them, a piece, or any.
+# The packed rows of a group: consecutive ones, any, or None for all.
 RowIndex: TypeAlias = slice | mx.array | None
 
 
 class GroupCache(ArraysCache):
-    """The recurrent cache that a module gets for a group: mlx-lm's own kind. An array is read when
-    it is asked for, so that no gathered state waits for its layer in memory.
+    """The recurrent cache of mlx-lm that a module gets for a group. A state is gathered when the
+    module reads it, so that no state occupies memory before its layer runs.
     """
 
     def __init__(self, num_slots: int, read: Any):
@@ -46,7 +46,7 @@ class GroupCache(ArraysCache):
 
 
 class Run(NamedTuple):
-    """Some consecutive new tokens of a sequence."""
+    """Consecutive new tokens of a sequence."""
 
     seq: int  # its place in the step
     begin: int  # the first of them, among the new tokens of the sequence
@@ -54,12 +54,12 @@ class Run(NamedTuple):
 
 
 class RunGroup:
-    """Runs of a step that have their length in common, and their states the same shapes.
+    """Runs of a step with equal lengths, whose states have equal shapes.
 
     Args:
-        runs: one at least.
-        read: the states that they begin with.
-        num_slots: of each recurrent cache.
+        runs: at least one.
+        read: returns the states that they begin with.
+        num_slots: one number per recurrent cache.
 
     Attributes:
         length: of each run.
@@ -83,7 +83,7 @@ class RunGroup:
 
     @cached_property
     def rows(self) -> list[int]:
-        """Of the packed axis, run by run."""
+        """Indices on the packed axis, run by run."""
         return [row for first in self._first_rows for row in range(first, first + self.length)]
 
     @cached_property
@@ -100,13 +100,11 @@ class RunGroup:
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether the group is the packed axis itself: all of its rows, each a run of one token."""
+        """Whether the group is the whole packed axis, with runs of one token."""
         return self.length == 1 and self._index is None
 
     def take(self, x: mx.array) -> mx.array:
-        """``[num_tokens, 1, ...]`` of the packed axis as ``[num_runs, length, ...]`` of the
-        group.
-        """
+        """The group's rows of ``[num_tokens, 1, ...]``, as ``[num_runs, length, ...]``."""
         if self._index is not None:
             x = x[self._index]
         return x.reshape(len(self.runs), self.length, *x.shape[2:])
@@ -114,7 +112,7 @@ class RunGroup:
     def new_states(self) -> StateStack:
         arrays = [cache.arrays for cache in self.caches]
         if self.length > 1:
-            # The end of a convolution's input is a view, which would keep the whole of it.
+            # A convolution's state is a view of its input, which would stay in memory as a whole.
             arrays = [
                 [None if array is None else mx.contiguous(array) for array in slots]
                 for slots in arrays
@@ -123,12 +121,12 @@ class RunGroup:
 
 
 class RunGroups:
-    """All runs of a step. A run that leaves a state after some of its tokens is cut there: what
-    follows is in another wave of groups, which begin with states that the wave before has made.
+    """All runs of a step. A run with a checkpoint inside is cut there: the rest is in a later wave
+    of groups, which begin with the states that the previous wave ends with.
 
     Args:
-        states: of each sequence of the step; those after it are set by :meth:`put_states`.
-        num_slots: of each recurrent cache.
+        states: one per sequence of the step; :meth:`put_states` sets the new ones.
+        num_slots: one number per recurrent cache.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class RunGroups:
         ]
         for cut_runs in later:
             places = {run.seq: (group, row) for group in wave for row, run in enumerate(group.runs)}
-            # Those of one group of the wave before have states of equal shapes.
+            # States of one group of the previous wave have equal shapes.
             origins = {seq: id(group) for seq, (group, _) in places.items()}
             wave = [
                 self._group(runs, _reader_within([places[run.seq] for run in runs]))
@@ -157,14 +155,14 @@ class RunGroups:
 
     @cached_property
     def _row_order(self) -> mx.array | None:
-        """``[num_tokens] int32``, which puts the rows of one group after another back in place."""
+        """``[num_tokens] int32``, which restores the packed order of the groups' joined rows."""
         rows = list(itertools.chain.from_iterable(group.rows for group in self.groups))
         order = sorted(range(len(rows)), key=rows.__getitem__)
         return None if order == list(range(len(rows))) else mx.array(order, dtype=mx.int32)
 
     def join(self, results: Sequence[Any]) -> Any:
-        """What a module returned for each group, ``[num_runs, length, ...]``, on the packed axis,
-        ``[num_tokens, 1, ...]``. It may have returned several arrays.
+        """A module's results for all groups, ``[num_runs, length, ...]`` each, on the packed axis,
+        ``[num_tokens, 1, ...]``. A result may be several arrays.
         """
         one = results[0]
         if isinstance(one, tuple | list):
@@ -176,7 +174,7 @@ class RunGroups:
         return joined if self._row_order is None else joined[self._row_order]
 
     def put_states(self) -> list[mx.array]:
-        """Set the states after the step; returns their arrays, to be evaluated with it."""
+        """Set the states after the step; returns their arrays, to be evaluated with its logits."""
         leaves: list[mx.array] = []
         for group in self.groups:
             stack = group.new_states()
@@ -186,12 +184,12 @@ class RunGroups:
                 if run.begin + run.length in state.cuts:
                     state.at_cuts.append(row.alone())
                     leaves += state.at_cuts[-1].stack.leaves
-                state.after = row  # of its last wave
+                state.after = row  # later waves overwrite it
         return leaves
 
 
 def _waves(query_lens: Sequence[int], states: Sequence[StepState]) -> list[list[Run]]:
-    """The runs between the cuts of each sequence, first ones first."""
+    """The runs between the cuts of each sequence; wave ``i`` has the ``i``-th run of each."""
     waves: list[list[Run]] = []
     for seq, (length, state) in enumerate(zip(query_lens, states, strict=True)):
         ends = sorted({*state.cuts, length})
@@ -203,7 +201,7 @@ def _waves(query_lens: Sequence[int], states: Sequence[StepState]) -> list[list[
 
 
 def _alike(runs: Iterable[Run], kinds: Mapping[int, object]) -> Iterable[list[Run]]:
-    """Runs of one length, of sequences of one kind."""
+    """Groups of runs with the same length, of sequences of the same kind."""
     groups: dict[object, list[Run]] = {}
     for run in runs:
         groups.setdefault((run.length, kinds[run.seq]), []).append(run)
@@ -211,8 +209,8 @@ def _alike(runs: Iterable[Run], kinds: Mapping[int, object]) -> Iterable[list[Ru
 
 
 def _kind_of(state: StateRow | None) -> object:
-    """What the states of a group have in common: not to be there, or their shapes. A module may
-    compute something else where there is none than where there are zeros.
+    """The shapes of a state, which are equal within a group; ``None`` for no state, which a module
+    may treat differently from zeros.
     """
     return None if state is None else state.stack.shapes
 
@@ -223,7 +221,7 @@ def _reader_before(states: Sequence[StateRow | None]) -> ReadState:
 
 
 def _reader_within(places: Sequence[tuple[RunGroup, int]]) -> ReadState:
-    """Reads what a group has made by now of these of its rows."""
+    """Reads the current states of these rows of a group."""
     group, rows = places[0][0], [row for _, row in places]
     index = None if rows == list(range(len(group.runs))) else mx.array(rows)
 

@@ -1,21 +1,22 @@
-"""A configuration of the same model, small: narrow, with few experts, and with windows and an
-original context that a few tokens go beyond.
+"""A small configuration of the same architecture: narrow, with few experts, and with windows and an
+original context shorter than the prompts of a trial.
 
-The names are those of mlx-lm's ``ModelArgs``. Numbers only become smaller, so a configuration that
-is small already stays as it is. What sets layers apart (experts, windows, state) stays, too, of as
-many layers as are kept.
+The names are those of mlx-lm's ``ModelArgs``. Numbers only become smaller, so a small configuration
+stays as it is. The kinds of the layers that are kept (experts, windows, state) do not change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN, OTHER_PARTS
 
 Config = dict[str, Any]
 
-# The most tokens of each window, chunk or selection, and of the original context.
+# The most tokens in a window, chunk or selection, and in the original context.
 WINDOW = 8
 ORIGINAL_CONTEXT = 16
 
@@ -52,16 +53,9 @@ _EXPERTS = (
     "moe_num_experts",
     "zero_expert_num",
 )
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-)
+
 _VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
-_OTHER_PARTS = ("vision_config", "audio_config")
+
 
 _WINDOWS = (
     "sliding_window",
@@ -153,21 +147,21 @@ _AT_MOST = {
     ),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "group_norm_size", "n_shared_head"), 2),
 }
-# Of RoPE, as long as half of the rotated numbers of a head.
+# Lists of RoPE factors, one for each rotated pair of a head.
 _FACTORS = ("long_factor", "short_factor")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
-# How many of the last layers use K/V of others.
+# The number of last layers that share the K/V of others.
 NUM_SHARING_LAYERS = ("num_kv_shared_layers", "num_kv_reuse_layers")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a small model has less of.
+    """How a small model is cut.
 
     Attributes:
-        num_layers: of the model.
-        num_kept: how many of them the small one has, the first ones.
-        small_vocabulary: whether it has fewer tokens, too.
+        num_layers: of the original model.
+        num_kept: the number of first layers that the small one has.
+        small_vocabulary: whether its vocabulary is cut, too.
     """
 
     num_layers: int
@@ -179,13 +173,12 @@ def small_config(config: Config, cut: Cut) -> Config:
     """The configuration of a small model of the same architecture.
 
     Args:
-        config: what ``config.json`` says; untouched. Its part for text (``text_config``) is made
-            small, too, and those for other senses are left out.
+        config: the content of ``config.json``, which is not changed. Its ``text_config`` is made
+            small, too; those of vision and audio are left out.
     """
-    small: Config = {}
-    for name, value in config.items():
-        if name not in _OTHER_PARTS:
-            small[name] = _small(name, value, cut)
+    small = {
+        name: _small(name, each, cut) for name, each in config.items() if name not in OTHER_PARTS
+    }
     _narrow_heads(small, config)
     _keep_sums(small, config)
     return small
@@ -195,7 +188,7 @@ def _small(name: str, value: Any, cut: Cut) -> Any:
     if isinstance(value, dict):
         return small_config(value, cut)
     if isinstance(value, list | tuple | str):
-        # One entry for each layer, as a text in nemotron_h.
+        # One entry per layer; in nemotron_h a text with a letter per layer.
         if len(value) == cut.num_layers and name not in _FACTORS:
             value = value[: cut.num_kept]
         return value if isinstance(value, str) else type(value)(_small(name, e, cut) for e in value)
@@ -207,24 +200,28 @@ def _small(name: str, value: Any, cut: Cut) -> Any:
     return min(value, limit) if limit is not None and is_plain_integer(value, 1) else value
 
 
+def _numbers(config: Config, names: Iterable[str]) -> dict[str, int]:
+    """The positive integers under these names."""
+    return {name: config[name] for name in names if is_plain_integer(config.get(name), 1)}
+
+
 def _narrow_heads(small: Config, config: Config) -> None:
-    """Few heads, in groups where they were, and a model as wide as all of them."""
-    heads = {name: config[name] for name in _HEADS if is_plain_integer(config.get(name), 1)}
-    kv_heads = {name: config[name] for name in _KV_HEADS if is_plain_integer(config.get(name), 1)}
+    """Reduce the number of heads, which stay grouped if they were, and the width of the model."""
+    heads, kv_heads = _numbers(config, _HEADS), _numbers(config, _KV_HEADS)
     for name, number in heads.items():
         small[name] = min(number, _NUM_HEADS)
     for name, number in kv_heads.items():
         is_grouped = number not in heads.values()
         small[name] = min(number, _NUM_KV_HEADS if is_grouped else _NUM_HEADS)
-    sizes = {name: config[name] for name in _HIDDEN_SIZES if is_plain_integer(config.get(name), 1)}
+    sizes = _numbers(config, _HIDDEN_SIZES)
     if not sizes:
         return
     hidden_size = next(iter(sizes.values()))
     num_heads = next(iter(heads.values()), None)
-    # A head's width follows from these two where nothing names it.
+    # The head dimension follows from these two unless the configuration gives it.
     derived = hidden_size // num_heads if num_heads else _HEAD_DIM
-    named = [config[name] for name in _HEAD_DIMS if is_plain_integer(config.get(name), 1)]
-    head_dim = min(named[0] if named else derived, _HEAD_DIM)
+    named = _numbers(config, _HEAD_DIMS)
+    head_dim = min(next(iter(named.values()), derived), _HEAD_DIM)
     narrow = min(num_heads or _NUM_HEADS, _NUM_HEADS) * head_dim
     for name, size in sizes.items():
         small[name] = min(size, narrow)
@@ -242,22 +239,19 @@ def _shorten_factors(small: Config, share: float) -> None:
 
 
 def _keep_sums(small: Config, config: Config) -> None:
-    """What follows from other numbers of a configuration, and is named all the same."""
-
-    def number(name: str) -> int:
-        return config[name] if is_plain_integer(config.get(name), 1) else 0
-
-    if number("mamba_d_ssm"):
+    """Adapt numbers that follow from others of the configuration."""
+    given = _numbers(config, config)
+    if "mamba_d_ssm" in given:
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
-    if number("qk_head_dim"):
+    if "qk_head_dim" in given:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-    keys, values = number("linear_num_key_heads"), number("linear_num_value_heads")
+    keys, values = given.get("linear_num_key_heads"), given.get("linear_num_value_heads")
     if keys and values:
         small["linear_num_key_heads"] = min(keys, 2)
         small["linear_num_value_heads"] = min(keys, 2) * min(values // keys, 2)
-    # Each token has experts to choose from, in each group of them.
-    chosen = max(map(number, _EXPERTS_PER_TOKEN))
-    groups = max(number("n_group"), number("num_expert_group"), 1)
+    # Each group has more experts than a token chooses in it.
+    chosen = max(_numbers(config, EXPERTS_PER_TOKEN).values(), default=0)
+    groups = max(_numbers(config, ("n_group", "num_expert_group")).values(), default=1)
     num_experts = max(groups * (1 - -chosen // groups), _NUM_EXPERTS)
-    for name in filter(number, _EXPERTS):
-        small[name] = min(config[name], num_experts)
+    for name, number in _numbers(config, _EXPERTS).items():
+        small[name] = min(number, num_experts)

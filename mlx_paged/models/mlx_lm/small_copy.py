@@ -1,9 +1,9 @@
-"""A small model of the same class, in float32: what a large one would show only far into a prompt.
+"""A small model of the same class in float32, which shows faults that a large one shows only far
+into a prompt.
 
-It has the switches of the model's own configuration and as many layers, of the same kinds in the
-same order, but it is narrow, and its windows are of a few tokens. Its weights are random. What the
-class does with its caches does not depend on them, and float32 leaves no doubt about what rounding
-explains.
+It has the switches of the model's configuration and the first layers of each kind in the same
+order, but is narrow and has windows of a few tokens. Its weights are random: what a class does with
+its caches does not depend on them, and in float32 rounding explains little.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from mlx_paged.models.mlx_lm.small_config import (
     small_config,
 )
 
-# A copy of more numbers than these would take long to make: some 0.1 s.
+# This many take some 0.1 s to make.
 MAX_NUM_PARAMETERS = 2**25
-# Matrices, over the square root of their fan-in: with less, a token hardly feels the ones before.
+# Of random matrices, times the square root of their fan-in. With smaller weights, a token hardly
+# depends on earlier ones.
 _GAIN = 1.3
 _NOISE = 0.1
 
 
 def small_copy(model: Module, config: Config) -> tuple[Module, Config] | None:
-    """A small model of the same class, evaluated, and its configuration; ``None`` where the model
-    is one itself, or its class can't be built so.
+    """A small model of the same class, evaluated, and its configuration; ``None`` if the model is
+    small itself, or its class can't be built from a small configuration.
 
     Args:
-        model: of mlx-lm's.
+        model: one of mlx-lm.
         config: its ``config.json``.
     """
     config = {
@@ -55,14 +56,14 @@ def small_copy(model: Module, config: Config) -> tuple[Module, Config] | None:
         try:
             copy = _build(model, small)
         except Exception:
-            continue  # A class may ask anything of its numbers.
+            continue  # A class may require anything of its configuration.
         if copy is not None:
             return copy, small
     return None
 
 
 def _cuts(model: Module, config: Config) -> list[Cut]:
-    """From the one that leaves most out."""
+    """The cuts to try, smallest model first."""
     layers: Sequence[Module] = getattr(model, "layers", ())
     text = {**config, **(config.get("text_config") or {})}
     num_sharing = max(text.get(name) or 0 for name in NUM_SHARING_LAYERS)
@@ -74,9 +75,7 @@ def _cuts(model: Module, config: Config) -> list[Cut]:
 
 
 def _num_first_of_all_kinds(layers: Sequence[Module], model: Module) -> int:
-    """How many layers there are up to the first one of the last kind; at least two, if there
-    are.
-    """
+    """The number of first layers in which each kind of layer occurs; at least two if possible."""
     caches = make_prompt_cache(model)
     has_one_each = len(caches) >= len(layers)
     first: dict[str, int] = {}
@@ -103,9 +102,9 @@ def _is_float32(model: Module) -> bool:
 
 
 def _build(model: Module, config: Config) -> Module | None:
-    """``None`` for a model that is not small, or is another one."""
+    """``None`` if the model is not small, or differs from the original in its caches or tokens."""
     model_class: Any = type(model)
-    # mlx-lm's convention: the classes of a model and of its arguments stand in one module.
+    # mlx-lm's convention: a model and its ModelArgs are in the same module.
     args_class = model_class.__init__.__globals__["ModelArgs"]
     with _own_random_numbers():
         copy: Module = model_class(args_class.from_dict(config))
@@ -117,14 +116,14 @@ def _build(model: Module, config: Config) -> Module | None:
         mx.eval([value for module in copy.modules() for value in module.values()])
     if _cache_kinds(copy) != _cache_kinds(model) or _knows_other_tokens(copy, config):
         return None
-    # An array of another shape shows here, if anywhere.
+    # Raises if shapes do not fit each other.
     mx.eval(copy(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(copy)))
     return copy
 
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """The same ones each time, and a user's go on as if there were none."""
+    """Seed MLX's random numbers, and restore the user's state afterwards."""
     state: Any = mx.random.state
     high, low = state[0].tolist()
     mx.random.seed(0)
@@ -150,8 +149,8 @@ def _cache_kinds(model: Module) -> set[type]:
 
 
 def _knows_other_tokens(model: Module, config: dict[str, Any]) -> bool:
-    """Whether a model holds ids of tokens that it does not have: it would write beyond its logits,
-    as phi3small does, which masks some by their ids.
+    """Whether a model has constants with token ids beyond its vocabulary: phi3small masks tokens by
+    their ids, and would write beyond its logits.
     """
     text = config.get("text_config")
     sizes = [source.get("vocab_size") for source in (config, text) if isinstance(source, dict)]

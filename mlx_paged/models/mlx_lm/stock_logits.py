@@ -1,4 +1,4 @@
-"""What a model of mlx-lm's answers on mlx-lm's own caches, and how exactly."""
+"""The logits of a model of mlx-lm on mlx-lm's own caches, and how exact they are."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.errors import UnsuitableModelError, one_line
 
-# The error of a row of logits, over its length, that rounding explains in float32. A layer that
-# attends to something else is off by more: afm7 by 0.30.
+# The relative error of a row of logits that rounding explains in float32. A layer that attends to
+# the wrong tokens has a larger one: 0.30 for afm7.
 FLOAT32_LIMIT = 1e-3
-# The same in half precision, where nothing better is known: see Yardstick.
+# The same in half precision, if there is no reference in float32: see Yardstick.
 HALF_LIMIT = 0.05
-# A model's own error is that between two ways to cut a prompt.
+# A model's own error is the difference between two ways to cut a prompt.
 NUM_TIMES_OWN_ERROR = 4
-# Beyond this many limits, the model means something else by each cut, and there is nothing to be
-# equal to: plamo3 prefills with a window that is longer by one than that of its cache.
+# With an own error of more limits than this, a model computes something else for each cut, and
+# there is no reference: plamo3 prefills with a window one token longer than that of its cache.
 MAX_OWN_LIMITS = 10
-# Another order of the same sums in half precision is as far from float32, and one of two is up to
-# twice as far as the other.
+# Another order of summation in half precision has an error of the same size, and of two such errors
+# one may be twice the other.
 NUM_TIMES_HALF_ERROR = 2
-# What the weights of a model may take once more, in float32, while it is tried.
+# The most memory that a copy of the weights in float32 may take.
 MAX_FLOAT32_NBYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokens that a model is tried with.
+    """The tokens that a model is tested with.
 
     Attributes:
-        ids, other: of two sequences.
-        num_first: of the tokens of ``ids``, those of its first chunk. The others up to
-            ``num_tokens`` are the second one.
-        num_decoded: how many of the last tokens of either come one by one.
+        ids, other: two sequences.
+        num_first: the length of the first chunk of ``ids``; the second ends at ``num_tokens``.
+        num_decoded: the number of last tokens of each sequence that are decoded one by one.
     """
 
     ids: list[int]
@@ -57,15 +56,12 @@ class Prompts:
 
 
 class StockLogits:
-    """Of all tokens of two prompts.
-
-    Args:
-        model: of mlx-lm's, as it is at this moment.
+    """The logits of all tokens of two sequences, ``[num_tokens, vocab_size]``.
 
     Attributes:
-        rows: of the first one, in its chunks, ``[num_tokens, vocab_size]``.
+        rows: of the first sequence, in its chunks.
         again: the same, with the prompt cut elsewhere and the last tokens one by one.
-        other: of the second one.
+        other: of the second sequence.
     """
 
     def __init__(self, model: Module, prompts: Prompts):
@@ -81,8 +77,8 @@ class StockLogits:
         return self.error(self)
 
     def error(self, exact: StockLogits) -> float:
-        """Of all rows, or of those of tokens that come alone, if that is larger: then a model may
-        add up in another order.
+        """The larger of the errors of all rows and of decoded tokens alone, for which a model may
+        sum in another order.
         """
         return max(
             median_error(self.again, exact.rows),
@@ -93,15 +89,15 @@ class StockLogits:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a way to run a model is held to.
+    """The reference for a model's logits.
 
-    In half precision that is what mlx-lm answers with the same weights in float32, from which a
-    right answer may be twice as far as mlx-lm's own. A model so large that its weights should not
-    lie in memory once more is held to mlx-lm's answers in half precision instead, more loosely:
-    rounding can't be told from a small fault there.
+    For half precision it is what mlx-lm computes with the same weights in float32, and the limit is
+    twice the error of mlx-lm's own logits in half precision. For a model too large for a copy of
+    its weights in float32, it is mlx-lm's logits in half precision, with a wider limit: a small
+    fault can't be told from rounding then.
 
     Attributes:
-        logits: the answers.
+        logits: the reference.
         limit: the error that rounding explains.
     """
 
@@ -117,8 +113,8 @@ class Yardstick:
         try:
             own = StockLogits(model, prompts)
         except Exception as error:
-            # An unknown model may raise anything, as on a device that lacks an operation for its
-            # dtype.
+            # An unknown model may raise anything, for example if the device lacks an operation for
+            # its dtype.
             raise UnsuitableModelError(
                 f"mlx-lm can't run it on its own caches ({type(error).__name__}: {one_line(error)})"
             ) from error
@@ -131,14 +127,14 @@ class Yardstick:
             )
         if best is own:
             return cls(own, max(limit, NUM_TIMES_OWN_ERROR * own.own_error))
-        # And one rounding of the logits themselves.
+        # Plus one rounding of the logits themselves.
         eps = mx.finfo(own.rows.dtype).eps
         return cls(best, NUM_TIMES_HALF_ERROR * own.error(best) + eps)
 
 
 def _in_float32(model: Module, prompts: Prompts) -> StockLogits | None:
-    """What the model answers with its weights in float32; ``None`` if that takes too much memory,
-    or it can't be had.
+    """The logits with weights in float32; ``None`` if these take too much memory, or the model does
+    not compute in float32.
     """
     narrow = filter(_is_half, dict(tree_flatten(model.parameters())).values())
     if sum(4 * weight.size for weight in narrow) > MAX_FLOAT32_NBYTES:
@@ -147,7 +143,7 @@ def _in_float32(model: Module, prompts: Prompts) -> StockLogits | None:
         with _widened(model):
             logits = StockLogits(model, prompts)
     except Exception:
-        return None  # The model runs, and a kernel may want half precision.
+        return None  # A kernel may require half precision.
     return logits if logits.rows.dtype == mx.float32 else None
 
 
@@ -178,10 +174,10 @@ def _logits(model: Module, ids: Sequence[int], chunks: Sequence[int]) -> mx.arra
 
 
 def median_error(logits: mx.array, expected: mx.array) -> float:
-    """Of the rows, ``[num_rows, vocab_size]``: the length of a difference over that of the expected
-    row. Tokens that a model never allows count where only one side allows them.
+    """The median over rows, ``[num_rows, vocab_size]``, of the norm of the difference over the norm
+    of the expected row. Logits of minus infinity count if only one side has them.
 
-    Rounding may send single tokens of a mixture to other experts: hence the median.
+    The median, because rounding may route single tokens of a mixture to other experts.
     """
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     never = mx.isneginf(logits) & mx.isneginf(expected)

@@ -1,18 +1,18 @@
-"""The way in which a model of mlx-lm runs on the caches here, found by holding it against itself on
-mlx-lm's: some would be wrong without any error.
+"""How a model of mlx-lm runs on this package's caches, found by comparing its logits with those on
+mlx-lm's own: some models would be wrong without any error.
 
-afm7, for one, takes the positions of its queries from the shape of K, which in a packed step is not
-that of the sequence.
+afm7, for example, takes the positions of its queries from the shape of K, which in a packed step is
+not that of the sequence.
 
-What a class does with its caches shows on a small copy of the model, in float32, where rounding
-hides nothing and windows end after a few tokens. What this model does shows on itself, as it is.
+What the class does with its caches is tested on a small copy of the model in float32, where
+rounding hides nothing and windows end after a few tokens. Then the model itself is tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -22,61 +22,49 @@ from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.module_calls import put_back
+from mlx_paged.models.mlx_lm.module_calls import ModuleClasses
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.recording import RecurrentCaches, record_packed
 from mlx_paged.models.mlx_lm.small_copy import small_copy
-from mlx_paged.models.mlx_lm.stock_logits import (
-    Prompts,
-    StockLogits,
-    Yardstick,
-    median_error,
-)
+from mlx_paged.models.mlx_lm.stock_logits import Prompts, StockLogits, Yardstick, median_error
 from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
-# Of a sequence, its second chunk among them, which runs beside the whole of another.
+# Tokens of the first sequence; its second chunk, which runs in one step with all of the second
+# sequence; and tokens of that.
 NUM_TOKENS = 24
 NUM_LAST = 9
 NUM_OTHER = 7
-# More tokens, beyond the windows, where that is little work: products of two numbers, of which two
-# cores do as many in a tenth of a second.
+# More tokens, beyond the windows, where that takes no more multiplications than two cores do in a
+# tenth of a second.
 MORE_TOKENS = 40
 MAX_NUM_TOKENS = 512
 MAX_WORK = 2**31
-# Decodes of each sequence in float32: they show at once which state a step has read.
+# Decodes of each sequence in float32, which reveal a step that has read a wrong state.
 NUM_DECODED = 3
 
-Kind = Callable[[Module, dict[str, Any]], LanguageModel]
+Kind: TypeAlias = type[PackedModel | PerSequenceModel]
+WAYS: dict[str, Kind] = {"packed": PackedModel, "per sequence": PerSequenceModel}
 
 
-def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
-    """A model of mlx-lm, as one that runs here: packed, or else one sequence at a time.
+def adapt(
+    model: Module, config: dict[str, Any], *, evaluates_weights: bool = True
+) -> LanguageModel:
+    """A model of mlx-lm as a :class:`LanguageModel`: packed, or else one sequence at a time.
 
     Args:
-        model: with its weights, adapters among them.
+        model: with its weights, adapters included.
         config: its ``config.json``.
+        evaluates_weights: whether the model itself is tested too, and not only a small copy of it.
 
     Raises:
-        UnsuitableModelError: it runs in neither way, with both reasons.
+        UnsuitableModelError: it can run in neither way; the message gives both reasons.
     """
-    return _first_way(Trial(model, config).run)
-
-
-def adapt_unread(model: Module, config: dict[str, Any]) -> LanguageModel:
-    """As :func:`adapt`, tried with a small copy alone: none of the weights is evaluated.
-
-    Raises:
-        UnsuitableModelError: it runs in neither way, with both reasons.
-    """
-    return _first_way(Trial(model, config, evaluates_weights=False).run)
-
-
-def _first_way(run: Callable[[Kind], LanguageModel]) -> LanguageModel:
+    trial = Trial(model, config, evaluates_weights)
     reasons: dict[str, str] = {}
-    for kind, way in ((PackedModel, "packed"), (PerSequenceModel, "per sequence")):
+    for way, kind in WAYS.items():
         try:
-            return run(kind)
+            return trial.run(kind)
         except UnsuitableModelError as error:
             reasons[way] = str(error)
     if len(set(reasons.values())) == 1:
@@ -85,35 +73,35 @@ def _first_way(run: Callable[[Kind], LanguageModel]) -> LanguageModel:
 
 
 def layer_specs_of(model: Module) -> list[LayerSpec]:
-    """The layers of a model, of this package or of mlx-lm, found without evaluating a weight; empty
-    where only a run of the model says them.
+    """The layers of a model of this package or of mlx-lm, without evaluating a weight; empty for a
+    model that can't run packed.
     """
     if isinstance(model, LanguageModel):
         return model.layer_specs
-    classes = [(module, type(module)) for module in model.modules()]
+    classes = ModuleClasses(model.modules())
     try:
         return list(record_packed(model, RecurrentCaches(model)).layers)
     except UnsuitableModelError:
         return []
     finally:
-        put_back(classes)
+        classes.restore()
 
 
 class Trial:
-    """A model of mlx-lm's, which is tried in one way after another.
+    """Runs a model of mlx-lm in one way after the other.
 
     Args:
         model: with its weights.
         config: its ``config.json``.
-        evaluates_weights: whether the model itself is tried, and not only a small copy of it.
+        evaluates_weights: whether the model itself is tested too, and not only a small copy of it.
     """
 
     def __init__(self, model: Module, config: dict[str, Any], evaluates_weights: bool = True):
         self.model, self.config = model, config
         self._evaluates_weights = evaluates_weights
         if evaluates_weights:
-            # Arrays that are not parameters, as frequencies of RoPE, are made lazily, and no other
-            # thread can run what this one leaves lazy.
+            # Arrays that are not parameters, such as frequencies of RoPE, are lazy at first, and
+            # another thread can't evaluate what this one leaves lazy.
             mx.eval([value for module in model.modules() for value in module.values()])
         self._yardstick: tuple[Prompts, Yardstick] | None = None
 
@@ -124,8 +112,8 @@ class Trial:
             UnsuitableModelError: its logits differ by more than rounding, or mlx-lm's own do, or
                 mlx-lm can't run the model.
         """
-        # In some ways modules run with other classes.
-        classes = [(module, type(module)) for module in self.model.modules()]
+        # A kind of model may give modules other classes.
+        classes = ModuleClasses(self.model.modules())
         try:
             adapted = kind(self.model, self.config)
             if self._small is not None:
@@ -133,7 +121,7 @@ class Trial:
             if self._evaluates_weights:
                 self._check(adapted)
         except BaseException:
-            put_back(classes)
+            classes.restore()
             raise
         return adapted
 
@@ -146,7 +134,7 @@ class Trial:
         try:
             adapted = kind(self.model, self.config)
         except UnsuitableModelError:
-            return  # The model itself can, so it is the copy that is odd.
+            return  # The model itself can run in this way, so the copy is the exception.
         try:
             self._check(adapted)
         except UnsuitableModelError as error:
@@ -160,13 +148,13 @@ class Trial:
         try:
             parts = list(_parts(model, prompts, yardstick.logits))
         except Exception as error:
-            # It may rely on anything that mlx-lm's caches have, as on the shape of a mask.
+            # It may rely on any detail of mlx-lm's caches, such as the shape of a mask.
             raise UnsuitableModelError(
                 f"it can't run on caches here ({type(error).__name__}: {one_line(error)})"
             ) from error
         for what, logits, expected in parts:
             found = median_error(logits, expected)
-            # A NaN is not an agreement, unless mlx-lm's are NaN, too.
+            # NaN counts as a difference unless mlx-lm's logits are NaN, too.
             if not found <= yardstick.limit and not mx.isnan(expected).any():
                 raise UnsuitableModelError(
                     f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
@@ -195,7 +183,7 @@ def _prompts(model: LanguageModel) -> Prompts:
 def _parts(
     model: LanguageModel, prompts: Prompts, stock: StockLogits
 ) -> Iterator[tuple[str, mx.array, mx.array]]:
-    """What is compared: its name, the model's rows of logits, and those of mlx-lm's caches."""
+    """The comparisons: a name, the model's rows of logits, and those on mlx-lm's caches."""
     sequences = probe_sequences(model, len(prompts.ids) + len(prompts.other))
     ids, other, first, end = prompts.ids, prompts.other, prompts.num_first, prompts.num_tokens
     yield (
@@ -203,7 +191,7 @@ def _parts(
         run_step(model, sequences, {"a": ids[:first]}, [first]),
         stock.rows[:first],
     )
-    # Not of all tokens, so that a model that leaves rows out does so here.
+    # Logits of some tokens only, so that a model that can drop rows does so here.
     num_other = prompts.num_other
     last, last_other = (end - first) // 2, (num_other + 1) // 2
     batch = {"a": ids[first:end], "b": other[:num_other]}

@@ -1,1 +1,1 @@
-"""What an answer says, told apart as it comes, and answers that are kept for the next turn."""
+"""Parses answers as they are generated, and keeps them for the next turn."""

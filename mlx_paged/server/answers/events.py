@@ -1,4 +1,4 @@
-"""What an answer consists of, as it comes: reasoning, what is said, and calls of tools."""
+"""The events that a parsed answer consists of: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind: TypeAlias = Literal["reasoning", "text", "call"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The model calls a tool. ``index`` counts the calls of an answer."""
+    """A call of a tool. ``index`` counts the calls of an answer."""
 
     index: int
     call_id: str
@@ -21,11 +21,11 @@ class Event(NamedTuple):
     """A piece of an answer.
 
     Args:
-        text: reasoning without its marks, what is said, or the JSON text of a call's arguments,
-            which are one object together, unless the answer was broken off within them.
-        call: that begins here, and whose arguments follow.
-        is_json: false where the model wrote something else than JSON, from this piece on: it is
-            given as it is, since the call has begun.
+        text: reasoning without its marks, text, or a piece of the JSON text of a call's arguments.
+            Together the pieces are one object, unless the answer was truncated.
+        call: a call that begins here; its arguments follow.
+        is_json: false from the piece on where the model's arguments are not valid JSON; they are
+            passed on unchanged, since the call has begun.
     """
 
     kind: Kind

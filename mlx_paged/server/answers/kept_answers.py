@@ -1,5 +1,5 @@
-"""Answers of the server that are kept for conversations that come back: clients send them as they
-received them, which is not as they were generated.
+"""Keeps answers for continued conversations: clients send answers back as they received them, which
+differs from the generated text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 
 
 class ReadAnswer(Reading):
-    """What an answer says, as the reader tells it apart: its text may be another one."""
+    """A kept answer, compared by its reasoning, text and calls instead of its exact text."""
 
     def find_end(
         self,
@@ -47,20 +47,19 @@ def keep_answer(
     answer_format: AnswerFormat,
     completion: CompletionOutput,
 ) -> dict[str, Any] | None:
-    """Keep the answer to a prompt, if it is one that can come back; returns the message in which it
-    does.
+    """Keep the answer to a prompt if clients can send it back; returns it as a message.
 
     Args:
         completion: with all of its tokens.
     """
     has_ended = completion.finish_reason in ("stop", "length")
     if not has_ended or isinstance(completion.stop_reason, str):
-        return None  # A stop text ends an answer elsewhere than its tokens do.
+        return None  # After a stop text, the tokens are longer than the text.
     token_ids = list(completion.token_ids)
     if token_ids and token_ids[-1] in tokenizer.eos_token_ids:
         token_ids.pop()
     text = decoded(tokenizer, prompt.token_ids, token_ids)
-    # With calls that were left out, too: what was told does not say all of these tokens then.
+    # Including calls beyond max_calls: then the client's message differs, and there is no match.
     reading = read_answer(replace(answer_format, max_calls=None), text, completion)
     message = message_of(reading)
     if message is not None:
@@ -76,13 +75,13 @@ def upcoming_tokens(
     cache_salt: str | None,
     computed: Sequence[int],
 ) -> tuple[list[int], int]:
-    """What the prompt of any next question begins with, and how many of these tokens are computed.
+    """The beginning of the prompt of any next question, and how many of its tokens are computed.
 
     Args:
-        messages: up to the last answer.
+        messages: the conversation up to the last answer.
         computed: the tokens of the last prompt and its answer.
     """
-    # Two questions that have nothing in common.
+    # Two questions with no common beginning.
     prompts = [
         kept.encode(
             tokenizer, [*messages, {"role": "user", "content": text}], template_options, cache_salt
@@ -93,13 +92,13 @@ def upcoming_tokens(
 
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
+    """The length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def message_of(reading: Reading) -> dict[str, Any] | None:
-    """The message in which an answer comes back; ``None`` if it can't come back as it is."""
+    """The answer as a message of the assistant; ``None`` if clients can't send it back as it is."""
     try:
         calls = [
             {"function": {"name": name, "arguments": json.loads(arguments)}}

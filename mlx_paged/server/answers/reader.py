@@ -1,4 +1,6 @@
-"""The text of an answer as it comes, told apart: reasoning, what is said, and calls of tools."""
+"""``AnswerReader``: parses the text of an answer, as it is generated, into reasoning, text and tool
+calls.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from mlx_paged.model_dialect import Marks, ModelDialect, ToolFormat
 from mlx_paged.reasoning import ReasoningMarks
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.events import Event
-from mlx_paged.server.answers.tools import CallReader, call_reader
+from mlx_paged.server.answers.tools import CallReader, JsonCallReader
 
 ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
 
-# What the text is at some place. Other states are those of a tokenizer's own response format, whose
-# text that no reader sees.
-OPENING = "opening"  # nothing was said yet, so reasoning may begin
+# The states of the parser. A tokenizer's own response format may have further states, whose text is
+# not shown.
+OPENING = "opening"  # before any text, so reasoning may begin
 SAYING = "normal"
 REASONING = "reasoning"
 CALLING = "tool"
@@ -29,20 +31,20 @@ CALLING = "tool"
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How answers to a prompt are read.
+    """How answers to a prompt are parsed.
 
     Args:
-        reasoning: the marks around it; ``None`` for a model that has no marks.
-        is_thinking: the prompt has opened it already.
-        tools: the functions that may be called, as OpenAI's ``tools`` has them; none: what looks
-            like a call is text.
+        reasoning: the marks around reasoning; ``None`` if the model has none.
+        is_thinking: whether the prompt has opened the reasoning already.
+        tools: the functions that may be called, in the form of OpenAI's ``tools``; if empty, what
+            looks like a call is text.
         tool_format: how the model writes calls; ``None``: what looks like a call is text.
-        is_calls: what follows the reasoning is calls and nothing else, without a mark before them.
-        max_calls: the calls after these are left out; ``None`` has no limit.
-        hidden: special tokens that the text has, and no reader is to see. None where no mark is a
-            special token, so that the text can do without them.
-        marks: of a response format of the tokenizer's own, beside those above.
-        initial_state: of such a format.
+        is_calls: the reasoning is followed by calls only, without a mark before them.
+        max_calls: further calls are dropped; ``None``: no limit.
+        hidden: special tokens in the text that are not shown. Empty if no mark is a special token,
+            since the text then contains none.
+        marks: further marks, from the tokenizer's own response format.
+        initial_state: the initial state of such a format.
     """
 
     reasoning: ReasoningMarks | None = None
@@ -66,7 +68,7 @@ class AnswerFormat:
         """The format of the answers to a prompt.
 
         Args:
-            prompt: as the chat template wrote it; it may end with the mark that opens reasoning.
+            prompt: the rendered prompt; it may end with the mark that opens reasoning.
         """
         dialect = ModelDialect.of(tokenizer)
         marks, tool_format = dialect.reasoning, dialect.tools if tools else None
@@ -87,12 +89,8 @@ class AnswerFormat:
             dialect.initial_state,
         )
 
-    def reader(self) -> AnswerReader:
-        """A reader for one completion."""
-        return AnswerReader(self)
-
     def edges(self) -> dict[str, dict[str, str]]:
-        """For each state, the marks that may come in it, and the states that they begin."""
+        """For each state, the marks that are recognised in it and the states that they lead to."""
         states: dict[str, dict[str, str]] = {OPENING: {}, SAYING: {}, REASONING: {}}
         for state in states:
             states[state].update((mark, state) for mark in self.hidden)
@@ -119,13 +117,13 @@ PLAIN = AnswerFormat()
 
 
 class AnswerReader:
-    """Reads the text of one completion, piece by piece. However it is cut, the events together are
-    the same.
+    """Parses the text of one completion incrementally. The result does not depend on how the text
+    is cut into pieces.
 
-    Space beside a mark belongs to the mark: it is neither reasoning nor text.
+    White space next to a mark belongs to the mark: it is neither reasoning nor text.
 
     Attributes:
-        num_tool_calls: calls that were begun.
+        num_tool_calls: the number of calls so far.
     """
 
     def __init__(self, answer_format: AnswerFormat):
@@ -137,35 +135,35 @@ class AnswerReader:
         is_thinking = answer_format.is_thinking
         self._state = answer_format.initial_state or (REASONING if is_thinking else OPENING)
         self._calls: CallReader | None = None
-        self._pending = ""  # may be the beginning of a mark
-        self._space = ""  # is shown when something follows that is not a mark
+        self._pending = ""  # unread text, possibly the beginning of a mark
+        self._space = ""  # shown once something other than a mark follows
         self._is_after_mark = is_thinking
 
     def add(self, text: str) -> list[Event]:
-        """What can be told apart by now."""
+        """The events that are certain after this text."""
         self._pending += text
         return self._read(is_over=False)
 
     def read(self, part: CompletionOutput) -> list[Event]:
-        """What the next part of the completion says; the last one is its end."""
+        """The events of the next part of the completion."""
         events = self.add(part.text)
         return events if part.finish_reason is None else events + self.finish(part)
 
     def finish(self, completion: CompletionOutput | None = None) -> list[Event]:
-        """The answer is over: what was held back.
+        """The events that were held back, at the end of the answer.
 
         Args:
-            completion: says why it is over. A call whose end mark is missing counts where the
-                model ended the answer, which is the default, and is text where ``max_tokens``, a
-                stop text or something else broke it off.
+            completion: says why the answer ended. A call without an end mark is accepted if the
+                model ended the answer, which is the default; it is text if the answer was truncated
+                by ``max_tokens``, a stop text or something else.
         """
-        is_broken_off = completion is not None and (
+        is_truncated = completion is not None and (
             completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
         )
         events = self._read(is_over=True)
         if self._calls is not None:
             calls, self._calls = self._calls, None
-            events += self._of_calls(calls, calls.finish(is_broken_off))
+            events += self._of_calls(calls, calls.finish(is_truncated))
         elif self._state in (SAYING, OPENING) and not self._is_after_mark:
             events.append(Event("text", self._space))
         self._space = ""
@@ -201,7 +199,7 @@ class AnswerReader:
             self._is_after_mark = True
 
     def _of_calls(self, calls: CallReader, events: list[Event]) -> list[Event]:
-        """The events of calls; a call that is given as text may be one within reasoning."""
+        """The events of calls; within reasoning, a call that is returned as text is reasoning."""
         self.num_tool_calls += sum(event.call is not None for event in events)
         if self._state != REASONING:
             return events
@@ -209,7 +207,7 @@ class AnswerReader:
 
     def _take(self, mark: str, state: str) -> None:
         if state == self._state:
-            return  # a special token that says nothing
+            return  # a special token without a meaning here
         self._space = ""
         self._is_after_mark = True
         if state == CALLING:
@@ -218,18 +216,15 @@ class AnswerReader:
             self._state = state
 
     def _begin_calls(self) -> None:
-        assert self._format.tool_format is not None
-        self._calls = call_reader(
-            self._format.tool_format,
-            self._format.tools,
-            self.num_tool_calls,
-            self._format.max_calls,
-        )
+        tool_format, tools = self._format.tool_format, self._format.tools
+        assert tool_format is not None
+        reader = JsonCallReader if tool_format.name == "json_tools" else CallReader
+        self._calls = reader(tool_format, tools, self.num_tool_calls, self._format.max_calls)
         if self._state == OPENING:
             self._state = SAYING
 
     def _show(self, text: str, events: list[Event]) -> None:
-        """Tell a text without marks, and hold back the space at its end."""
+        """Add an event for a text without marks, and hold back the white space at its end."""
         text, self._space = self._space + text, ""
         body = text.lstrip()
         if not body:
@@ -248,10 +243,10 @@ class AnswerReader:
 
 
 class Reading(NamedTuple):
-    """A whole answer, told apart.
+    """A parsed answer.
 
     Args:
-        calls: of tools: name and the JSON text of the arguments of each.
+        calls: the name and the JSON text of the arguments of each tool call.
     """
 
     reasoning: str
@@ -262,42 +257,42 @@ class Reading(NamedTuple):
 def read_answer(
     answer_format: AnswerFormat, text: str, completion: CompletionOutput | None = None
 ) -> Reading:
-    """Read an answer that is there as a whole; ``completion`` as in :meth:`AnswerReader.finish`."""
-    reader = answer_format.reader()
+    """Parse a complete answer; ``completion`` as in :meth:`AnswerReader.finish`."""
+    reader = AnswerReader(answer_format)
     texts = {"reasoning": "", "text": ""}
     calls: list[tuple[str, str]] = []
-    for kind, said, call, _ in reader.add(text) + reader.finish(completion):
+    for kind, piece, call, _ in reader.add(text) + reader.finish(completion):
         if call is not None:
-            calls.append((call.name, said))
+            calls.append((call.name, piece))
         elif kind == "call":
-            calls[-1] = (calls[-1][0], calls[-1][1] + said)
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece)
         else:
-            texts[kind] += said
+            texts[kind] += piece
     return Reading(**texts, calls=tuple(calls))
 
 
 class _MarkFinder:
-    """Finds the first of some marks in a text that goes on.
+    """Finds the first of several marks in a growing text.
 
     Args:
-        edges: the marks, and the states that they begin.
+        edges: the marks and the states that they lead to.
 
     Attributes:
-        can_leave: a mark begins another state.
+        can_leave: whether a mark leads to another state.
     """
 
     def __init__(self, state: str, edges: Mapping[str, str]):
         self.edges = edges
         self.can_leave = any(next_state != state for next_state in edges.values())
-        # Of two marks at one place, the longer one counts.
+        # At the same position, the longer mark is preferred.
         marks = sorted(edges, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._beginnings = frozenset(mark[:length] for mark in marks for length in range(len(mark)))
         self._longest = max(map(len, marks), default=0)
 
     def find(self, text: str, is_over: bool) -> tuple[int, str]:
-        """Where the first mark begins, and the mark; or where the text begins that may still
-        become one, and ``""``.
+        """The position of the first mark, and the mark; or the position where an incomplete mark
+        may begin, and ``""``.
         """
         if self._pattern is None:
             return len(text), ""
@@ -325,7 +320,7 @@ def _special_tokens(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
 
 
 def _without_margin(space: str) -> str:
-    """The space before a text that follows a mark: the indentation of its first line, if it has a
-    line of its own.
+    """What remains of the white space between a mark and a text: the indentation of the text, if it
+    begins on a new line.
     """
     return space[space.rfind("\n") + 1 :] if "\n" in space else ""

@@ -1,5 +1,5 @@
-"""``AnswerState``: what the engine has said of a request so far, in blocks and in numbers. Every
-protocol renders it in its own words.
+"""``AnswerState``: the answer to a request so far, as blocks and numbers of tokens. Each protocol
+renders it in its own format.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 from mlx_paged.reasoning import ReasoningTokens
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
 from mlx_paged.server.answers.events import Kind, ToolCall
-from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.answers.reader import AnswerFormat, AnswerReader
 
 
 @dataclass
 class Block:
-    """A part of an answer that is of one kind.
+    """A contiguous part of an answer of one kind.
 
     Args:
-        index: of the block in its answer.
-        call: the name and the id of a call, and which one of the answer it is.
-        is_json: whether the text of a call is JSON as far as it came.
-        pieces: of its text.
+        index: the block's index in the answer.
+        call: the index, id and name of a call.
+        is_json: whether the arguments of a call are valid JSON so far.
+        pieces: the pieces of its text.
     """
 
     index: int
@@ -32,13 +32,13 @@ class Block:
 
     @property
     def text(self) -> str:
-        """What it says so far: reasoning, text, or the arguments of a call."""
+        """The text so far: reasoning, text, or the arguments of a call."""
         return "".join(self.pieces)
 
 
 class BlockEvent(NamedTuple):
-    """What happens to a block: it begins, its text goes on, or it ends. The block is as it is when
-    all events of a part have happened.
+    """A block begins, its text continues, or it ends. ``block`` is in its state after all events of
+    the same part.
     """
 
     what: Literal["start", "delta", "end"]
@@ -48,7 +48,7 @@ class BlockEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """How many tokens were read and written."""
+    """Numbers of tokens."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -63,11 +63,11 @@ class CompletionState:
     """One completion.
 
     Attributes:
-        blocks: that it has so far.
-        num_tokens: that were generated.
-        has_begun: a part of it came.
-        finish_reason: why it ended: ``"stop"``, ``"length"``, or ``"tool_calls"`` where it stopped
-            with calls; ``None`` before that.
+        blocks: its blocks so far.
+        num_tokens: the number of generated tokens.
+        has_begun: whether a part has arrived.
+        finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
+            ``None`` before the end.
         stop_reason: the stop text or tokens that ended it.
     """
 
@@ -79,23 +79,23 @@ class CompletionState:
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
         self._open_block: Block | None = None
-        self._reader = answer_format.reader()
+        self._reader = AnswerReader(answer_format)
         self._reasoning = ReasoningTokens(answer_format.reasoning, answer_format.is_thinking)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Those between marks of reasoning, the marks included."""
+        """The number of tokens of reasoning, including its marks."""
         return self._reasoning.count
 
     def count(self, completion: CompletionOutput) -> None:
-        """Count the tokens of the next part, and note whether it is the last one."""
+        """Count the tokens of the next part, and take over its finish reason."""
         self.has_begun = True
         self.num_tokens += len(completion.token_ids)
         self._reasoning.add(completion.token_ids)
         self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
 
     def add(self, completion: CompletionOutput) -> list[BlockEvent]:
-        """What the next part says."""
+        """The events of the next part."""
         self.count(completion)
         events: list[BlockEvent] = []
         for kind, text, call, is_json in self._reader.read(completion):
@@ -109,7 +109,7 @@ class CompletionState:
             if not text:
                 continue
             block.pieces.append(text)
-            if events and events[-1].what == "delta":  # of this block, as no other began
+            if events and events[-1].what == "delta":  # of the same block
                 text = events.pop().text + text
             events.append(BlockEvent("delta", block, text))
         if self.finish_reason is not None:
@@ -125,13 +125,13 @@ class CompletionState:
 
 
 class AnswerState:
-    """The answer to one prompt, which may be several completions.
+    """The answer to one prompt, with one or more completions.
 
     Args:
-        answer_format: how the text is read.
+        answer_format: how the text is parsed.
 
     Attributes:
-        completions: by their index, as far as they have begun.
+        completions: those that have begun, by index.
     """
 
     def __init__(self, answer_format: AnswerFormat):
@@ -140,7 +140,7 @@ class AnswerState:
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     def parts(self, output: RequestOutput) -> list[tuple[CompletionState, CompletionOutput]]:
-        """The completions that a part of the answer is about, for :meth:`CompletionState.add`."""
+        """The completions in a part of the answer, for :meth:`CompletionState.add`."""
         self._num_prompt_tokens = len(output.prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens
         parts = []
@@ -149,7 +149,7 @@ class AnswerState:
             if completion is None:
                 completion = CompletionState(part.index, self._format)
                 self.completions[part.index] = completion
-            # The last part of a request has all completions.
+            # The last part of a request contains all completions, finished ones included.
             if completion.finish_reason is None:
                 parts.append((completion, part))
         return parts

@@ -1,4 +1,4 @@
-"""The arguments of a call as a model writes them, piece by piece, to JSON that is valid."""
+"""``ArgumentsScanner``: turns the arguments of a call, as a model writes them, into valid JSON."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]+")
 _VALID_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HEX = frozenset("0123456789abcdefABCDEF")
-# What Python's own constants are in JSON: models that were trained on Python write them.
+# Models trained on Python sometimes write its constants.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
-# What may be wanted where brackets close.
+# The expectations with which a bracket may close.
 _CAN_CLOSE = ("comma", "key", "item", "first key", "first item")
 
 
 class ArgumentsScanner:
-    """Reads one JSON object as it is written, and gives it on as far as it is decided.
+    """Reads one JSON object incrementally, and returns its text as far as it is certain.
 
-    What models often get wrong is put right on the way: raw control characters and unknown escapes
-    in strings, a comma before a closing bracket, Python's ``True``, ``False`` and ``None``.
+    Frequent mistakes of models are corrected: raw control characters and unknown escapes in
+    strings, a comma before a closing bracket, Python's ``True``, ``False`` and ``None``.
 
     Attributes:
         is_done: the object is complete.
-        is_broken: the text is not JSON. :attr:`rest` begins with what is wrong.
-        rest: the text that was not read: after the object, or from the error on.
+        is_broken: the text is not JSON; :attr:`rest` begins with the error.
+        rest: the unread text: after the object, or from the error on.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class ArgumentsScanner:
         self.is_broken = False
         self.rest = ""
         self._stack: list[str] = []  # open brackets
-        self._wants = "object"
+        self._expected = "object"  # what is expected next
         self._held = ""  # the beginning of an escape, of a number or of a word
-        self._comma = ""  # with the space behind it; left out before a closing bracket
+        self._comma = ""  # with the space after it; dropped before a closing bracket
 
     @property
     def is_in_string(self) -> bool:
-        """Whether the text so far ends inside of a string."""
-        return self._wants in ("text", "key text")
+        """Whether the text so far ends inside a string."""
+        return self._expected in ("text", "key text")
 
     def add(self, text: str) -> str:
-        """Read more; returns the JSON text that is decided by now."""
+        """Read more; returns the JSON text that is certain now."""
         text, self._held = self._held + text, ""
         out: list[str] = []
         place = 0
@@ -56,15 +56,15 @@ class ArgumentsScanner:
         return "".join(out)
 
     def close(self) -> str | None:
-        """Nothing comes any more: the brackets that are missing, or ``None`` where the object ends
-        in the middle of something.
+        """At the end of the text: the missing brackets, or ``None`` if the text does not end after
+        a complete value.
         """
         if self.is_done:
             return ""
         scalar: str | None = ""
         if self._held and not self.is_in_string:
-            scalar, self._held, self._wants = _as_scalar(self._held), "", "comma"
-        if scalar is None or self._wants not in _CAN_CLOSE:
+            scalar, self._held, self._expected = _as_scalar(self._held), "", "comma"
+        if scalar is None or self._expected not in _CAN_CLOSE:
             return None
         self.is_done = True
         return scalar + "".join(_CLOSING[bracket] for bracket in reversed(self._stack))
@@ -81,7 +81,7 @@ class ArgumentsScanner:
         if character == "\\":
             return self._read_escape(text, place, out)
         if character == '"':
-            self._wants = "colon" if self._wants == "key text" else "comma"
+            self._expected = "colon" if self._expected == "key text" else "comma"
             out.append('"')
         else:
             out.append({"\n": "\\n", "\t": "\\t"}.get(character, f"\\u{ord(character):04x}"))
@@ -102,7 +102,7 @@ class ArgumentsScanner:
         if escape[1] == "'":
             out.append("'")
             return place + 2
-        # The backslash stands for itself, as in regular expressions and in paths.
+        # A literal backslash, as in regular expressions and paths.
         out.append("\\\\")
         return place + 1
 
@@ -116,19 +116,19 @@ class ArgumentsScanner:
                 out.append(space[0])
             return space.end()
         character = text[place]
-        if self._wants == "colon":
+        if self._expected == "colon":
             return self._take(character == ":", "value", character, place, out)
-        if self._wants == "comma" and character == ",":
+        if self._expected == "comma" and character == ",":
             self._comma = ","
-            self._wants = "key" if self._stack[-1] == "{" else "item"
+            self._expected = "key" if self._stack[-1] == "{" else "item"
             return place + 1
         if character in "}]":
             return self._read_close(character, place, out)
-        if self._wants in ("key", "first key"):
+        if self._expected in ("key", "first key"):
             return self._take(character == '"', "key text", character, place, out)
-        if self._wants == "object":
+        if self._expected == "object":
             return self._open(character == "{", character, place, out)
-        if self._wants in ("value", "item", "first item"):
+        if self._expected in ("value", "item", "first item"):
             return self._read_value(text, place, out)
         return self._fail(place)
 
@@ -142,7 +142,7 @@ class ArgumentsScanner:
         if word is None:
             return self._fail(place)
         if word.end() == len(text):
-            self._wants = "value"
+            self._expected = "value"
             self._held = word[0]
             self._flush_comma(out)
             return word.end()
@@ -153,13 +153,13 @@ class ArgumentsScanner:
 
     def _read_close(self, character: str, place: int, out: list[str]) -> int:
         is_right = self._stack and _CLOSING[self._stack[-1]] == character
-        if not is_right or self._wants not in _CAN_CLOSE:
+        if not is_right or self._expected not in _CAN_CLOSE:
             return self._fail(place)
-        # A comma before the bracket is not JSON, the space after it is.
+        # Drop a comma before the bracket, but keep the space after it.
         out.append(self._comma[1:] + character)
         self._comma = ""
         self._stack.pop()
-        self._wants = "comma"
+        self._expected = "comma"
         self.is_done = not self._stack
         return place + 1
 
@@ -170,12 +170,12 @@ class ArgumentsScanner:
             is_right, "first key" if bracket == "{" else "first item", bracket, place, out
         )
 
-    def _take(self, is_right: bool, wants: str, text: str, place: int, out: list[str]) -> int:
+    def _take(self, is_right: bool, expected: str, text: str, place: int, out: list[str]) -> int:
         if not is_right:
             return self._fail(place)
         self._flush_comma(out)
         out.append(text)
-        self._wants = wants
+        self._expected = expected
         return place + len(text)
 
     def _flush_comma(self, out: list[str]) -> None:
@@ -189,7 +189,7 @@ class ArgumentsScanner:
 
 
 def _as_scalar(word: str) -> str | None:
-    """A number, or a constant, as JSON has it."""
+    """A number or a constant in valid JSON, or ``None``."""
     if _VALID_SCALAR.fullmatch(word):
         return word
     return _CONSTANTS.get(word)

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them, in the formats of mlx-lm's tool parsers, to events."""
+"""Parses tool calls, in the formats of mlx-lm's tool parsers, into events."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOG = logging.getLogger("mlx_paged.server")
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _JSON_STRING = r'"(?:[^"\\]|\\.)*"'
-# What may stand around calls: several may be a list.
+# Characters around calls, which may be in a list.
 _AROUND_JSON = " \t\r\n[],"
-# `{"name": "...", "arguments": ` and then an object.
+# `{"name": "...", "arguments": `, followed by an object.
 _JSON_HEAD = re.compile(
     rf'[\s,\[\]]*\{{\s*"name"\s*:\s*({_JSON_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
-# What may follow the arguments: `}`, or other fields and `}`.
+# After the arguments: further fields, and `}`.
 _JSON_FOOT = re.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_JSON_STRING}|[-+.\w]+)\s*)*\}}')
 
 
@@ -34,41 +34,29 @@ def _parse_json(text: str, tools: object = None) -> Any:
 
 
 JSON_LIST = ToolFormat("json_tools", "", "", _parse_json)
-"""Calls that are the whole answer, ``[{"name": ..., "arguments": {...}}, ...]``: what grammars make
-of a format for which there is none.
+"""An answer of calls only, ``[{"name": ..., "arguments": {...}}, ...]``: it is enforced if there is
+no grammar for the model's own format.
 """
 
 
 def new_call_id(tool_format: ToolFormat) -> str:
-    """An id for a call. Templates of Mistral's older models want nine letters and digits."""
+    """An id for a call. The templates of Mistral's older models require nine letters and digits."""
     length, prefix = (9, "") if tool_format.name == "mistral" else (24, "call_")
     return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
 
 
-def call_reader(
-    tool_format: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    first_index: int = 0,
-    max_calls: int | None = None,
-) -> CallReader:
-    """A reader for what follows a start mark.
+class CallReader:
+    """Reads the text between two marks, which may contain several calls. Their events come with the
+    end mark.
 
     Args:
-        tools: that may be called, as OpenAI's ``tools`` has them.
-        first_index: of the first call.
-        max_calls: of the answer; further ones are left out. ``None`` has no limit.
-    """
-    kind = JsonCallReader if tool_format.name == "json_tools" else CallReader
-    return kind(tool_format, tools, first_index, max_calls)
-
-
-class CallReader:
-    """Reads what stands between two marks, which may be several calls. They come when the end mark
-    does; made by :func:`call_reader`.
+        tools: the tools that may be called, in the form of OpenAI's ``tools``.
+        first_index: the index of the first call.
+        max_calls: further calls of the answer are dropped; ``None``: no limit.
 
     Attributes:
-        num_calls: that were found, those left out too.
-        rest: the text after the end mark, once it was found.
+        num_calls: the number of calls so far, including dropped ones.
+        rest: the text after the end mark, once that was found.
     """
 
     def __init__(
@@ -86,25 +74,25 @@ class CallReader:
         self._first_index = first_index
         self._max_calls = max_calls
         self._body: list[str] = []
-        self._tail = ""  # may be the beginning of the end mark
+        self._tail = ""  # possibly the beginning of the end mark
 
     def add(self, text: str) -> list[Event]:
-        """What can be told by now."""
+        """The events that are certain after this text."""
         body, self.rest = self._cut(text)
         self._body.append(body)
         return [] if self.rest is None else self._parsed("".join(self._body))
 
-    def finish(self, is_broken_off: bool) -> list[Event]:
-        """The answer ends here. A call whose end mark is missing counts, unless the answer was
-        broken off: its arguments might be shorter than the model meant them.
+    def finish(self, is_truncated: bool) -> list[Event]:
+        """The events at the end of the answer. A call without an end mark is accepted unless the
+        answer was truncated: its arguments might be incomplete.
         """
         body = "".join([*self._body, self._tail])
-        if is_broken_off and self._format.end:
-            return self._as_text(body, "was broken off")
+        if is_truncated and self._format.end:
+            return self._as_text(body, "was truncated")
         return self._parsed(body)
 
     def _cut(self, text: str) -> tuple[str, str | None]:
-        """The text up to the end mark, and what is behind it, if it is there."""
+        """The text up to the end mark, and the text after it if the mark was found."""
         text, end = self._tail + text, self._format.end
         self._tail = ""
         place = text.find(end) if end else -1
@@ -119,7 +107,7 @@ class CallReader:
             found = self._format.parse(body, self._tools)
             calls = [_as_call(each) for each in (found if isinstance(found, list) else [found])]
         except Exception as error:
-            # A parser is mlx-lm's, the text is the model's, and each error is possible.
+            # mlx-lm's parser may raise anything for the text of a model.
             return self._as_text(body, f"can't be parsed ({type(error).__name__})")
         if not calls:
             return self._as_text(body, "is empty")
@@ -131,44 +119,36 @@ class CallReader:
         return events
 
     def _begin(self, name: str, events: list[Event], call_id: str | None = None) -> int | None:
-        """Begin a call; returns its index, or ``None`` where it is one too many."""
+        """Begin a call; returns its index, or ``None`` if the call is dropped."""
         index = self._first_index + self.num_calls
         self.num_calls += 1
         if self._max_calls is not None and index >= self._max_calls:
             return None
         if name not in self._names:
-            # Agents answer that there is no such tool, and models then choose another one.
-            LOG.warning("the model called a tool that the request does not have")
+            # Agents reply that the tool does not exist, and models then choose another one.
+            LOG.warning("the model called a tool that is not in the request")
         call = ToolCall(index, call_id or new_call_id(self._format), name)
         events.append(Event("call", call=call))
         return index
 
     def _as_text(self, body: str, why: str) -> list[Event]:
-        LOG.warning("a call in the format %s %s; it is given as text", self._format.name, why)
+        LOG.warning("a call in the format %s %s; it is returned as text", self._format.name, why)
         end = "" if self.rest is None else self._format.end
         return [Event("text", self._format.start + body + end)]
 
 
 class JsonCallReader(CallReader):
-    """Reads ``{"name": ..., "arguments": {...}}``, and gives the arguments on as they are written.
+    """Reads ``{"name": ..., "arguments": {...}}``, and streams the arguments.
 
-    Calls that are JSON but begin in another way come when the end mark does. An end mark within a
-    string belongs to the string.
+    The events of JSON calls that begin differently come with the end mark. An end mark inside a
+    string is part of the string.
     """
 
-    def __init__(
-        self,
-        tool_format: ToolFormat,
-        tools: Sequence[Mapping[str, Any]],
-        first_index: int,
-        max_calls: int | None,
-    ):
-        super().__init__(tool_format, tools, first_index, max_calls)
-        self._pending = ""
-        self._arguments: ArgumentsScanner | None = None
-        self._index: int | None = None  # of the call whose arguments are read
-        self._needs_foot = False  # the arguments are over, their call is not
-        self._is_raw = False  # what comes up to the end mark is not JSON
+    _pending = ""
+    _arguments: ArgumentsScanner | None = None
+    _index: int | None = None  # of the call whose arguments are being read
+    _needs_foot = False  # after the arguments, before the end of their call
+    _is_raw = False  # the text up to the end mark is not JSON
 
     def add(self, text: str) -> list[Event]:
         self._pending += text
@@ -177,20 +157,20 @@ class JsonCallReader(CallReader):
             pass
         return events
 
-    def finish(self, is_broken_off: bool) -> list[Event]:
+    def finish(self, is_truncated: bool) -> list[Event]:
         events: list[Event] = []
         if self._is_raw:
             self._tell(self._tail, events)
         elif self._arguments is not None:
-            self._end_arguments(None if is_broken_off else self._arguments.close(), events)
+            self._end_arguments(None if is_truncated else self._arguments.close(), events)
         elif self._pending.strip(_AROUND_JSON) or not self.num_calls:
-            if is_broken_off:
-                return self._as_text(self._pending, "was broken off")
+            if is_truncated:
+                return self._as_text(self._pending, "was truncated")
             return self._parsed(self._pending)
         return events
 
     def _step(self, events: list[Event]) -> bool:
-        """Read on; returns whether there may be more to read."""
+        """Read the next element; returns whether there may be more to read."""
         if self._is_raw:
             text, self.rest = self._cut(self._pending)
             self._pending = ""
@@ -215,14 +195,14 @@ class JsonCallReader(CallReader):
             self._end_arguments(arguments.close(), events)
             self.rest = self._pending[len(end) :]
             return False
-        LOG.warning("the arguments of a call are not JSON; they are given as they are")
+        LOG.warning("the arguments of a call are not JSON; they are returned unchanged")
         self._is_raw = True
         return True
 
     def _end_arguments(self, closing: str | None, events: list[Event]) -> None:
-        """The call is over before its arguments were."""
+        """End the call before the end of its arguments."""
         if closing is None:
-            LOG.warning("the arguments of a call were broken off")
+            LOG.warning("the arguments of a call were truncated")
         self._tell(closing or "", events)
         self._arguments = None
 
@@ -248,20 +228,20 @@ class JsonCallReader(CallReader):
 
 
 def _as_call(found: Any) -> tuple[str, str, str | None]:
-    """Name, arguments as JSON and id of what a parser returned; raises ``ValueError``."""
+    """The name, the arguments as JSON and the id of a parsed call; raises ``ValueError``."""
     name, call_id = found["name"], found.get("id")
     arguments = found.get("arguments", found.get("parameters"))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError("no call")
+        raise ValueError("not a call")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return name, text, call_id if isinstance(call_id, str) and call_id else None
 
 
 def _as_name(text: str) -> str | None:
-    """The name that a JSON string says, if it is one."""
+    """The value of a JSON string, or ``None`` if it is invalid or empty."""
     try:
         name = json.loads(text, strict=False)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Anthropic's ``/v1/messages``."""
+"""Anthropic's Messages API."""

@@ -1,5 +1,5 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, which Anthropic's clients speak: blocks
-of thinking, text and calls, whole or as events.
+"""Anthropic's ``POST /v1/messages`` and ``/v1/messages/count_tokens``: answers as one object or as
+events, in blocks of thinking, text and tool use.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mlx_paged.server.anthropic.messages import (
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import event
+from mlx_paged.server.http.sse import named_event
 
 C = TypeVar("C", bound=AnyRequest)
 
 
 async def messages(context: RequestContext[MessagesRequest]) -> Response:
-    """An answer to a conversation, whole or as events."""
+    """The answer to a conversation, as one object or as events."""
     body, generation = await _prepare(context)
     return await context.respond(MessageRenderer(context, body, generation), generation)
 
@@ -40,13 +40,13 @@ async def count_tokens(context: RequestContext[CountRequest]) -> Response:
 
 
 async def _prepare(context: RequestContext[C]) -> tuple[C, Generation]:
-    # Betas have fields that are newer than this server.
+    # Betas may add fields that are unknown here.
     has_betas = "anthropic-beta" in context.request.headers
     return await context.prepare_chat(read_messages_body, leaves_out=has_betas)
 
 
 class MessageRenderer:
-    """Writes an answer."""
+    """Renders an answer."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MessageRenderer:
         self.request_id, self.is_streamed = context.request_id, body.stream
         self._model = body.model_name(context.service)
         self._params = generation.params
-        # Otherwise blocks of thinking have no text.
+        # If false, thinking blocks have no text.
         self._shows_thinking = thinking is None or thinking.display != "omitted"
         self._has_context_management = body.context_management is not None
         self._state = AnswerState(generation.answer_format)
@@ -82,19 +82,19 @@ class MessageRenderer:
             for completion, part in self._state.parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
-                    yield _named({"type": "message_start", "message": self._start()})
-                    yield _named({"type": "ping"})
+                    yield named_event({"type": "message_start", "message": self._start()})
+                    yield named_event({"type": "ping"})
                 for each in events:
                     for data in self._block_events(each):
-                        yield _named(data)
+                        yield named_event(data)
                 if completion.finish_reason is not None:
                     has_calls = any(block.call is not None for block in completion.blocks)
                     end = {"type": "message_delta", "delta": self._end(completion, has_calls)}
-                    yield _named({**end, "usage": self._usage()})
-        yield _named({"type": "message_stop"})
+                    yield named_event({**end, "usage": self._usage()})
+        yield named_event({"type": "message_stop"})
 
     def _start(self) -> dict[str, Any]:
-        """The message before anything of it came."""
+        """The message without its content."""
         message: dict[str, Any] = {
             "id": f"msg_{self.request_id}",
             "type": "message",
@@ -110,7 +110,7 @@ class MessageRenderer:
         return message
 
     def _end(self, completion: CompletionState, has_calls: bool) -> dict[str, Any]:
-        """Why it ended."""
+        """The fields that say why the answer ended."""
         stop, most = completion.stop_reason, self._params.max_tokens
         reason = "tool_use" if has_calls else "end_turn"
         if completion.finish_reason == "length":
@@ -121,7 +121,7 @@ class MessageRenderer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """The tokens so far. All of a prompt is cached, at no price."""
+        """The usage so far. Everything is cached, so no tokens count as cache creation."""
         usage = self._state.usage
         return {
             "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
@@ -139,7 +139,7 @@ class MessageRenderer:
             yield {"type": "content_block_start", **place, "content_block": _new_block(block)}
             return
         if not block.is_json:
-            # Clients that read along would fail with less clear words.
+            # Clients that parse the stream would fail with less helpful errors.
             raise ApiError(500, "the model called a tool with arguments that are not JSON")
         if each.what == "end":
             if block.kind == "reasoning":
@@ -159,7 +159,7 @@ class MessageRenderer:
             return {**new, "thinking": shown, "signature": signature_of(text)}
         if _is_object(text):
             return {**new, "input": json.loads(text)}
-        # Broken off, or not JSON: no input, so no call.
+        # Truncated or invalid arguments: not a call.
         return {"type": "text", "text": f"{new['name']} {text}"}
 
 
@@ -189,9 +189,5 @@ def _is_object(text: str) -> bool:
 
 
 def signature_of(thinking: str) -> str:
-    """What clients send back with a block of thinking. Nothing here depends on it."""
+    """A signature for a thinking block, which clients send back. The server ignores it."""
     return hashlib.blake2b(thinking.encode(errors="replace"), digest_size=16).hexdigest()
-
-
-def _named(data: dict[str, Any]) -> bytes:
-    return event(data, data["type"])

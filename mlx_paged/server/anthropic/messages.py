@@ -1,4 +1,4 @@
-"""The body of Anthropic's ``/v1/messages`` as a :class:`ChatJob`."""
+"""The body of Anthropic's ``/v1/messages``, and its :class:`ChatJob`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mlx_paged.server.schemas import (
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
-# Claude Code's note for Anthropic's accounting. Models are not to read it, and it changes with each
-# request, so that no prompt would begin like the one before.
+# A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
+# with each request, so prompts with it would share no prefix.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -49,7 +49,7 @@ class ThinkingBlock(Block):
 
 
 class RedactedBlock(Block):
-    """It is Anthropic's, and says nothing here."""
+    """Reasoning encrypted by Anthropic, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
@@ -70,7 +70,7 @@ class ResultBlock(Block):
 
 
 class Answer(Repeated):
-    """What the model said."""
+    """A message of the model."""
 
     place = "messages[]"
     role: Literal["assistant"]
@@ -86,7 +86,7 @@ class Answer(Repeated):
 
 
 class Question(Repeated):
-    """What the user says, and results of tools, in their order."""
+    """A message of the user, with texts and results of tools in any order."""
 
     place = "messages[]"
     role: Literal["user", "msg"]
@@ -120,7 +120,7 @@ class Tool(Repeated):
     strict: bool = False
 
     def as_function(self) -> dict[str, Any]:
-        """The tool as templates take it, which is OpenAI's way."""
+        """The tool in the form that chat templates take, which is OpenAI's."""
         return function_tool(self.name, self.description, self.input_schema, self.strict)
 
 
@@ -149,9 +149,9 @@ class Thinking(Body):
 
 
 class ConversationFields(ModelFields):
-    """What bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens`` may say."""
+    """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
-    # By this code Anthropic's clients know that they have to send the conversation.
+    # On this code Anthropic's clients send the whole conversation instead.
     thread: Annotated[
         Any, fixed(way_out="send all messages", code="thread_unsupported_request")
     ] = None
@@ -173,9 +173,9 @@ class ConversationFields(ModelFields):
     mcp_servers: Annotated[
         Any, fixed([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
-    # They say whose request it is, how soon it should be answered, or what is cached, which
-    # everything is; or they let Anthropic's servers shorten a conversation, which is not done here,
-    # and the answer says so.
+    # Without effect: they identify the user, choose a service tier, or control the cache, in which
+    # everything is kept; or they let Anthropic's servers shorten a conversation, which is not done
+    # here, and the answer says so.
     metadata: Any = None
     cache_control: Any = None
     service_tier: Any = None
@@ -210,13 +210,13 @@ AnyRequest = MessagesRequest | CountRequest
 
 
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
-    """The conversation that the body has."""
+    """Turn the body into a job."""
     request.model_name(service)
     tools = tuple(tool.as_function() for tool in request.tools)
     choice = _tool_choice(request.tool_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
     if thinking is None:
-        # There is none, as in the protocol, unless the server was told otherwise.
+        # Off by default, as in Anthropic's API, unless the server was started with another default.
         is_thinking = service.template_options.get("enable_thinking", False)
     else:
         is_thinking = thinking.type != "disabled"
@@ -225,7 +225,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         options["reasoning_effort"] = effort
     messages = _read_messages(request.system, request.messages)
     if messages[-1]["role"] == "assistant":
-        # The answer goes on from it.
+        # The answer continues it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     return ChatJob(
         messages,
@@ -254,7 +254,7 @@ def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
 
 
 def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:
-    """Which tool may or must be called."""
+    """The choice in OpenAI's terms."""
     refuse_second_names([tool["function"]["name"] for tool in tools])
     if choice is None:
         return "auto"
@@ -263,22 +263,22 @@ def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -
             raise refused("tool_choice.name", "is missing")
         return checked_tool_choice(choice.name, "tool_choice.name", tools)
     if choice.type == "any" and not tools:
-        raise refused("tool_choice", "is 'any', and there are no tools; send some")
+        raise refused("tool_choice", "is 'any', but there are no tools; send some")
     return "required" if choice.type == "any" else choice.type
 
 
 # Messages
 
 
-def _read_messages(system: Content, told: Sequence[AnyMessage]) -> list[dict[str, Any]]:
-    """The conversation; what one side says in several messages becomes one."""
+def _read_messages(system: Content, messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    """The messages for a chat template; consecutive messages of one role are merged."""
     history = History()
     texts = texts_of(system, "system", is_last=True)
     instructions = "\n\n".join(text for text in texts if not text.startswith(_BILLING))
     if instructions:
         history.message("system", instructions)
-    for index, each in enumerate(told):
-        place, is_last = f"messages[{index}].content", index == len(told) - 1
+    for index, each in enumerate(messages):
+        place, is_last = f"messages[{index}].content", index == len(messages) - 1
         if isinstance(each, Answer):
             _read_answer(history, each, place, is_last)
         elif isinstance(each, Question):
@@ -297,12 +297,12 @@ def _read_question(history: History, question: Question, place: str, is_last: bo
     for index, block in enumerate(question.content):
         here = f"{place}[{index}]"
         if not isinstance(block, ResultBlock):
-            history.message("user", block.told(here, is_last))
+            history.message("user", block.as_text(here, is_last))
             continue
         message = history.result(block.tool_use_id, f"{here}.tool_use_id", "tool_use")
         text = "\n".join(texts_of(block.content, f"{here}.content", is_last))
         if block.is_error and "error" not in text[:40].lower():
-            # Templates have no word for it.
+            # Templates have no field for it.
             text = f"Error: {text}"
         message["content"].append(text)
 
@@ -319,7 +319,7 @@ def _read_answer(history: History, answer: Answer, place: str, is_last: bool) ->
         elif isinstance(block, CallBlock):
             history.call(block.id, block.name, block.input)
         elif not isinstance(block, RedactedBlock):
-            texts.append(block.told(f"{place}[{index}]", is_last))
+            texts.append(block.as_text(f"{place}[{index}]", is_last))
     message["content"].append("".join(texts))
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)

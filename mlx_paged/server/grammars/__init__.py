@@ -1,1 +1,1 @@
-"""What keeps answers to a format, and calls to their tools."""
+"""Grammars that enforce the format of answers and the schemas of tools."""

@@ -1,5 +1,5 @@
-"""What an answer has to be, as requests say it: OpenAI's ``response_format`` and ``text.format``,
-vLLM's ``structured_outputs`` and ``guided_*``, and llama.cpp's ``json_schema`` and ``grammar``.
+"""The fields for structured outputs: OpenAI's ``response_format`` and ``text.format``, vLLM's
+``structured_outputs`` and ``guided_*``, and llama.cpp's ``json_schema`` and ``grammar``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class TextFormat(Body):
     type: Literal["text"]
 
     def wanted(self, place: str) -> StructuredOutputsParams | None:
-        """What it says; ``None``: any text.
+        """The structured output for the format; ``None``: any text.
 
         Args:
-            place: of the format in the body.
+            place: the place of the format in the body.
         """
         return None
 
 
 class JsonFormat(Body):
-    """Of OpenAI, and of llama.cpp, which has a schema."""
+    """OpenAI's; with ``schema``, llama.cpp's."""
 
     type: Literal["json_object"]
     schema_: Any = Field(None, alias="schema")
@@ -46,7 +46,7 @@ class JsonSchema(Body):
 
 
 class SchemaFormat(Body):
-    """Of chat, with the schema inside, and of responses, with the schema beside the type."""
+    """Of chat, with the schema in ``json_schema``, and of responses, with it in ``schema``."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema | None = None
@@ -75,7 +75,7 @@ class StructuredOutputs(Body):
     grammar: Any = None
     json_object: Any = None
     structural_tag: Annotated[Any, fixed()] = None
-    # That there is no white space is the default here; vLLM would fall back to another engine.
+    # True is the default here. vLLM would fall back to another grammar engine.
     disable_any_whitespace: Annotated[Any, fixed(True)] = None
     disable_fallback: Any = None
     whitespace_flexible: bool = False
@@ -87,7 +87,7 @@ class StructuredOutputs(Body):
 
 
 class FormatFields(Body):
-    """The fields that say what an answer has to be, one of which may be given."""
+    """The fields for structured outputs, at most one of which may be given."""
 
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -99,7 +99,7 @@ class FormatFields(Body):
     grammar: str | None = None
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What they say; ``None``: any text."""
+        """The structured output that is requested; ``None``: any text."""
         found: dict[str, StructuredOutputsParams] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)
@@ -114,7 +114,7 @@ class FormatFields(Body):
                 found[name] = wanted
         if len(found) > 1:
             first, second, *_ = found
-            raise refused(second, f"does not go with {first}; give one of them")
+            raise refused(second, f"can't be combined with {first}; send only one of them")
         return next(iter(found.values()), None)
 
 
@@ -124,17 +124,17 @@ def _lark_of(text: str) -> str:
 
     if len(text) > MAX_GRAMMAR_LEN:
         raise refused(
-            "grammar", f"has {len(text):,} characters, and {MAX_GRAMMAR_LEN:,} are the most"
+            "grammar", f"has {len(text):,} characters, but at most {MAX_GRAMMAR_LEN:,} are allowed"
         )
     try:
         lark: str = any_to_lark(text)
-    except Exception as error:  # Its parser is recursive, and the text may be anything.
+    except Exception as error:  # A recursive parser that may raise anything.
         raise refused("grammar", f"can't be used: it is not GBNF: {one_line(error)}") from None
     return lark
 
 
 def _made(place: str, **options: Any) -> StructuredOutputsParams:
-    """What the options say; a field at ``place`` says them, or has them as its fields."""
+    """Check the options, which are given by the field at ``place`` or by its fields."""
     try:
         return StructuredOutputsParams(**options)
     except ArgumentError as error:

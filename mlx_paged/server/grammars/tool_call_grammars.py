@@ -1,7 +1,7 @@
-"""How models write calls of tools, as rules of llguidance's Lark. Pure functions.
+"""Grammar rules for tool calls in the formats of models, in llguidance's Lark. Pure functions.
 
-Each writer makes two rules for a model's format: ``call``, and ``rest_of_call``, which is what
-follows the mark before it.
+For each format there is a function that writes the rules ``call``, ``rest_of_call``, which is a
+call without its start mark, and ``separator``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.model_dialect import ToolFormat
 
-# JSON on one line, with or without a space after a comma and a colon.
+# JSON on one line, with an optional space after commas and colons.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 
@@ -23,10 +23,10 @@ class Function:
     """A function that a model may call.
 
     Args:
-        path: where it stands in the request.
-        parameters: the JSON schema of its arguments, an object.
-        is_strict: its schema is enforced in whole, or refused. Of others, keywords that no grammar
-            can enforce are left out.
+        path: its place in the request.
+        parameters: the JSON schema of its arguments, which are an object.
+        is_strict: whether a schema with keywords that can't be enforced is refused, instead of
+            ignoring them.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Function:
 
     @property
     def arguments(self) -> str:
-        """The arguments in Lark: a JSON object in any case."""
+        """The arguments in Lark, always a JSON object."""
         return self.json({"type": "object", **self.parameters})
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -53,8 +53,8 @@ def json_rule(schema: Mapping[str, Any], **options: Any) -> str:
 def call_rules(
     call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str | None:
-    """The rules ``call``, ``rest_of_call`` and ``separator``, which stands between two calls;
-    ``None`` for a format, or for parameters, for which no grammar is written.
+    """The rules ``call``, ``rest_of_call`` and ``separator`` (between two calls); ``None`` if the
+    format or the parameters are not supported.
     """
     write = _WRITERS.get(call_format.name)
     return None if write is None else write(call_format, functions, may_be_several)
@@ -70,7 +70,7 @@ _Writer: TypeAlias = Callable[[ToolFormat, Sequence[Function], bool], str | None
 
 
 def json_objects(functions: Sequence[Function]) -> str:
-    """The rule ``object``: the name and the arguments of a call as JSON, as Python writes it."""
+    """The rule ``object``: the name and the arguments of a call as JSON, formatted as by Python."""
     rules = [_alternatives("object", len(functions))]
     for index, function in enumerate(functions):
         begin = dumps(f'{{"name": {dumps(function.name)}, "arguments": ')
@@ -96,7 +96,9 @@ def _write_json_tools(
 def _write_mistral(
     call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str:
-    """Mistral's: a name and its arguments where there is a mark for these; before, a list."""
+    """Mistral: a name and its arguments in newer formats, which have a mark for the arguments; a
+    list of calls in older ones.
+    """
     call = f"call: {_mark(call_format, call_format.start)} rest_of_call\n"
     if not call_format.arguments:
         more = ' (", " object)*' if may_be_several else ""
@@ -112,7 +114,7 @@ def _write_mistral(
 def _write_qwen3_coder(
     call_format: ToolFormat, functions: Sequence[Function], may_be_several: bool
 ) -> str | None:
-    """Qwen3 Coder: a tag for each parameter, around text as it is or around JSON."""
+    """Qwen3 Coder: a tag for each parameter, around plain text or JSON."""
     rules = [_alternatives("function", len(functions))]
     for index, function in enumerate(functions):
         parameters = _tagged_parameters(function)
@@ -146,9 +148,9 @@ def _is_tag_name(name: str) -> bool:
     return not any(letter.isspace() or letter in "<>" for letter in name)
 
 
-# What a schema may say besides its type without a rule for it.
+# Keywords of a schema that need no rule.
 _NOTES = {"type", "description", "title", "default", "examples"}
-# As many digits as a float holds: mlx-lm's parser reads numbers as floats.
+# At most 15 digits, since mlx-lm's parser reads numbers as floats.
 _PLAIN = {
     "string": None,
     "integer": "/-?(0|[1-9][0-9]{0,14})/",
@@ -158,8 +160,8 @@ _PLAIN = {
 
 
 def _tagged_value(function: Function, schema: Any, definitions: Any) -> str | None:
-    """A value and the tag behind it, as mlx-lm's parser of the format reads it back: by its type,
-    which has to be one.
+    """A value and its closing tag. mlx-lm's parser of the format reads a value by its type, so the
+    schema must have exactly one.
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     end = dumps("\n</parameter>")

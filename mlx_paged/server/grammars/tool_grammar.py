@@ -1,16 +1,15 @@
-"""Grammars for answers that call tools: calls are written as the model writes them, and their
-arguments are valid for the tools' schemas. Pure functions.
+"""Grammars for answers that call tools: calls are in the model's own format, and their arguments
+conform to the tools' schemas. Pure functions.
 
-The contract with who reads the answers: what follows the reasoning is
+After the reasoning, an answer consists of
 
-- with ``ToolGrammar.is_json`` False: text with calls between the model's own marks, as mlx-lm's
-  parser for the model reads them. Where a tool must be called, there is no text before the first
-  call, and at most a line break between two.
+- with ``ToolGrammar.is_json`` False: text with calls between the model's own marks, which mlx-lm's
+  parser for the model can read. If a tool must be called, there is no text before the first call,
+  and at most a line break between two calls.
 - with ``ToolGrammar.is_json`` True: one JSON array, ``[{"name": "f", "arguments": {...}}, ...]``,
-  of one call or more, and nothing else. It stands for formats that no grammar is written for, as
-  in vLLM.
+  of at least one call, and nothing else. As in vLLM, this replaces formats without a grammar.
 
-Only ``max_tokens``, the context or a stop text cut a call that has begun.
+A call that has begun is truncated only by ``max_tokens``, the context or a stop text.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from mlx_paged.structured_outputs import StructuredOutputsParams
 
 @dataclass(frozen=True)
 class ToolGrammar:
-    """What an answer that calls tools has to be; the module says how it is read."""
+    """The grammar of an answer that calls tools; see the module's docstring for its format."""
 
     structured_outputs: StructuredOutputsParams
     is_json: bool
@@ -48,29 +47,30 @@ def required_calls(
     name: str | None = None,
     parallel_tool_calls: bool = True,
 ) -> ToolGrammar:
-    """The answer is one call or more: of any tool (OpenAI's ``tool_choice: "required"``), or of the
-    one that is named.
+    """A grammar for one or more calls: of any tool (OpenAI's ``tool_choice: "required"``), or of
+    the named one.
 
     Args:
-        tools: as OpenAI has them, at least one: ``{"type": "function", "function": {"name",
+        tools: at least one tool in OpenAI's form: ``{"type": "function", "function": {"name",
             "parameters", "strict"}}``.
-        call_format: of the model; JSON stands for ``None`` and for what has no grammar here.
-        name: of the tool that has to be called; ``None`` is any of them.
+        call_format: the model's format; JSON is used for ``None`` and for formats without a
+            grammar.
+        name: the tool that must be called; ``None``: any.
         parallel_tool_calls: whether there may be several calls.
 
     Raises:
-        ArgumentError: no tool, none of that name, or parameters that are not an object's schema;
-            its ``argument`` is the field's name.
+        ArgumentError: there is no tool, or none with this name, or its parameters are not the
+            schema of an object; its ``argument`` is the field's name.
     """
     functions = _functions(tools)
     if name is not None:
         functions = [each for each in functions if each.name == name]
         if not functions:
             raise ArgumentError(
-                f"tool_choice names {shown(name)}, which is none of tools", "tool_choice"
+                f"tool_choice names {shown(name)}, which is not in tools", "tool_choice"
             )
     if not functions:
-        raise ArgumentError("tool_choice wants a call, and there are no tools", "tools")
+        raise ArgumentError("tool_choice requires a call, but there are no tools", "tools")
     rules = None if call_format is None else call_rules(call_format, functions, parallel_tool_calls)
     if rules is None:
         more = ' (", " object)*' if parallel_tool_calls else ""
@@ -85,15 +85,15 @@ def strict_calls(
     *,
     parallel_tool_calls: bool = True,
 ) -> ToolGrammar | None:
-    """The answer is text that may have calls, and a call that has begun is valid: for
-    ``tool_choice: "auto"``. ``None`` where no tool is ``strict``.
+    """A grammar for text that may contain calls, each of which is valid once begun: for
+    ``tool_choice: "auto"``. ``None`` if no tool is ``strict``.
 
     Args:
         tools, call_format, parallel_tool_calls: as for :func:`required_calls`.
 
     Raises:
-        ArgumentError: parameters that are not an object's schema, or a strict tool where no grammar
-            is written for the model's format; its ``argument`` is the field's name.
+        ArgumentError: parameters are not the schema of an object, or there is no grammar for the
+            model's format; its ``argument`` is the field's name.
     """
     functions = _functions(tools)
     strict = next((each for each in functions if each.is_strict), None)
@@ -103,13 +103,13 @@ def strict_calls(
     if call_format is None or rules is None:
         how = "that calls no tools" if call_format is None else f"that writes {call_format.name}"
         raise ArgumentError(
-            f"{strict.path}.strict can't be kept to with tool_choice 'auto', these parameters and "
-            f"a model {how}; give tool_choice 'required', or leave strict out",
+            f"{strict.path}.strict can't be enforced with tool_choice 'auto', these parameters and "
+            f"a model {how}; send tool_choice 'required', or leave strict out",
             f"{strict.path}.strict",
         )
     times = "*" if parallel_tool_calls else "?"
     if call_format.start in call_format.token_ids:
-        # Text has no special tokens, so where the mark comes, a call does.
+        # Text contains no special tokens, so the mark always begins a call.
         calls = f"(call TEXT){times}" if call_format.end else f"call{times}"
         return _grammar(f"start: TEXT {calls}\nTEXT: /(.|\\n)*/\n{rules}", is_json=False)
     mark = re.escape(call_format.start).replace("/", "\\/")
@@ -127,16 +127,16 @@ def format_or_calls(
     *,
     parallel_tool_calls: bool = True,
 ) -> ToolGrammar:
-    """The answer is JSON as ``wanted`` has it, or calls in the model's own format.
+    """A grammar for JSON as described by ``wanted``, or calls in the model's own format.
 
     Raises:
-        ArgumentError: another format, or a model for whose calls no grammar is written.
+        ArgumentError: ``wanted`` is not JSON, or there is no grammar for the model's format.
     """
     calls = required_calls(tools, call_format, parallel_tool_calls=parallel_tool_calls)
     if wanted.kind not in ("json", "json_object") or calls.is_json:
         raise ArgumentError(
-            "tools do not go with this format of the answer, or with any in this model; send "
-            "tool_choice 'none', or leave one of them out",
+            "tools can't be combined with this format of the answer, or for this model with any; "
+            "send tool_choice 'none', or leave one of them out",
             "tools",
         )
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
@@ -147,8 +147,8 @@ def format_or_calls(
 
 def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, Any]:
     """``reasoning_start`` and ``begin_after`` of :class:`StructuredOutputsParams` for the answer to
-    a prompt: what opens the model's reasoning, unless the prompt has opened it, and what closes it.
-    Both are empty for a model without marks, and where the prompt has closed it.
+    a prompt: the mark that opens the model's reasoning, unless the prompt has opened it, and the
+    mark that closes it. Both are empty if the model has no marks or the prompt has closed it.
     """
     if marks is None or marks.are_closed_by(prompt):
         return {"reasoning_start": (), "begin_after": ()}
@@ -168,7 +168,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
         parameters = {} if parameters is None else parameters
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
             raise ArgumentError(
-                f"{path}.parameters must be a JSON schema of an object, got {shown(parameters)}",
+                f"{path}.parameters must be the JSON schema of an object, got {shown(parameters)}",
                 f"{path}.parameters",
             )
         is_strict = function.get("strict") is True

@@ -1,1 +1,1 @@
-"""Everything between a connection and an endpoint: keys, limits, logs, bodies, events."""
+"""Connections, middleware, request bodies and server-sent events."""

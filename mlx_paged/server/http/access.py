@@ -1,4 +1,4 @@
-"""Who may use the server: keys, names in ``Host``, and origins of web pages."""
+"""Access control: API keys, ``Host`` headers and the origins of web pages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from mlx_paged.server.errors import ApiError, Guard
 from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
 
-# The state of the server in a word, and the page, which is the same for all users: what it shows
-# comes from paths that need a key.
+# The health check, and the page, which is static: its data comes from paths that need a key.
 OPEN_PATHS = frozenset({"/", "/health"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Whose request it is.
+    """The user of a request.
 
     Args:
-        name: of the key, for logs; ``"-"`` where no key is needed.
-        cache_salt: of the user's cached K/V; ``None`` where users share them.
+        name: the name of the key, for logs; ``"-"`` if no key is needed.
+        cache_salt: the salt of the user's cached K/V; ``None`` if users share them.
         is_alone: whether there is no other user.
     """
 
@@ -38,15 +37,13 @@ class Principal:
     is_alone: bool = True
 
     def salted(self, cache_salt: str | None) -> str | None:
-        """The salt of a request, which says one itself or not: different for each pair of user
-        and salt.
-        """
+        """Combine the user's salt with that of a request; different pairs give different salts."""
         if self.cache_salt is None or cache_salt is None:
             return self.cache_salt or cache_salt
         return json.dumps([self.cache_salt, cache_salt])
 
     def owns(self, cache_salt: str | None) -> bool:
-        """Whether the prompts under a salt of :meth:`salted` can only be this user's."""
+        """Whether prompts under a salt made by :meth:`salted` can only belong to this user."""
         if self.is_alone:
             return True
         if self.cache_salt is None or cache_salt is None:
@@ -58,11 +55,10 @@ ANONYMOUS = Principal()
 
 
 class Access(Guard):
-    """A request needs a key, if there are any, and leaves its user in
-    ``scope["state"]["principal"]``.
+    """Checks the API key, if keys are configured, and sets ``scope["state"]["principal"]``.
 
     Args:
-        key_file: has the keys in the place of ``settings.api_keys``, and may get others.
+        key_file: provides the keys instead of ``settings.api_keys``, and may be reread.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, key_file: KeyFile | None = None):
@@ -72,7 +68,7 @@ class Access(Guard):
         self._read(settings.api_keys if key_file is None else key_file.keys)
 
     def _read(self, keys: tuple[ApiKey, ...]) -> None:
-        # Digests have one length, so comparing them tells nothing about a key.
+        # Digests have equal lengths, so the time of a comparison reveals nothing about a key.
         is_alone = num_users(keys) == 1
         self._keys = keys
         self._principals = [
@@ -99,14 +95,14 @@ class Access(Guard):
             return None
         digest = _digest(key)
         found = None
-        for expected, principal in self._principals:  # all of them, wherever it is
+        for expected, principal in self._principals:  # no early exit: constant time
             if hmac.compare_digest(expected, digest):
                 found = principal
         return found
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key of ``Authorization: Bearer``, or of ``x-api-key``, which Anthropic's clients send."""
+    """The key in ``Authorization: Bearer``, or in ``x-api-key`` as sent by Anthropic's clients."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()
@@ -133,15 +129,15 @@ def _digest(key: bytes) -> bytes:
 
 
 class OriginGuard(Guard):
-    """A web page may use the server only if its origin is allowed.
+    """Refuses requests of web pages whose origin is not allowed.
 
-    A page of any site can send requests to 127.0.0.1, and a site whose name is made to point to
-    this machine (DNS rebinding) can read the answers. So ``Host`` must be an address, which no
-    site can point elsewhere, localhost, ``--host``, or an ``--allowed-host``; of addresses, those
-    of this machine alone where the server listens on it alone. A server that others reach with a
-    key may have any name unless ``--allowed-host`` says some: a rebound page has no key. A request
-    that changes something or computes must come from the server's own page, from
-    ``--cors-origin``, or from no page.
+    Pages of any site can send requests to 127.0.0.1, and a site whose name is made to resolve to
+    this machine (DNS rebinding) can read the answers. So ``Host`` must be an address, to which no
+    name resolves, or localhost, ``--host`` or an ``--allowed-host``. If only this machine can reach
+    the server, the address must be a loopback address. A server that requires a key and is
+    reachable from other machines accepts any name unless ``--allowed-host`` is given, since a
+    rebound page has no key. Requests other than GET, HEAD and OPTIONS must come from the server's
+    own page, from a ``--cors-origin``, or from no page at all.
 
     Args:
         is_loopback: whether only this machine can reach the server.
@@ -158,13 +154,14 @@ class OriginGuard(Guard):
     def refusal(self, scope: Scope) -> ApiError | None:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        # HTTP/1.0 has requests without the header, which no page sends: supervisors that look.
-        is_plain_look = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
-        if not is_plain_look and not self._is_allowed_host(host):
+        # In HTTP/1.0 the header may be missing; supervisors check the health in this way, and web
+        # pages can't omit it.
+        is_plain_check = b"host" not in headers and path in OPEN_PATHS and method in _SAFE_METHODS
+        if not is_plain_check and not self._is_allowed_host(host):
             return ApiError(
                 421,
-                f"the Host header {shown(host)} is not this server's name; --allowed-host allows "
-                "others",
+                f"the Host header {shown(host)} is not a name of this server; --allowed-host "
+                "allows others",
                 code="host_not_allowed",
             )
         origin = headers.get(b"origin")
@@ -189,7 +186,7 @@ class OriginGuard(Guard):
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a name or an address can only be this machine: localhost, 127.0.0.1, [::1]."""
+    """Whether a name or an address always refers to this machine: localhost, 127.0.0.1, [::1]."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     address = _address(name)
@@ -197,7 +194,7 @@ def is_loopback_name(name: str) -> bool:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a name is, if it is one."""
+    """Parse an IP address; ``None`` if the name is not an address."""
     try:
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -205,7 +202,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _host_of(origin: str) -> str | None:
-    """Host and port of a page's origin, as its requests to its own server have them."""
+    """The host and the port of an origin, in the form of the ``Host`` header."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:

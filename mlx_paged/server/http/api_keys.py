@@ -1,4 +1,4 @@
-"""API keys as operators give them: flags and files. Imports no MLX."""
+"""Reads API keys from flags and files. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mlx_paged.server.settings import ApiKey, num_users
 logger = logging.getLogger("mlx_paged.server")
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_KEY = re.compile(r"[!-~]{1,512}")  # what a header can hold: ASCII without blanks
+_KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
 _INNER_EQUALS = re.compile(r"[^=]=+[^=]")
 _MAX_FILE = 2**20  # bytes
 
 
 def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey, ...]:
-    """The keys of ``--api-key`` and of the lines of ``--api-key-file``.
+    """The keys given by ``--api-key`` and by the lines of ``--api-key-file``.
 
-    Each is ``KEY``, or ``NAME KEY`` with a blank between them. A key can't have a blank, so no part
-    of a key is ever taken for a name, which stands in the log. Keys without a name are called
-    ``key#1``, ``key#2`` and so on, in their order; no name that is given can have a ``#``.
+    Each is ``KEY``, or ``NAME KEY`` with a space in between. Keys can't contain spaces, so no part
+    of a key is ever taken for a name and logged. Unnamed keys are called ``key#1``, ``key#2`` and
+    so on by their position; given names can't contain ``#``.
 
     Raises:
-        ArgumentError: a key that can't stand in a header, one that is given twice, or a file that
-            can't be read, has none, or can be read by others. No message holds a key.
+        ArgumentError: a key is invalid or given twice, or the file can't be read, has no key or is
+            accessible to others. No message contains a key.
     """
     given = [("api_key", text) for text in texts]
     if file is not None:
@@ -46,21 +46,21 @@ def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey
 
 
 def in_words(keys: Sequence[ApiKey]) -> str:
-    """How many keys there are, and whose: those of one name are one user's."""
+    """The number of keys, and of their users if that is smaller, in words."""
     num_keys, users = len(keys), num_users(keys)
     of_users = f" of {users} user{'s' * (users > 1)}" if users < num_keys else ""
     return f"{num_keys} key{'s' * (num_keys > 1)}{of_users}"
 
 
 class KeyFile:
-    """The keys of ``--api-key`` and of a file that is read again while the server runs.
+    """The keys of ``--api-key`` and of a file that is reread while the server runs.
 
-    A file that can't be used, because it is gone, has no key or can be read by others, changes
-    nothing, and the log says so.
+    If the file can't be used, because it is missing, has no key or is accessible to others, the
+    keys stay the same and an error is logged.
 
     Args:
         texts, file: as for :func:`read_api_keys`.
-        keys: what they are now.
+        keys: the current keys.
     """
 
     def __init__(self, texts: Sequence[str], file: str, keys: tuple[ApiKey, ...]):
@@ -70,7 +70,7 @@ class KeyFile:
         self._read = self._seen = _state_of(file)
 
     def look(self) -> None:
-        """Read the file again if it has changed, and was not written to since the last look."""
+        """Reread the file if it has changed, but not since the previous call of this method."""
         now = _state_of(self._file)
         is_settled, self._seen = now == self._seen, now
         if is_settled and now != self._read:
@@ -82,24 +82,24 @@ class KeyFile:
             self.keys = read_api_keys(self._texts, self._file)
         except ArgumentError as error:
             what = str(error).removeprefix("[server] ")
-            logger.error("the keys stay as they were: %s", what)
+            logger.error("the API keys were not changed: %s", what)
         else:
-            logger.info("the keys were read again: %s", in_words(self.keys))
+            logger.info("the API keys were reread: %s", in_words(self.keys))
 
 
 def _state_of(file: str) -> tuple[int, ...] | None:
-    """What changes when a file does; ``None`` where there is none."""
+    """A value that changes when the file does; ``None`` if there is no file."""
     try:
         found = os.stat(file)
     except OSError:
         return None
-    # Times of files are coarse: two changes within milliseconds may bear the same ones.
+    # Timestamps are coarse, and two changes within milliseconds may have the same ones.
     times = found.st_mtime_ns, found.st_ctime_ns
     return found.st_dev, found.st_ino, found.st_mode, found.st_size, *times
 
 
 def seems_named_by_equals(key: ApiKey) -> bool:
-    """Whether a key without a name may have been meant as ``NAME=KEY``, which gives none."""
+    """Whether an unnamed key looks like ``NAME=KEY``, which does not give it a name."""
     return not key.is_named and _INNER_EQUALS.search(key.key) is not None
 
 
@@ -115,22 +115,22 @@ def _parsed(text: str, argument: str, index: int) -> ApiKey:
         )
     if not _KEY.fullmatch(key):
         raise ArgumentError(
-            f"[server] {argument}: key {index} must be 1 to 512 characters of ASCII, without "
-            "blanks; NAME KEY gives it a name",
+            f"[server] {argument}: key {index} must be 1 to 512 ASCII characters without spaces; "
+            "NAME KEY gives it a name",
             argument,
         )
     return ApiKey(name, key, is_named)
 
 
 def _lines(file: str) -> list[str]:
-    """The lines of a file that only its owner can read; blank ones and comments are left out."""
+    """The lines of a key file without blank lines and comments; checks the file's mode."""
     try:
         with open(file, encoding="utf-8") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ArgumentError(
-                    f"[server] api_key_file {shown(file)} can be read or written by others (mode "
-                    f"{stat.S_IMODE(mode):o}); run chmod 600 on it",
+                    f"[server] api_key_file {shown(file)} can be read or written by other users "
+                    f"(mode {stat.S_IMODE(mode):o}); run chmod 600 on it",
                     "api_key_file",
                 )
             text = opened.read(_MAX_FILE + 1)

@@ -1,6 +1,4 @@
-"""``Connection``: uvicorn's connection with limits on who connects and says nothing, or reads
-nothing.
-"""
+"""``Connection``: uvicorn's connection with timeouts and a limit on the number of connections."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -20,33 +19,33 @@ logger = logging.getLogger("mlx_paged.server")
 
 
 class Connection(H11Protocol):
-    """A connection, which is closed when its client keeps the server waiting.
+    """A connection that is closed if its client keeps the server waiting.
 
-    uvicorn itself waits for the head of a request, and for a client that reads nothing, forever.
+    uvicorn itself waits without end for the head of a request, and for a client that stops reading.
 
     Attributes:
-        max_connections: more are told to come back.
-        head_seconds: between the beginning of a connection, or the end of an answer, and the end of
-            the next request's head; and for a client to send the rest of a request that is answered
-            already.
-        stall_seconds: in which a client has to read something of what waits to be sent.
+        max_connections: further connections are refused with 503.
+        head_seconds: the maximum time from the beginning of a connection, or the end of a response,
+            to the end of the next request's head; and for the rest of a request that was answered
+            before it was complete.
+        stall_seconds: the maximum time in which a client reads nothing of what is to be sent.
     """
 
     max_connections = 1024
     head_seconds = 30.0
     stall_seconds = 60.0
 
-    reset_seconds = 0.1  # between two looks whether a client that says no more has left
+    reset_seconds = 0.1  # between two checks whether a half-closed connection was reset
 
     _is_refused = False
-    _says_no_more = False
+    _is_half_closed = False
     _was_cut = False
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing is paused exactly while something waits to be sent.
+        # Writing is paused exactly while there is unsent data.
         transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, "connection": self}
         self._is_lost = asyncio.Event()
@@ -55,38 +54,38 @@ class Connection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        # What a client that is refused says is read and dropped: to close at once would take the
-        # answer from it.
+        # Data from a refused client is read and dropped: if the connection were closed at once, the
+        # client might not receive the response.
         if not self._is_refused:
             super().data_received(data)
             self._watch()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client says no more: it has left, or it waits for its answer. Its system tells, by a
-        reset, once something was sent to it.
+        """The client sends no more: it has left, or it is waiting for the response. If it has left,
+        its system answers data with a reset.
 
         Returns:
-            Whether the connection stays open: there is a whole request that is not answered.
+            Whether the connection stays open, because a complete request is not answered yet.
         """
         if not self._is_answering() or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
             return False
-        self._says_no_more = True
+        self._is_half_closed = True
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
-            # All clients read over it. HTTP/1.0 has nothing like it.
+            # Data that all clients ignore. HTTP/1.0 has no such response.
             event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
             self.transport.write(self.conn.send(event))
-        self._look_for_reset()
+        self._check_for_reset()
         return True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._says_no_more and not self._is_answering():
+        if self._is_half_closed and not self._is_answering():
             self.transport.close()
         self._watch()
 
     async def has_sent(self, send: Send, message: Message) -> bool:
-        """Send the last message of a response, wait until nothing of it waits to be sent, and say
-        whether all of it has left for the client.
+        """Send the last message of a response, wait until all data is sent or the connection is
+        lost, and return whether all data was sent.
         """
         is_open = not self.transport.is_closing()
         await send(message)
@@ -115,7 +114,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # Rubbish behind a request that is being answered: there is no place for an answer.
+            # Invalid data after a request that is being answered: no response is possible.
             self.transport.close()
             return
         self.transport.write(_plain_response(ApiError(400, msg)))
@@ -124,19 +123,19 @@ class Connection(H11Protocol):
     def _is_answering(self) -> bool:
         return self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
 
-    def _look_for_reset(self) -> None:
+    def _check_for_reset(self) -> None:
         client: socket.socket = self.transport.get_extra_info("socket")
         if self.transport.is_closing() or not self._is_answering():
             return
         if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._give_up("has left")
+            self._abort("has disconnected")
         else:
-            self.loop.call_later(self.reset_seconds, self._look_for_reset)
+            self.loop.call_later(self.reset_seconds, self._check_for_reset)
 
     def _watch(self) -> None:
-        """Run the clock exactly while the client is to say something."""
+        """Run the timer exactly while the client has to send something."""
         waits = self._is_refused or self.conn.their_state is h11.IDLE
-        # It was answered before all of it was there.
+        # The request was answered before it was complete.
         waits = waits or (
             self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         )
@@ -144,25 +143,27 @@ class Connection(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
         elif waits and self._deadline is None:
-            self._deadline = self.loop.call_later(self.head_seconds, self._give_up, "says nothing")
+            self._deadline = self.loop.call_later(self.head_seconds, self._abort, "sends nothing")
 
     def _watch_reader(self, num_unread: int | None = None) -> None:
-        """Give the client up if it read nothing since there were ``num_unread`` bytes for it."""
+        """Abort the connection if the client has read nothing since ``num_unread`` bytes were
+        unsent.
+        """
         now = self.transport.get_write_buffer_size()
         if num_unread is not None and now >= num_unread:
-            self._give_up("reads nothing")
+            self._abort("reads nothing")
         else:
             self._stall = self.loop.call_later(self.stall_seconds, self._watch_reader, now)
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self._is_refused = True
-        logger.warning("more than %d connections: one was refused", self.max_connections)
-        error = ApiError(503, "too many connections; come back later", headers={"Retry-After": "5"})
+        logger.warning("a connection was refused: there are %d already", self.max_connections)
+        error = ApiError(503, "too many connections; retry later", headers={"Retry-After": "5"})
         transport.write(_plain_response(error))
         if transport.can_write_eof():
             transport.write_eof()
 
-    def _give_up(self, why: str) -> None:
+    def _abort(self, why: str) -> None:
         logger.debug("a connection was closed: its client %s", why)
         self.transport.abort()
 
@@ -174,7 +175,7 @@ def connection_class(max_connections: int) -> type[Connection]:
 
 
 def _plain_response(error: ApiError) -> bytes:
-    """An answer of HTTP where no request could be read."""
+    """An HTTP response for a connection without a valid request."""
     body = json.dumps(error_body(error)).encode()
     headers = {
         "Content-Type": "application/json",
@@ -182,6 +183,6 @@ def _plain_response(error: ApiError) -> bytes:
         "Connection": "close",
         **error.headers,
     }
-    reason = {400: "Bad Request", 503: "Service Unavailable"}[error.status]
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    reason = HTTPStatus(error.status).phrase
     return f"HTTP/1.1 {error.status} {reason}\r\n{head}\r\n".encode() + body

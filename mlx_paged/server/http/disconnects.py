@@ -1,4 +1,4 @@
-"""Work that ends when its client leaves."""
+"""``until_disconnect``: cancels work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
-CLIENT_LEFT = 499  # nginx's number
+CLIENT_LEFT = 499  # nginx's status for this
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection; there is no client to answer."""
+    """The client has disconnected."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. It is cancelled as soon as the client leaves.
+    """Run ``work``; it is cancelled as soon as the client disconnects.
 
     Args:
-        receive: of a request whose body was read. No other task may call it meanwhile.
+        receive: that of a request whose body was read. No other task may call it meanwhile.
 
     Raises:
-        ClientLeftError: the client left before the work was done.
+        ClientLeftError: the client disconnected before the work was done.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnect(receive))
@@ -36,10 +36,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, leaving):
             task.cancel()
-        # Until what was cancelled has given back what it held.
+        # Wait until cancelled work has released its resources.
         await asyncio.wait({working, leaving})
         if not working.cancelled():
-            working.exception()  # It was looked at, so that asyncio does not log it.
+            working.exception()  # Retrieved, so that asyncio does not log it.
 
 
 async def _disconnect(receive: Receive) -> None:

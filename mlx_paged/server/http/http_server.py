@@ -1,4 +1,4 @@
-"""``HttpServer``: uvicorn with sockets that are bound early, and an end that lets answers end."""
+"""``HttpServer``: uvicorn with sockets that are bound early and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from mlx_paged.standard_streams import say
 logger = logging.getLogger("mlx_paged.server")
 
 BACKLOG = 2048
-LAST_WORDS_SECONDS = 5.0  # for answers that were aborted to say so
-_TICKS_PER_LOOK = 10  # at the file of keys; uvicorn's ticks are 0.1 seconds apart
-_RETRY_AFTER = "10"  # seconds in which a server is there again
+ABORT_SECONDS = 5.0  # for aborted answers to send their error
+_TICKS_PER_CHECK = 10  # of the key file; uvicorn's ticks are 0.1 seconds apart
+_RETRY_AFTER = "10"  # seconds until the server may have restarted
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on every address of ``host``.
+    """Listen on every address of ``host``.
 
-    They listen before the model is loaded, so a port that is in use is known at once, and a client
-    that comes early waits.
+    This is done before the model is loaded, so a port in use is reported at once, and early clients
+    wait.
 
     Raises:
-        ArgumentError: the host is not known, or the system refuses the address.
+        ArgumentError: the host is unknown, or the system refuses the address.
     """
     try:
         infos = socket.getaddrinfo(
@@ -49,18 +49,18 @@ def bind(host: str, port: int) -> list[socket.socket]:
         )
     except (OSError, UnicodeError) as error:
         raise ArgumentError(
-            f"[server] host {shown(host)} is not known: {system_reason(error)}", "host"
+            f"[server] host {shown(host)} is unknown: {system_reason(error)}", "host"
         ) from error
     sockets: list[socket.socket] = []
     refusal: OSError | None = None
     for family, _, _, _, address in dict.fromkeys(infos):
         if port == 0 and sockets:
-            break  # a free port of one address may be in use on another
+            break  # a port that is free on one address may be in use on another
         try:
             sockets.append(_listening(family, address))
         except OSError as error:
             refusal = error
-            # "localhost" may have an address of IPv6 on a machine that does not.
+            # "localhost" may have an IPv6 address on a machine without IPv6.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 break
     if not sockets or (refusal and refusal.errno in (errno.EADDRINUSE, errno.EACCES)):
@@ -75,8 +75,8 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
-    # Of sockets that don't name TCP, asyncio leaves Nagle's algorithm on: each answer's second part
-    # would wait for the client's delayed acknowledgement, 40 ms.
+    # Unless TCP is named, asyncio leaves Nagle's algorithm on, and the second part of each response
+    # waits for the client's delayed acknowledgement, 40 ms.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,12 +94,12 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
 def _bind_error(host: str, port: int, error: OSError | None) -> ArgumentError:
     number = error.errno if error else None
     if number == errno.EADDRINUSE:
-        what = f"port {port} is in use on {host}; --port takes another, and 0 a free one"
+        what = f"port {port} is in use on {host}; choose another with --port, or 0 for a free one"
     elif number == errno.EACCES:
-        what = f"there is no permission to listen on port {port}; --port takes another"
+        what = f"there is no permission to listen on port {port}; choose another with --port"
     else:
         why = system_reason(error) if error else "it has no address"
-        return ArgumentError(f"[server] host {shown(host)} can't be listened on: {why}", "host")
+        return ArgumentError(f"[server] can't listen on host {shown(host)}: {why}", "host")
     return ArgumentError(f"[server] {what}", "port")
 
 
@@ -109,14 +109,14 @@ def is_loopback(sockets: list[socket.socket]) -> bool:
 
 
 def url_of(host: str, sockets: list[socket.socket]) -> str:
-    """Where the server is reached from this machine."""
+    """The server's URL on this machine."""
     port = sockets[0].getsockname()[1]
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
     return f"http://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
 
 
 class Gate(Guard):
-    """Answers 503 while the server ends, and when its engine has failed."""
+    """Answers 503 while the server shuts down, and after its engine has failed."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine):
         super().__init__(app)
@@ -128,23 +128,23 @@ class Gate(Guard):
             return None
         what = "the server is shutting down" if self.is_closed else "the engine stopped"
         headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
-        return ApiError(503, f"{what}; come back later", headers=headers)
+        return ApiError(503, f"{what}; retry later", headers=headers)
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until it is told to end, or the engine fails.
+    """Serves until a signal arrives or the engine fails.
 
-    When it ends, it stops listening, answers 503 to what comes on open connections, and lets
-    answers go on for ``drain_seconds``. Then it aborts them, and each says so to its client.
+    To shut down, it stops listening, answers 503 on open connections, and lets running answers
+    continue for ``drain_seconds``. Then it aborts them, and each ends with an error.
 
     Args:
-        app: with ``gate`` in it.
-        announce: called when requests are served.
-        key_file: whose keys are read again when it changes, and by SIGHUP.
+        app: contains ``gate``.
+        announce: called once requests are served.
+        key_file: reread when it changes, and on SIGHUP.
 
     Attributes:
-        has_failed: the engine stopped by itself.
-        is_hung_up: a SIGHUP came, and nothing was done about it yet.
+        has_failed: whether the engine stopped by itself.
+        is_hung_up: whether a SIGHUP arrived that was not handled yet.
     """
 
     def __init__(
@@ -160,7 +160,6 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                # The one whose limits are known here.
                 http=connection_class(max_connections),
                 ws="none",
                 lifespan="off",
@@ -187,7 +186,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to :func:`ended_by_signals`, which stays for longer."""
+        """Leave signals to :func:`ended_by_signals`, which remains active longer."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -198,26 +197,26 @@ class HttpServer(uvicorn.Server):
         if self._engine.stopped() is not None:
             self.has_failed = True
             return True
-        self._look_at_step()
-        # One that comes while this one is answered is for the next tick.
+        self._check_step()
+        # A SIGHUP that arrives from here on is handled in the next tick.
         hung_up, self.is_hung_up = self.is_hung_up, False
         if hung_up and self._ends_with_terminal():
             return True
         if self._key_file is not None:
             if hung_up:
                 self._key_file.read_again()
-            elif counter % _TICKS_PER_LOOK == 0:
+            elif counter % _TICKS_PER_CHECK == 0:
                 self._key_file.look()
         return await super().on_tick(counter)
 
     def _ends_with_terminal(self) -> bool:
-        """Whether a SIGHUP ends the server. The end of its terminal sends one; any other asks a
-        server with a file of keys to read it.
+        """Whether a SIGHUP ends the server. A closed terminal sends one; otherwise a server with a
+        key file rereads it.
         """
         return self._key_file is None or (self._had_terminal and not has_terminal())
 
-    def _look_at_step(self) -> None:
-        """Say once of a step that it hangs, and that it ended after all."""
+    def _check_step(self) -> None:
+        """Log once that a step hangs, and when it ends after all."""
         hangs = self._engine.step_seconds() > self._step_timeout
         if hangs and not self._step_hangs:
             logger.error("a step of the engine has run for %g seconds", self._step_timeout)
@@ -231,25 +230,25 @@ class HttpServer(uvicorn.Server):
             server.close()
         if not self.has_failed:
             num_running, seconds = len(self.server_state.tasks), self._drain_seconds
-            logger.info("shutting down; %d requests have %g s to end", num_running, seconds)
-            await self._answers_to_end(seconds)
+            logger.info("shutting down; %d requests have %g s to finish", num_running, seconds)
+            await self._wait_for_answers(seconds)
         if self.server_state.tasks:
             logger.warning("%d requests are aborted", len(self.server_state.tasks))
-        await self._answers_to_end(LAST_WORDS_SECONDS, self._engine.abort_all)
+        await self._wait_for_answers(ABORT_SECONDS, self._engine.abort_all)
         await super().shutdown(sockets)
 
-    async def _answers_to_end(
-        self, seconds: float, before_each_look: Callable[[], None] = lambda: None
+    async def _wait_for_answers(
+        self, seconds: float, before_each_check: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until no request is worked on, or the time is over."""
+        """Wait until no request is running, or the time is over."""
         tasks, end = self.server_state.tasks, time.monotonic() + seconds
         while tasks and time.monotonic() < end:
-            before_each_look()
+            before_each_check()
             await asyncio.sleep(0.05)
 
 
 def has_terminal() -> bool:
-    """Whether the process has a controlling terminal, which it loses when that is closed."""
+    """Whether the process has a controlling terminal; it loses one that is closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -260,19 +259,19 @@ def has_terminal() -> bool:
 @contextlib.contextmanager
 def ended_by_signals(server: HttpServer) -> Iterator[None]:
     """SIGTERM and SIGINT (Ctrl-C) end the server; a second SIGINT ends the process at once. SIGHUP
-    is left to the server; where it is ignored, as ``nohup`` has it, it stays so.
+    is handled by the server, unless it is ignored, as under ``nohup``.
     """
     interrupts: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and interrupts:
             say("")
-            # The engine's thread may be in the middle of a step, and to wait for it could take
-            # long. Nothing of Python's or MLX's is taken down, so nothing can fail at it.
+            # Without waiting for the engine's step, which may take long, and without finalising
+            # Python and MLX while it runs.
             os._exit(130)
         if number == signal.SIGINT:
             interrupts.append(number)
-            say("[running answers may end; Ctrl-C again to end at once]")
+            say("[waiting for running answers; press Ctrl-C again to end at once]")
         if number == signal.SIGHUP:
             server.is_hung_up = True
         else:

@@ -1,13 +1,10 @@
-"""How large, how deep and how slow a request may be."""
+"""Limits on the size of requests and the time to receive them."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from collections.abc import Iterator
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.server.errors import ApiError, error_response
@@ -15,32 +12,24 @@ from mlx_paged.server.http.disconnects import ClientLeftError
 from mlx_paged.server.http.tidying import Tidying
 
 BODY_SECONDS = 60.0
-MAX_BODIES = 8  # of the largest size, whose requests are not answered yet
-MAX_JSON_DEPTH = 64
-# Python's parser reads the whole of a text without letting another thread run. Half a second for
-# the largest bodies that there can be, it is some 50 ms within these limits.
-MAX_JSON_VALUES = 2**19
-MAX_JSON_OBJECTS = 2**16  # and lists
-MAX_JSON_NUMBER = 64  # characters
+MAX_BODIES = 8  # of maximum size, in requests that are not answered yet
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**16
 MAX_PATH_BYTES = 2**13
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-_LONG_NUMBER = re.compile(rb"[0-9+\-.eE]{%d}" % (MAX_JSON_NUMBER + 1))
-_CHUNK = 2**17  # bytes that are looked at before another thread may run
 
 
 class Limits:
-    """Middleware: reads the body of a request, and passes on what is not too large.
+    """Middleware that reads the whole body of a request and refuses bodies that are too large.
 
-    The application behind it finds the whole body there. Its bytes count until it is answered, as
-    what was made of it stays in memory for as long.
+    The bytes of a body count until the request is answered, since what was parsed from it stays in
+    memory as long.
 
     Args:
-        max_body_bytes: of one request. All bodies have ``MAX_BODIES`` times as many together, and
-            those of one user half of that, unless there is no other.
-        body_seconds: in which a body has to be there.
+        max_body_bytes: the limit for one request. The limit for all requests together is
+            ``MAX_BODIES`` times this, and half of that for one user if there are others.
+        body_seconds: the maximum time to receive a body.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = BODY_SECONDS):
@@ -76,7 +65,7 @@ class Limits:
                 return await self._read(receive, held)
         except TimeoutError as error:
             raise ApiError(
-                408, f"the body was not there after {self._body_seconds:g} seconds"
+                408, f"the body was not complete after {self._body_seconds:g} seconds"
             ) from error
 
     async def _read(self, receive: Receive, held: _HeldBytes) -> bytes:
@@ -96,16 +85,16 @@ class Limits:
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the body of a request has at most {self._max_body_bytes:,} bytes here; "
+            f"the body of a request may have at most {self._max_body_bytes:,} bytes; the server's "
             "--max-body-bytes changes that",
         )
 
 
 class _HeldBytes:
-    """The bytes of a request's body, among those of all users.
+    """The bytes of a request's body, counted in the totals of all users.
 
     Attributes:
-        num_bytes: of this request.
+        num_bytes: the bytes of this request.
     """
 
     def __init__(self, by_user: Counter[str], max_body_bytes: int, scope: Scope):
@@ -118,7 +107,7 @@ class _HeldBytes:
         self._max_of_user = self._max_num_bytes // (1 if is_alone else 2)
 
     def add(self, num_bytes: int) -> None:
-        """Hold more; raises :class:`ApiError` if that is too much together with others."""
+        """Hold more bytes; raises :class:`ApiError` beyond the user's or the overall limit."""
         self.num_bytes += num_bytes
         self._by_user[self._user] += num_bytes
         is_too_much = self._by_user[self._user] > self._max_of_user
@@ -126,14 +115,14 @@ class _HeldBytes:
             raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
 
     def release(self) -> None:
-        """The request is answered."""
+        """Release the bytes, once the request is answered."""
         self._by_user[self._user] -= self.num_bytes
         if not self._by_user[self._user]:
             del self._by_user[self._user]
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """``receive`` as if the whole body had come at once; then it waits for the client to leave."""
+    """A ``receive`` that returns the whole body first, and then continues with ``receive``."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
@@ -143,70 +132,12 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def check_head(scope: Scope) -> None:
-    """Raise :class:`ApiError` for too many or too long headers, or a path that is too long."""
+    """Raise :class:`ApiError` if the headers are too many or too long, or the path is too long."""
     headers = scope["headers"]
     nbytes = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or nbytes > MAX_HEAD_BYTES:
         raise ApiError(
-            431, f"a request has at most {MAX_HEADERS} headers with {MAX_HEAD_BYTES:,} bytes"
+            431, f"a request may have at most {MAX_HEADERS} headers with {MAX_HEAD_BYTES:,} bytes"
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_PATH_BYTES:
-        raise ApiError(414, f"a path has at most {MAX_PATH_BYTES:,} bytes")
-
-
-def check_json(body: bytes) -> None:
-    """Raise :class:`ApiError` for a body that is not UTF-8, or would be expensive to parse: too
-    deep, too many values, or numbers that are too long. Whether it is JSON is left to the parser.
-
-    It goes through the body in chunks: other threads run between two of them.
-    """
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Each value has at most a name and a text, and so four quotes.
-    if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:
-        raise _too_many("values", MAX_JSON_VALUES)
-    num_commas = num_brackets = depth = 0
-    end = b""  # of what came before
-    for bare in _without_texts(unescaped):
-        num_commas += bare.count(b",")
-        if num_commas >= MAX_JSON_VALUES:
-            raise _too_many("values", MAX_JSON_VALUES)
-        if _LONG_NUMBER.search(end + bare):
-            raise ApiError(400, f"the body has a number of more than {MAX_JSON_NUMBER} characters")
-        end = (end + bare)[-MAX_JSON_NUMBER:]
-        brackets = bare.translate(None, _NO_BRACKETS)
-        deepest, depth = _depths(brackets, depth)
-        if deepest > MAX_JSON_DEPTH:
-            raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH}")
-        num_brackets += len(brackets)
-        if num_brackets > 2 * MAX_JSON_OBJECTS:
-            raise _too_many("objects and lists", MAX_JSON_OBJECTS)
-
-
-def _too_many(what: str, most: int) -> ApiError:
-    return ApiError(400, f"the body has more than {most:,} {what}")
-
-
-def _without_texts(unescaped: bytes) -> Iterator[bytes]:
-    """JSON without its texts, chunk by chunk. No quote is escaped in it."""
-    is_text = 0
-    for start in range(0, len(unescaped), _CHUNK):
-        parts = unescaped[start : start + _CHUNK].split(b'"')
-        yield b"".join(parts[is_text::2])
-        is_text ^= (len(parts) - 1) % 2
-
-
-def _depths(brackets: bytes, depth: int) -> tuple[int, int]:
-    """How deep brackets are nested at most, and at their end, which begin at a depth."""
-    if not brackets:
-        return depth, depth
-    codes = np.frombuffer(brackets, np.uint8)
-    opens = (codes == ord("[")) | (codes == ord("{"))
-    depths = np.cumsum(np.where(opens, 1, -1))
-    return depth + int(depths.max()), depth + int(depths[-1])
-
-
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+        raise ApiError(414, f"a path may have at most {MAX_PATH_BYTES:,} bytes")

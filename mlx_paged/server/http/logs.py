@@ -1,7 +1,7 @@
-"""Lines of the log, each with the id of the request that it is about.
+"""The log: one line per request, and lines with the id of the request that they belong to.
 
-No line holds a text of a user's unless ``--log-prompts`` was given, and no value can make a line of
-its own: line ends and control characters are escaped.
+No line contains the texts of a user unless ``--log-prompts`` is given. Line ends and control
+characters are escaped, so that no value can forge a line.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger("mlx_paged.server")
 _texts = logging.getLogger("mlx_paged.texts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Asked for again and again by those who watch the server.
+# Polled by monitoring.
 _WATCHING_PATHS = ("/health", "/metrics", "/v1/pool")
 _MAX_LINE = 2**16  # characters
-_NO_TEXT = "(its message may hold a text of a user's; --log-prompts shows it)"
+_NO_TEXT = "(its message may contain the text of a user; --log-prompts shows it)"
 
 
 @dataclass
 class RequestLine:
-    """What is known about a request when its line is written.
+    """The contents of a request's line.
 
     Attributes:
-        request_id: of the header ``x-request-id``, or made here.
-        user: the name of the key that it came with.
-        status: of HTTP; 0 while there is no response.
-        is_complete: whether the whole response has left for the client.
+        request_id: taken from the header ``x-request-id``, or generated.
+        user: the name of the API key.
+        status: the HTTP status; 0 before the response.
+        is_complete: whether the whole response was sent.
     """
 
     request_id: str
@@ -63,12 +63,12 @@ class RequestLine:
         return f"{self.user} {method} {path} {self.status or '-'}{end}{tokens} {seconds:.3f}s"
 
 
-# The request that this task works for.
+# The request of the current task.
 _current: ContextVar[RequestLine | None] = ContextVar("mlx_paged_request", default=None)
 
 
 def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
-    """Add to what the line of this task's request says."""
+    """Add numbers of tokens to the line of this task's request."""
     line = _current.get()
     if line is not None:
         line.prompt_tokens += prompt
@@ -77,25 +77,21 @@ def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
 
 
 def log_text(what: str, text: Callable[[], object]) -> None:
-    """Write a line with a text of a user's, if --log-prompts asks for it.
-
-    Args:
-        text: makes it.
-    """
+    """Log the text of a user if ``--log-prompts`` is given; only then ``text`` is called."""
     if _texts.isEnabledFor(logging.INFO):
         _texts.info("%s: %s", what, text())
 
 
 class RequestLog:
-    """Middleware: gives each request an id, and when it is over counts it and writes a line.
+    """Middleware that gives each request an id, and counts and logs it when it ends.
 
-    The id is in ``scope["state"]["request_id"]``, in the headers ``x-request-id`` and
-    ``request-id`` of the response, where the clients of OpenAI and Anthropic look for it, and in
-    each line that is logged on the way.
+    The id is in ``scope["state"]["request_id"]``, in the response's headers ``x-request-id`` and
+    ``request-id``, where OpenAI's and Anthropic's clients look for it, and in each line logged for
+    the request.
 
     Args:
-        count: is told of each request and its status, which is 499 where the client left, or was
-            cut, before it had its whole answer.
+        count: called with each request and its status, which is 499 if the client disconnected, or
+            was disconnected, before the response was complete.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class RequestLog:
         line = RequestLine(self._id_of(dict(scope["headers"])))
         state = scope.setdefault("state", {})
         state["request_id"] = line.request_id
-        # It is this task's alone, and stays: uvicorn logs what fails here.
+        # Not reset: each request has its own task, and uvicorn logs what fails here in it.
         _current.set(line)
         self._ids_in_use.add(line.request_id)
         id_bytes = line.request_id.encode()
@@ -142,7 +138,7 @@ class RequestLog:
             if line.status == 200 and scope["path"] in _WATCHING_PATHS:
                 level = logging.DEBUG
             raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
-            # Without its query, which may hold anything.
+            # Without the query, which may contain anything.
             path = raw_path.decode("latin-1").partition("?")[0]
             logger.log(level, "%s", line.text(scope["method"], path))
             self._ids_in_use.discard(line.request_id)
@@ -155,12 +151,13 @@ class RequestLog:
 
 
 class LineFormatter(logging.Formatter):
-    """One line for each record, and the frames of an error indented below it.
+    """One line for each record, with the frames of an error indented below.
 
     Args:
-        log_prompts: whether the message of an unforeseen error is shown: it may hold
-            anything.
+        log_prompts: whether messages of unexpected errors are shown, which may contain anything.
     """
+
+    default_msec_format = "%s.%03d"
 
     def __init__(self, log_prompts: bool):
         super().__init__()
@@ -168,16 +165,15 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = _current.get()
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        head = f"{moment}.{int(record.msecs):03d} {record.levelname}"
         request_id = "-" if line is None else line.request_id
-        text = f"{head} {request_id} {printable(self._message(record))}"
+        head = f"{self.formatTime(record)} {record.levelname} {request_id}"
+        text = f"{head} {printable(self._message(record))}"
         if record.exc_info and record.exc_info[1] is not None:
             text += "".join(f"\n    {each}" for each in self._frames(record.exc_info[1]))
         return text
 
     def _message(self, record: logging.LogRecord) -> str:
-        # asyncio's quotes the error and what the callback was called with.
+        # asyncio's messages quote the error and the arguments of a callback.
         if record.name == "asyncio" and record.exc_info and not self._log_prompts:
             return "an error in the event loop"
         return record.getMessage().rstrip()
@@ -193,7 +189,7 @@ class LineFormatter(logging.Formatter):
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error, what it came from, and so on."""
+    """The error, its cause, the cause of that, and so on."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -203,7 +199,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def printable(text: str) -> str:
-    """The text on one line, without anything that moves a terminal's cursor."""
+    """The text on one line, with control characters escaped."""
     if len(text) > _MAX_LINE:
         text = text[: _MAX_LINE - 3] + "..."
     if text.isprintable():
@@ -212,7 +208,7 @@ def printable(text: str) -> str:
 
 
 class _Stderr(logging.Handler):
-    """Writes to stderr; where that is closed or full, there is no place left to say so."""
+    """Writes to stderr, and ignores failures to write there."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -224,10 +220,8 @@ class _Stderr(logging.Handler):
 
 
 def setup_logging(log_level: str, log_prompts: bool) -> None:
-    """Send the lines of this program, of uvicorn and of other libraries to stderr.
-
-    Args:
-        log_level: the least of this program's lines. Other libraries' are shown from warnings on.
+    """Log to stderr: this package from ``log_level`` on, uvicorn and other libraries from warnings
+    on.
     """
     handler = _Stderr()
     handler.setFormatter(LineFormatter(log_prompts))

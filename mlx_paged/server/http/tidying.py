@@ -1,8 +1,8 @@
-"""Memory that large requests took goes back to the system.
+"""Returns the memory of large requests to the system.
 
-Python frees what refers to itself (a connection and its transport, an error and its frames) only
-when it looks for that, and the C library keeps what was freed for the next allocation. Both may
-take minutes, and hundreds of megabytes.
+Python frees reference cycles (a connection and its transport, an error and its frames) only in a
+garbage collection, and the C library keeps freed memory for later allocations. Both can hold
+hundreds of megabytes for minutes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import ctypes
 import gc
 
 LARGE_BODY = 2**20  # bytes
-SECONDS = 1.0  # between a large request and tidying up, which is done once for all of that time
+SECONDS = 1.0  # after a large request; one run serves all requests of that time
 
 
 class Tidying:
-    """Tidies up some time after the last large requests, in a thread."""
+    """Returns memory to the system some time after large requests, in a thread."""
 
     def __init__(self) -> None:
         self._is_planned = False
 
     def note(self, num_bytes: int) -> None:
-        """A request with a body of this size was answered."""
+        """Call this after a request with a body of this size was answered."""
         if num_bytes >= LARGE_BODY and not self._is_planned:
             self._is_planned = True
             asyncio.get_running_loop().call_later(SECONDS, self._begin)
@@ -33,17 +33,17 @@ class Tidying:
         asyncio.get_running_loop().run_in_executor(None, give_back_memory)
 
 
-def keep_out_of_sight() -> None:
-    """Take what a program has made so far for needed until its end, so that Python looks for unused
-    memory among what requests made alone: milliseconds, not tenths of a second.
+def freeze_startup_objects() -> None:
+    """Exclude all objects so far from garbage collections, which then take milliseconds instead of
+    tenths of a second.
     """
     gc.collect()
     gc.freeze()
 
 
 def give_back_memory() -> None:
-    """Free what is not used, and give it back to the system."""
+    """Collect garbage, and return free memory to the system."""
     gc.collect()
-    # Of glibc. Others, such as macOS's, give large pieces back by themselves.
+    # glibc only. Other C libraries, such as macOS's, return large blocks by themselves.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

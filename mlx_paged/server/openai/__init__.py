@@ -1,1 +1,1 @@
-"""OpenAI's endpoints for chat, completions and models, and vLLM's for tokens."""
+"""OpenAI's chat, completions and models endpoints, and vLLM's tokenize and detokenize."""

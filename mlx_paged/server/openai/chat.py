@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/chat/completions`` as a :class:`ChatJob`."""
+"""The body of ``POST /v1/chat/completions``, and its :class:`ChatJob`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options
 from mlx_paged.server.schemas import Body, Children, OneOf, fixed, refused
 from mlx_paged.server.service import Service
 
-# What would be taken for a parameter of the function that applies a template, or has a field.
+# Names that are fields of the body, or parameters of ``apply_chat_template``.
 _NO_TEMPLATE_VARIABLES = {
-    "add_generation_prompt": "send add_generation_prompt beside it",
-    "continue_final_message": "send continue_final_message beside it",
+    "add_generation_prompt": "send the field add_generation_prompt",
+    "continue_final_message": "send the field continue_final_message",
     "tools": "send tools",
     "messages": "send messages",
     **dict.fromkeys(
@@ -45,7 +45,7 @@ _NO_TEMPLATE_VARIABLES = {
 
 
 class TemplateFields(Body):
-    """Variables of the chat template."""
+    """Fields that set variables of the chat template."""
 
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -54,8 +54,8 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """``chat_template_kwargs``, and those that have a field. What ``enable_thinking`` says
-        counts more than what the effort does.
+        """``chat_template_kwargs``, and the variables that have their own fields.
+        ``enable_thinking`` overrides ``reasoning_effort``.
         """
         options = effort_options(self.reasoning_effort)
         for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & self.chat_template_kwargs.keys()):
@@ -66,7 +66,9 @@ class TemplateFields(Body):
             options["enable_thinking"] = self.enable_thinking
         if self.continue_final_message:
             if self.add_generation_prompt:
-                raise refused("continue_final_message", "excludes add_generation_prompt")
+                raise refused(
+                    "continue_final_message", "can't be combined with add_generation_prompt"
+                )
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         elif self.add_generation_prompt is False:
             options["add_generation_prompt"] = False
@@ -94,16 +96,16 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """For each token; ``None``: no logprobs."""
+        """The number of alternatives per token; ``None``: no logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
 
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
-    """The conversation that the body has."""
+    """Turn the body into a job."""
     request.check(service)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
-        raise refused("top_logprobs", "is given, and logprobs is not true")
+        raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
     job = ChatJob(
         messages=read_messages(request.messages),

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: one object, or chunks as the text comes."""
+"""``POST /v1/chat/completions``: answers as one object or as chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
 
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
-    """An answer to a conversation, whole or in parts."""
+    """The answer to a conversation, as one object or as events."""
     body, generation = await context.prepare_chat(read_chat)
     return await context.respond(ChatRenderer(context, body, generation), generation)
 
 
 class ChatRenderer(OpenAIRenderer):
-    """Writes the completions of a conversation."""
+    """Renders the completions of a conversation."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ChatRenderer(OpenAIRenderer):
         self._has_reasoning = body.include_reasoning
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """For each completion its role, what comes, and its end."""
+        """For each completion its role, its deltas, and its finish reason."""
         is_first = not self._state.completions
         for completion, part in self._state.parts(output):
             for choice in self._choices(completion, part):
@@ -87,7 +87,7 @@ class ChatRenderer(OpenAIRenderer):
         deltas = [delta for each in completion.add(part) if (delta := self._delta(each))]
         extras = self._extras(part) if part.token_ids else {}
         if extras and not deltas:
-            deltas = [{}]  # They are not lost where a token has no text yet.
+            deltas = [{}]  # For tokens that do not complete any text yet.
         for delta in deltas:
             yield _choice(index, delta, extras)
             extras = {}
@@ -95,7 +95,7 @@ class ChatRenderer(OpenAIRenderer):
             yield _choice(index, {}, _end(completion))
 
     def _delta(self, each: BlockEvent) -> dict[str, Any]:
-        """What an event adds to a message; nothing, where it says nothing here."""
+        """The delta of an event; empty if the event has none in this protocol."""
         what, block, text = each
         if what == "end":
             return {}
@@ -108,7 +108,7 @@ class ChatRenderer(OpenAIRenderer):
     def _text(self, kind: Kind, text: str) -> dict[str, Any]:
         if kind == "text":
             return {"content": text}
-        # The first name is that of most clients, the second one that of vLLM now.
+        # Most clients use the first name; vLLM now uses the second one.
         return {"reasoning_content": text, "reasoning": text} if self._has_reasoning else {}
 
     def _message(self, completion: CompletionState) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ChatRenderer(OpenAIRenderer):
         return message
 
     def _extras(self, part: CompletionOutput) -> dict[str, Any]:
-        """What was asked for beside the text: logprobs and token ids of a part."""
+        """The logprobs and the token ids of a part, if requested."""
         extras: dict[str, Any] = {}
         if self._num_top_logprobs is not None:
             extras["logprobs"] = chat_logprobs(
@@ -154,7 +154,6 @@ def _choice(
 
 
 def _end(completion: CompletionState) -> dict[str, Any]:
-    """Why it ended."""
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 

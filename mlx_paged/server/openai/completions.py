@@ -1,9 +1,10 @@
-"""``POST /v1/completions``: texts that go on."""
+"""``POST /v1/completions``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -50,23 +51,22 @@ class CompletionRequest(OpenAIFields):
     add_special_tokens: bool = True
 
     def num_tokens(self, service: Service) -> int:
-        """The most tokens of an answer that are wanted."""
+        """The maximum number of tokens of an answer."""
         number = first_given(self.max_tokens, service.max_tokens)
         return DEFAULT_MAX_TOKENS if number is None else number
 
 
 async def completions(context: RequestContext[CompletionRequest]) -> Response:
-    """How the prompts go on, whole or in parts."""
-    service, user = context.service, context.user
-    body, generations = await service.run_in_tokenizer_pool(user, _prepared, context)
+    """The completions of prompts, as one object or as events."""
+    body, generations = await context.run_in_tokenizer_pool(partial(_prepared, context))
     renderer = CompletionsRenderer(context, body, generations)
     return await context.respond(renderer, *generations)
 
 
 def _prepared(
-    work: Work, context: RequestContext[CompletionRequest]
+    context: RequestContext[CompletionRequest], work: Work
 ) -> tuple[CompletionRequest, list[Generation]]:
-    """The body, and what it asks of the engine."""
+    """The body, and a generation for each of its prompts."""
     body, service = context.read_body(), context.service
     prompts, asked = read_completions(body, service)
     asked = context.owned(asked)
@@ -77,14 +77,14 @@ def _prepared(
 def read_completions(
     request: CompletionRequest, service: Service
 ) -> tuple[list[Prompt], Generation]:
-    """The prompts of the body, and what is asked for each, without its tokens."""
+    """The prompts of the body, and the generation for each, still without its tokens."""
     request.check(service)
     prompts = read_prompts(request.prompt)
     max_tokens = request.num_tokens(service)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
         "structured_outputs": request.structured(),
-        # The engine makes a token in any case.
+        # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
     if request.echo and request.logprobs is not None:
@@ -104,7 +104,7 @@ def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if prompt and all(isinstance(value, int) for value in prompt):
         return [_token_ids(prompt, "prompt")]
     if not 0 < len(prompt) <= MAX_PROMPTS:
-        raise refused("prompt", f"has {len(prompt):,} entries, and may have 1 to {MAX_PROMPTS:,}")
+        raise refused("prompt", f"has {len(prompt):,} entries, but may have 1 to {MAX_PROMPTS:,}")
     prompts: list[Prompt] = []
     for index, value in enumerate(prompt):
         place = f"prompt[{index}]"
@@ -119,7 +119,8 @@ def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
 
 def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
     if len(values) > MAX_TOKEN_IDS:
-        raise refused(place, f"has {len(values):,} entries, and {MAX_TOKEN_IDS:,} are the most")
+        words = f"has {len(values):,} entries, but at most {MAX_TOKEN_IDS:,} are allowed"
+        raise refused(place, words)
     for index, value in enumerate(values):
         if type(value) is not int:
             raise refused(f"{place}[{index}]", f"must be a whole number, got {shown(value)}")
@@ -129,16 +130,16 @@ def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
 def encode_all(
     work: Work, service: Service, prompts: list[Prompt], adds_special_tokens: bool
 ) -> list[list[int]]:
-    """The tokens of the prompts. It takes long for long prompts, so call it with
+    """Encode the prompts. This is slow for long ones, so call it with
     :meth:`Service.run_in_tokenizer_pool`.
 
     Args:
-        adds_special_tokens: to texts, unless they begin with them.
+        adds_special_tokens: add special tokens to texts, unless these begin with them.
 
     Raises:
-        ApiError: a prompt that can't be encoded, or prompts that are too long together; 400.
+        ApiError: a prompt can't be encoded, or the prompts are too long together; 400.
         PromptTooLongError: a prompt is too long to be encoded.
-        CancelledWorkError: the client has left.
+        CancelledWorkError: the client has disconnected.
     """
     is_one = len(prompts) == 1
     limit = service.length_limit(work)
@@ -158,7 +159,7 @@ def encode_all(
             raise ApiError(
                 400,
                 f"the prompts have more than {MAX_PROMPT_TOKENS:,} tokens together; send fewer "
-                "in a request",
+                "per request",
                 param=name,
             )
     return encoded
@@ -173,12 +174,7 @@ def _encoded(service: Service, prompt: Prompt, name: str, adds_special_tokens: b
 
 
 class CompletionsRenderer(OpenAIRenderer):
-    """Writes the completions of all prompts. Those of the first prompt come first in the order of
-    choices.
-
-    Args:
-        generations: of the prompts.
-    """
+    """Renders the completions of all prompts; the choices are ordered by prompt."""
 
     def __init__(
         self,
@@ -193,7 +189,7 @@ class CompletionsRenderer(OpenAIRenderer):
         self._tokenizer = context.service.tokenizer
         self._prompts = [each.prompt_token_ids for each in generations]
         self._states = [AnswerState(each.answer_format) for each in generations]
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by the choice
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         return map(self.chunk, self._pieces(prompt_index, output))
@@ -209,7 +205,7 @@ class CompletionsRenderer(OpenAIRenderer):
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The choices that a part of the answer to a prompt makes."""
+        """The choices for a part of the answer to a prompt."""
         for completion, part in self._states[prompt_index].parts(output):
             is_first = not completion.has_begun
             completion.count(part)
@@ -219,7 +215,9 @@ class CompletionsRenderer(OpenAIRenderer):
     def _piece(
         self, index: int, prompt_index: int | None, part: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """The choice of a part; the first one, which has a prompt's index, has what is echoed."""
+        """The choice for a part; ``prompt_index`` is given for the first one, which contains the
+        echo of the prompt.
+        """
         body, has_answer = self._body, self._has_answer
         text, token_ids, entries = "", [], []
         if prompt_index is not None and body.echo:

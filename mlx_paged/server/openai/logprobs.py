@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of chat, of completions, and of vLLM's ``prompt_logprobs``."""
+"""Log-probabilities in the formats of chat, completions, and vLLM's ``prompt_logprobs``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import Logprob
 
-LEAST = -9999.0  # in the place of minus infinity, which JSON has not
+LEAST = -9999.0  # instead of minus infinity, which JSON can't represent
 
 
 class TokenNames:
-    """How logprobs call tokens.
+    """The names of tokens in logprobs.
 
     Args:
-        as_ids: ``"token_id:17"`` rather than their texts.
+        as_ids: use ``"token_id:17"`` instead of their texts.
     """
 
     def __init__(self, texts: TokenTexts, as_ids: bool = False):
@@ -33,8 +33,8 @@ def chat_logprobs(
     entries: Sequence[Mapping[int, Logprob]],
     num_top: int,
 ) -> dict[str, Any]:
-    """``logprobs`` of a choice of chat: an entry for each token of the answer, marks of reasoning
-    and tool calls included.
+    """``logprobs`` of a chat choice: an entry for each token of the answer, including marks of
+    reasoning and tool calls.
     """
     return {
         "content": [
@@ -57,16 +57,16 @@ def _chat_token(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, A
 
 
 def most_likely(entry: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
-    """The most likely tokens of a place, without the one that is there for being drawn."""
+    """The ``num_top`` most likely tokens of a position; ``entry`` may also have the sampled one."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
     return [item for item in ranked if item[1].rank <= num_top][:num_top]
 
 
 class CompletionLogprobs:
-    """``logprobs`` of a choice of completions, in which each token knows where its text begins.
+    """``logprobs`` of a completions choice, with the text offset of each token.
 
     Args:
-        num_top: most likely tokens of each place.
+        num_top: the number of alternatives per position.
     """
 
     def __init__(self, names: TokenNames, num_top: int):
@@ -78,7 +78,7 @@ class CompletionLogprobs:
     def of(
         self, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob] | None]
     ) -> dict[str, Any]:
-        """Those of the next tokens. The first token of a prompt has none."""
+        """The logprobs of the next tokens. The first token of a prompt has none."""
         offsets = []
         for token in token_ids:
             offsets.append(self._num_characters)
@@ -97,7 +97,7 @@ class CompletionLogprobs:
     def _top(self, token: int, entry: Mapping[int, Logprob] | None) -> dict[str, float] | None:
         if entry is None:
             return None
-        # The token itself is always there, as with OpenAI.
+        # The token itself is always included, as in OpenAI's API.
         likely = dict(most_likely(entry, self._num_top)) | {token: entry[token]}
         return {self._names[each]: max(likely[each].logprob, LEAST) for each in likely}
 
@@ -105,7 +105,7 @@ class CompletionLogprobs:
 def prompt_logprobs(
     names: TokenNames, entries: Sequence[Mapping[int, Logprob] | None]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's: for each token of the prompt, by token id."""
+    """vLLM's field: a dictionary by token id for each token of the prompt."""
     return [
         None
         if entry is None

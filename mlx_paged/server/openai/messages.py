@@ -1,4 +1,4 @@
-"""Messages and tools of a chat body, as chat templates take them."""
+"""The messages and tools of a chat body, and their conversion for chat templates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Message(Repeated):
 
 
 class Question(Message):
-    """What others than the model say."""
+    """A message of any other role than the model and tools."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -40,7 +40,7 @@ class Question(Message):
 
 class ToolResult(Message):
     role: Literal["tool"]
-    content: Content = ""  # Some clients have nothing to say of a call without a result.
+    content: Content = ""  # Some clients omit it for a call without a result.
     tool_call_id: str | None = None
 
 
@@ -58,8 +58,8 @@ class ToolCall(Repeated):
 
 
 class Answer(Message):
-    """What the model said. Without a content and calls it is an empty text, which clients send
-    after an answer that was broken off.
+    """A message of the model. Without content and calls it is an empty text, which clients send
+    after an answer that was interrupted.
     """
 
     role: Literal["assistant"]
@@ -99,9 +99,9 @@ class NamedFunction(Body):
 
 
 def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
-    """The conversation: each message has a role and a content that is text; ``tool_calls`` of an
-    assistant have arguments that are objects. ``developer`` becomes ``system``. Images and the like
-    are refused in the last message alone; in the history a line of text stands for them.
+    """The messages for a chat template: contents are texts, and arguments of tool calls are
+    objects. ``developer`` becomes ``system``. Images and the like are refused in the last message,
+    and replaced by a line of text in earlier ones.
     """
     last = len(messages) - 1
     return [
@@ -113,30 +113,30 @@ def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
 def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = "".join(texts_of(message.content, f"{place}.content", is_last))
-    told: dict[str, Any] = {"role": role, "content": content}
+    converted: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, Answer):
-        told["content"] += message.refusal
+        converted["content"] += message.refusal
         reasoning = message.reasoning_content
         reasoning = message.reasoning if reasoning is None else reasoning
         if reasoning is not None:
-            told["reasoning_content"] = reasoning
+            converted["reasoning_content"] = reasoning
         if message.tool_calls:
-            told["tool_calls"] = list(map(_read_call, message.tool_calls))
+            converted["tool_calls"] = list(map(_read_call, message.tool_calls))
     elif isinstance(message, ToolResult) and message.tool_call_id is not None:
-        told["tool_call_id"] = message.tool_call_id
+        converted["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        told["name"] = message.name
-    return told
+        converted["name"] = message.name
+    return converted
 
 
 def _read_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
-    told = {"type": "function", "function": function}
-    return told if call.id is None else {**told, "id": call.id}
+    converted = {"type": "function", "function": function}
+    return converted if call.id is None else {**converted, "id": call.id}
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """The functions that may be called, with those of their fields that templates know."""
+    """The tools for a chat template, without unknown fields."""
     refuse_second_names([tool.function.name for tool in tools], "function.name")
     return tuple(tool.model_dump(exclude_unset=True) for tool in tools)
 
@@ -144,7 +144,7 @@ def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
 def function_tool(
     name: str, description: str | None, parameters: dict[str, Any], strict: bool | None
 ) -> dict[str, Any]:
-    """A tool as templates take it."""
+    """A tool in the form that chat templates take."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -155,31 +155,27 @@ def function_tool(
 
 
 def refuse_second_names(names: Sequence[str], field: str = "name") -> None:
-    """Raise for the first of the names of ``tools`` that another one has already.
-
-    Args:
-        field: of a tool, which has the name.
-    """
+    """Raise if two tools have the same name; ``field`` is the place of the name in a tool."""
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:
-            raise refused(f"tools[{index}].{field}", f"is {name!r}, as that of another tool")
+            raise refused(f"tools[{index}].{field}", f"is {name!r}, the name of another tool")
         seen.add(name)
 
 
 def checked_tool_choice(
     choice: ToolChoice, place: str, tools: tuple[dict[str, Any], ...]
 ) -> ToolChoice:
-    """Which of the tools may or must be called.
+    """Check a choice of tools.
 
     Args:
-        place: of the tool's name, where that is the choice; ``""``: it is another choice.
+        place: the place of the tool's name in the body; ``""`` if the choice is not a name.
     """
     names = [tool["function"]["name"] for tool in tools]
     if place and choice not in names:
-        raise refused(place, f"is {shown(choice)}, and no tool has that name")
+        raise refused(place, f"is {shown(choice)}, but no tool has this name")
     if place and choice in ("none", "auto", "required"):
-        raise refused(place, f"is {choice!r}, which is not a name of a tool here")
+        raise refused(place, f"is {choice!r}, which can't be the name of a tool here")
     if choice == "required" and not tools:
-        raise refused("tool_choice", "is 'required', and there are no tools; send some")
+        raise refused("tool_choice", "is 'required', but there are no tools; send some")
     return choice

@@ -1,4 +1,4 @@
-"""``GET /v1/models``, and what says whether the server lives."""
+"""``GET /v1/models``, ``/health`` and ``/version``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _model(name: str, service: Service) -> dict[str, Any]:
 
 
 async def health(context: RequestContext[Body]) -> Response:
-    """Whether requests are answered: 503 once the engine has stopped, and while a step hangs."""
+    """The health of the server: 503 after the engine has stopped, and while a step hangs."""
     service = context.service
     reason = service.engine.stopped()
     if reason is not None:
@@ -52,8 +52,8 @@ async def health(context: RequestContext[Body]) -> Response:
     if seconds > service.settings.step_timeout:
         raise ApiError(
             503,
-            f"a step of the engine has run for {seconds:.0f} seconds, and --step-timeout is "
-            f"{service.settings.step_timeout:g}; if it does not end, start the server again",
+            f"a step of the engine has been running for {seconds:.0f} seconds, and --step-timeout "
+            f"is {service.settings.step_timeout:g}; if it does not end, restart the server",
             code="step_hangs",
         )
     return JSONResponse({"status": "ok"})

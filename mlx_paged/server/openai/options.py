@@ -1,4 +1,4 @@
-"""The fields that chat and completions share, but for sampling."""
+"""The fields that chat and completions share, except for sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import Body, fixed, refused, wrong
 from mlx_paged.server.service import Service
 
-_MAX_NAME_LEN = 256  # of a model, by which each event of an answer calls it
+_MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -26,36 +26,36 @@ def _check_request_id(text: str) -> str:
 
 
 class ModelFields(Body):
-    """The field that all bodies have."""
+    """The field ``model`` of all bodies."""
 
     model: str | None = None
 
     def model_name(self, service: Service) -> str:
-        """The name of the model that is asked for."""
+        """The requested model, or the first one."""
         name = service.model_names[0] if self.model is None else self.model
         check_model_name(name, service)
         return name
 
 
 class CacheFields(Body):
-    """Who shares cached K/V with a request, how soon it runs, and what is kept of it."""
+    """Priority, and the use of the prefix cache and the disk."""
 
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
-    # llama.cpp's: whether anything that is cached may be used.
+    # llama.cpp's: whether the prefix cache is used.
     cache_prompt: bool = True
-    # OpenAI's: for how long others would keep it. "in_memory" is not on disk, here neither.
+    # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
     prompt_cache_retention: Any = None
 
     def job_fields(self) -> dict[str, Any]:
-        """These as :class:`~mlx_paged.server.chat_jobs.ChatJob` has them."""
+        """The corresponding fields of :class:`~mlx_paged.server.chat_jobs.ChatJob`."""
         if self.cache_salt == "":
             raise refused("cache_salt", "must not be empty")
         is_in_memory = self.prompt_cache_retention == "in_memory"
         return {
             "priority": self.priority,
-            # A salt that no other request has.
+            # A unique salt, so that nothing is shared.
             "cache_salt": self.cache_salt if self.cache_prompt else uuid.uuid4().hex,
             "no_store": self.no_store or is_in_memory or not self.cache_prompt,
         }
@@ -65,8 +65,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def effort_options(effort: Effort | None) -> dict[str, Any]:
-    """The variables of the chat template that an effort sets: ``reasoning_effort``, which some
-    templates know; ``"none"`` turns thinking off, and all others turn it on.
+    """The variables of the chat template for an effort: ``reasoning_effort``, which some templates
+    use, and ``enable_thinking``, which is false for ``"none"`` only.
     """
     if effort is None:
         return {}
@@ -83,15 +83,14 @@ class UsageOptions(StreamOptions):
 
 
 class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
-    """What chat and completions share."""
+    """The fields that chat and completions share."""
 
     stream: bool = False
     stream_options: UsageOptions | None = None
     request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    # They say nothing about the answer: whose request it is, and where a cache of other servers may
-    # look for it.
+    # Without effect: they identify the user, or help other servers to find a cache.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
@@ -101,20 +100,20 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def has_usage_always(self) -> bool:
-        """Whether each event of it has those so far, too."""
+        """Whether each event also contains the usage so far."""
         options = self.stream_options
         return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check(self, service: Service) -> None:
-        """Check what all of these bodies say about their model and the stream."""
+        """Check the model and the options of the stream."""
         self.model_name(service)
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "is given, and stream is not true")
+            raise refused("stream_options", "is given, but stream is not true")
 
 
 def check_model_name(name: str, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""What answers of chat and of completions have in common."""
+"""``OpenAIRenderer``: the common part of the answers of chat and completions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from mlx_paged.server.openai.options import OpenAIFields
 
 
 class OpenAIRenderer(ABC):
-    """Writes the answer to a request.
+    """Renders the answer to a request.
 
     Args:
-        context, body: of the request.
-        prefix: of the answer's id.
-        kind: of its objects.
+        prefix: the beginning of the answer's id.
+        kind: the field ``object`` of the answer or of its chunks.
 
     Attributes:
-        request_id: the body's, or else that of the request.
+        request_id: the id in the body, or else the id of the request.
     """
 
     def __init__(self, context: RequestContext[Any], body: OpenAIFields, prefix: str, kind: str):
@@ -44,14 +43,14 @@ class OpenAIRenderer(ABC):
 
     @abstractmethod
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The objects of a stream that a part of the answer to a prompt makes."""
+        """The chunks for a part of the answer to a prompt."""
 
     @abstractmethod
     def usage(self) -> dict[str, Any]:
-        """The tokens so far."""
+        """The usage so far."""
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """An object of a stream."""
+        """The chunk for a choice."""
         chunk = {**self.head, "choices": [choice]}
         if self._has_usage:
             chunk["usage"] = self.usage() if self._has_usage_always else None
@@ -68,7 +67,7 @@ class OpenAIRenderer(ABC):
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """How many tokens were read and written."""
+    """The fields of ``usage`` that chat and completions share."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,

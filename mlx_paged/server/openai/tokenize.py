@@ -1,7 +1,8 @@
-"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them."""
+"""vLLM's ``POST /tokenize`` and ``POST /detokenize``."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,7 +21,7 @@ from mlx_paged.token_ids import check_token_ids
 
 
 class TokenizeRequest(ModelFields):
-    """The body of ``POST /tokenize``: one of its variants."""
+    """The body of ``POST /tokenize``, in one of two variants."""
 
     return_token_strs: bool = False
 
@@ -48,12 +49,11 @@ class DetokenizeRequest(ModelFields):
 
 async def tokenize(context: RequestContext[TokenizeRequest]) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
-    service = context.service
-    token_ids, names = await service.run_in_tokenizer_pool(context.user, _tokens, context)
+    token_ids, names = await context.run_in_tokenizer_pool(partial(_tokens, context))
     return JSONResponse(
         {
             "count": len(token_ids),
-            "max_model_len": service.max_model_len,
+            "max_model_len": context.service.max_model_len,
             "tokens": token_ids,
             "token_strs": names,
         }
@@ -61,9 +61,9 @@ async def tokenize(context: RequestContext[TokenizeRequest]) -> Response:
 
 
 def _tokens(
-    work: Work, context: RequestContext[TokenizeRequest]
+    context: RequestContext[TokenizeRequest], work: Work
 ) -> tuple[list[int], list[str] | None]:
-    """The token ids that a body asks for, and what they are called if it asks for that."""
+    """The token ids of a text or a conversation, and their names if requested."""
     service, body = context.service, context.read_body()
     body.model_name(service)
     tokenizer = service.tokenizer
@@ -84,12 +84,11 @@ def _tokens(
 
 async def detokenize(context: RequestContext[DetokenizeRequest]) -> Response:
     """The text of tokens."""
-    text = await context.service.run_in_tokenizer_pool(context.user, _text, context)
+    text = await context.run_in_tokenizer_pool(partial(_text, context))
     return JSONResponse({"prompt": text})
 
 
-def _text(work: Work, context: RequestContext[DetokenizeRequest]) -> str:
-    """The text of the tokens in a body."""
+def _text(context: RequestContext[DetokenizeRequest], work: Work) -> str:
     service, body = context.service, context.read_body()
     body.model_name(service)
     try:

@@ -1,5 +1,5 @@
-"""OpenAI's ``/v1/responses``: items of reasoning, text and calls, whole or as events. Responses are
-not stored.
+"""OpenAI's ``/v1/responses``, without storage: answers as one object or as events, in items of
+reasoning, text and calls.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import event, responses_error
+from mlx_paged.server.http.sse import named_event, responses_error
 from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
 from mlx_paged.server.schemas import Body
 
-# For each kind of block: the type of an item, the prefix of its id, and what its events are called.
-_TYPES = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-_NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+# For each kind of block: the type of its item, the prefix of its id, and the name of its events.
+_TYPES = {
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "text": ("message", "msg", "output_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
 
 
 async def responses(context: RequestContext[ResponsesRequest]) -> Response:
-    """An answer to a conversation, whole or as events."""
+    """The answer to a conversation, as one object or as events."""
     read = partial(read_responses_body, owner=context.principal.cache_salt)
     body, generation = await context.prepare_chat(read)
     return await context.respond(ResponseRenderer(context, body, generation), generation)
 
 
 async def stored_response(context: RequestContext[Body]) -> NoReturn:
-    """There is none."""
+    """Always 404, since responses are not stored."""
     raise ApiError(
         404,
-        "nothing is stored here, so no response can be looked up; send the whole conversation",
+        "responses are not stored here and can't be retrieved; send the whole conversation",
         param="response_id",
         code="response_not_found",
     )
 
 
 class ResponseRenderer:
-    """Writes a response. The user may refer to its items later."""
+    """Renders a response, and keeps its items for later references by the same user."""
 
     def __init__(
         self,
@@ -65,9 +67,9 @@ class ResponseRenderer:
         self._state = AnswerState(generation.answer_format)
         self._names = TokenNames(service.token_texts)
         self._status = "completed"
-        self._items: list[dict[str, Any]] = []  # those that are whole
+        self._items: list[dict[str, Any]] = []  # finished items
         self._logprobs: list[dict[str, Any]] = []  # of the open block
-        self._pending: list[dict[str, Any]] = []  # of tokens whose text did not come yet
+        self._pending: list[dict[str, Any]] = []  # logprobs of tokens without text so far
         self._keep = partial(service.kept_items.keep, context.principal.cache_salt)
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
@@ -78,16 +80,16 @@ class ResponseRenderer:
         return self._response(self._status)
 
     async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, numbered from 0: the response begins, each item from its
-        beginning to its end, and the response as a whole.
+        """The events of a stream, numbered from 0: the beginning of the response, the events of
+        each item, and the complete response.
 
-        One that fails ends with ``response.failed``, which has what came of it, and ``error``:
-        OpenAI's clients raise for that one alone.
+        A failed stream ends with ``response.failed``, which contains the items so far, and
+        ``error``, since OpenAI's clients raise only for that.
         """
         numbers = itertools.count()
 
         def numbered(data: dict[str, Any]) -> bytes:
-            return event({**data, "sequence_number": next(numbers)}, data["type"])
+            return named_event({**data, "sequence_number": next(numbers)})
 
         for kind in ("created", "in_progress"):
             response = self._response("in_progress")
@@ -105,7 +107,7 @@ class ResponseRenderer:
         yield numbered({"type": f"response.{self._status}", "response": response})
 
     def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The events that a part of the answer makes."""
+        """The events for a part of the answer."""
         for completion, part in self._state.parts(output):
             events = completion.add(part)
             self._pending += self._logprobs_of(part)
@@ -164,14 +166,12 @@ class ResponseRenderer:
         return entries
 
     def _block_events(self, each: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
-        """Args:
-        status: of an item that ends.
-        """
+        """The events for an event of a block; ``status`` is that of an item that ends."""
         block = each.block
-        item_id = f"{_PREFIXES[block.kind]}_{self.request_id}_{block.index}"
+        _, prefix, name = _TYPES[block.kind]
+        item_id = f"{prefix}_{self.request_id}_{block.index}"
         place = {"item_id": item_id, "output_index": block.index}
         content = {} if block.kind == "call" else {"content_index": 0}
-        name = _NAMES[block.kind]
         if each.what == "start":
             self._logprobs = []
             item = self._item(item_id, block, "in_progress")
@@ -203,10 +203,8 @@ class ResponseRenderer:
     def _item(
         self, item_id: str, block: Block, status: str, text: str | None = None
     ) -> dict[str, Any]:
-        """Args:
-        text: of the block, once it is whole.
-        """
-        item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind]}
+        """The item for a block; ``text`` is given once the block is complete."""
+        item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind][0]}
         call = block.call
         if call is not None:
             item |= {"call_id": call.call_id, "name": call.name, "arguments": text or ""}
@@ -231,8 +229,11 @@ class ResponseRenderer:
 def _found_in(
     logprobs: list[dict[str, Any]], text: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The entries whose tokens make up a text, and those that follow. Before them may be tokens of
-    marks. A text that the tokens do not have (arguments that were put right) has no entries.
+    """Split off the entries whose tokens make up a text, dropping tokens of marks before them. A
+    text that does not occur in the tokens, such as corrected arguments, has no entries.
+
+    Returns:
+        The entries of the text, and the remaining ones.
     """
     if not logprobs:
         return [], []

@@ -1,4 +1,4 @@
-"""The body of OpenAI's ``/v1/responses`` as a :class:`ChatJob`."""
+"""The body of OpenAI's ``/v1/responses``, and its :class:`ChatJob`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from mlx_paged.server.schemas import (
 from mlx_paged.server.service import Service
 
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
-# Before the reasoning in ``encrypted_content``, so that what other servers made is told apart. The
-# server keeps nothing, and clients bring it back.
+# The prefix of ``encrypted_content``, to distinguish it from that of other servers. Clients send
+# the reasoning back in it, so that the server need not store it.
 _SEAL = "mlx_paged."
 
 
@@ -115,13 +115,13 @@ class Tool(Repeated):
     strict: bool | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The tool as templates take it, which is that of chat completions."""
+        """The tool in the form that chat templates take, which is that of chat completions."""
         empty = {"type": "object", "properties": {}}
         return function_tool(self.name, self.description, self.parameters or empty, self.strict)
 
 
 class Namespace(Repeated):
-    """Codex's, with the tools of a feature."""
+    """A group of tools, as sent by Codex."""
 
     place = "tools[]"
     type: Literal["namespace"]
@@ -137,7 +137,7 @@ class NamedTool(Body):
 
 class Reasoning(Body):
     effort: Effort | None = None
-    # Reasoning is shown as it is, and not summed up.
+    # Without effect: the reasoning itself is returned, not a summary.
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
@@ -166,10 +166,10 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
-    # Nothing is stored, and the answer says so.
+    # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
     background: Annotated[Any, fixed(False)] = None
-    # A conversation that is too long is refused, and nothing of it goes missing.
+    # Conversations are never truncated; those that are too long are refused.
     truncation: Annotated[Any, fixed("disabled", "auto")] = None
     service_tier: Annotated[Any, fixed("auto", "default")] = None
     n: Annotated[Any, fixed(1)] = None
@@ -179,23 +179,23 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     client_metadata: Any = None
-    max_tool_calls: Any = None  # of tools that run on the server
+    max_tool_calls: Any = None  # counts only tools that run on the server
 
     @property
     def has_sealed_reasoning(self) -> bool:
-        """Whether reasoning comes as ``encrypted_content``, too."""
+        """Whether reasoning is also returned as ``encrypted_content``."""
         return _INCLUDES[0] in self.include
 
     def namespaces(self) -> dict[str, str]:
-        """Those of the tools that came in one, by their names."""
+        """The namespaces of tools by the tools' names."""
         spaces = [each for each in self.tools if isinstance(each, Namespace)]
         return {tool.name: space.name for space in spaces for tool in space.tools}
 
     def echo(self, params: SamplingParams) -> dict[str, Any]:
-        """What the response repeats of the request.
+        """The fields of the request that the response repeats.
 
         Args:
-            params: that it was sampled with.
+            params: the sampling parameters that are used.
         """
         repeated = {"text", "tool_choice", "tools"}
         given = self.model_dump(include=repeated, exclude_unset=True, by_alias=True)
@@ -218,10 +218,10 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
 def read_responses_body(
     request: ResponsesRequest, service: Service, owner: str | None = None
 ) -> ChatJob:
-    """The conversation that the body has.
+    """Turn the body into a job.
 
     Args:
-        owner: of the items that it may refer to.
+        owner: the user whose kept items the body may refer to.
     """
     request.model_name(service)
     tools = _read_tools(request.tools)
@@ -233,7 +233,7 @@ def read_responses_body(
     num_top_logprobs = _num_top_logprobs(request)
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
-        options["verbosity"] = request.text.verbosity  # There may be templates that know it.
+        options["verbosity"] = request.text.verbosity  # Some templates may use it.
     answer_format = request.text.format
     params = request.sampling(
         service.default_params,
@@ -242,7 +242,7 @@ def read_responses_body(
         structured_outputs=answer_format and answer_format.wanted("text.format"),
     )
     if request.stream_options is not None and not request.stream:
-        raise refused("stream_options", "is given, and stream is not true")
+        raise refused("stream_options", "is given, but stream is not true")
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
         params,
@@ -257,15 +257,15 @@ def read_responses_body(
 def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     for index, name in enumerate(request.include):
         if name not in _INCLUDES:
-            raise refused(f"include[{index}]", f"is {shown(name)}, which there is not here")
+            raise refused(f"include[{index}]", f"is {shown(name)}, which is not supported")
     has_logprobs = _INCLUDES[1] in request.include
     if request.top_logprobs and not has_logprobs:
-        raise refused("top_logprobs", f"is given, and include has no {_INCLUDES[1]!r}")
+        raise refused("top_logprobs", f"is given, but include does not contain {_INCLUDES[1]!r}")
     return request.top_logprobs if has_logprobs else None
 
 
 def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
-    """The tools, those of Codex's namespaces among them."""
+    """All tools, including those in namespaces."""
     functions: list[dict[str, Any]] = []
     for each in tools:
         inner = each.tools if isinstance(each, Namespace) else [each]
@@ -280,10 +280,10 @@ def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]
 def _read_conversation(
     request: ResponsesRequest, find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Instructions and input as messages; what the model says in several items becomes one.
+    """The messages for a chat template; consecutive items of the model are merged.
 
     Args:
-        find: returns an item by its id, if it is kept.
+        find: returns a kept item by its id, or ``None``.
     """
     history = History()
     if request.instructions:
@@ -297,7 +297,7 @@ def _read_conversation(
         if isinstance(item, ItemReference):
             found = find(item.id)
             if found is None:
-                words = "is not kept here, or not any more; send the item itself"
+                words = "is not kept here, or no longer; send the item itself"
                 raise refused(f"{place}.id", f"{shown(item.id)} {words}")
             item = _KeptItem.read({"item": found}).item
         _read_item(history, item, place, is_last=index == last)
@@ -315,8 +315,8 @@ def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> No
         message["content"] += texts_of(item.output, f"{place}.output", is_last)
     else:
         assert isinstance(item, ReasoningItem)
-        said = history.last
-        if said["role"] == "assistant" and (any(said["content"]) or "tool_calls" in said):
+        last = history.last
+        if last["role"] == "assistant" and (any(last["content"]) or "tool_calls" in last):
             history.end_message()  # Reasoning comes first.
         texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
         text = "\n".join(filter(None, texts))
@@ -344,12 +344,12 @@ class _KeptItem(Body):
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as ``encrypted_content``. It is not secret: the client sees it in any case."""
+    """Reasoning as ``encrypted_content``. It is not encrypted, since the client may see it."""
     return _SEAL + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 
 def _opened(text: str) -> str:
-    """The reasoning in an ``encrypted_content``; nothing if it is another server's."""
+    """The reasoning in an ``encrypted_content``; ``""`` if another server made it."""
     if not text.startswith(_SEAL):
         return ""
     try:

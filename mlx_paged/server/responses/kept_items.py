@@ -1,5 +1,5 @@
-"""``KeptItems``: items of the last responses, for clients that send an ``item_reference`` in the
-place of an item that they were told.
+"""``KeptItems``: the items of recent responses, for clients that send an ``item_reference`` instead
+of the item.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-MAX_KEPT_CHARACTERS = 2**25  # of items as JSON
+MAX_KEPT_CHARACTERS = 2**25  # of JSON
 
 
 class KeptItems:
-    """The last items by their owner and id, in memory. Any thread may use it.
+    """Recent items by owner and id, in memory. Thread-safe.
 
     Args:
-        max_characters: that are kept; the items that were not asked for longest go first.
+        max_characters: the limit, beyond which the least recently used items are dropped.
     """
 
     def __init__(self, max_characters: int = MAX_KEPT_CHARACTERS):
@@ -27,7 +27,7 @@ class KeptItems:
         self._lock = threading.Lock()
 
     def keep(self, owner: str | None, items: Iterable[dict[str, Any]]) -> None:
-        """Keep items of a response to ``owner``."""
+        """Keep the items of a response to ``owner``."""
         with self._lock:
             for item in items:
                 text = json.dumps(item)
@@ -39,7 +39,7 @@ class KeptItems:
                 self._num_characters -= len(text)
 
     def find(self, owner: str | None, item_id: str) -> dict[str, Any] | None:
-        """The item of this id that ``owner`` was told, if it is still kept."""
+        """The item with this id in a response to ``owner``, if it is still kept."""
         with self._lock:
             text = self._items.get((owner, item_id))
             if text is None:

@@ -1,1 +1,1 @@
-"""What shows how the server is doing: metrics, the page, why a prompt was not cached."""
+"""Monitoring: metrics, the page, and reports on the prefix cache."""

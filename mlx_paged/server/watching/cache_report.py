@@ -1,4 +1,4 @@
-"""``/v1/cache``: what the prefix cache held of the last prompts, and why not more."""
+"""``/v1/cache``: how much of recent prompts was cached, and why not more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_LIMIT = 20
 
 
 async def cache(context: RequestContext[Body]) -> Response:
-    """What the prefix cache holds: ``?limit=20&request_id=...&text=true``."""
+    """The state of the prefix cache: ``?limit=20&request_id=...&text=true``."""
     service, owns = context.service, context.principal.owns
     query = dict(context.request.query_params)
     limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
@@ -24,12 +24,13 @@ async def cache(context: RequestContext[Body]) -> Response:
     if wants_text and not service.settings.allow_cache_texts:
         raise ApiError(
             403,
-            "this server shows no texts of prompts; --allow-cache-texts lets it",
+            "this server does not show texts of prompts; start it with --allow-cache-texts",
             param="text",
             code="texts_not_allowed",
         )
     for name in query:
-        raise ApiError(400, f"{name} is not supported; limit, request_id and text are", param=name)
+        words = "is not supported; use limit, request_id or text"
+        raise ApiError(400, f"{name} {words}", param=name)
     history = service.engine.engine.prefix_history
     reports = [
         report

@@ -1,8 +1,8 @@
-"""``/metrics``: what the engine and the server did, for Prometheus.
+"""``/metrics``: metrics of the engine and the server for Prometheus.
 
-Names are those of vLLM's v1 metrics where it has one, so that dashboards for it work, and begin
-with ``mlx_paged:`` where it has none. Everything is read when it is asked for: a scrape holds no
-lock, and a step does nothing for it.
+Metrics that vLLM's v1 engine also has are named as there, so that its dashboards work; the others
+begin with ``mlx_paged:``. Values are read when they are requested: a scrape takes no lock, and
+steps do no work for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Scope
 
 from mlx_paged.engine.engine import Engine
@@ -40,30 +40,29 @@ _OPENMETRICS = "application/openmetrics-text"
 
 
 def count_request(
-    counts: Counter[tuple[str, str, int]], routes: Sequence[BaseRoute], scope: Scope, status: int
+    counts: Counter[tuple[str, str, int]], routes: Sequence[Route], scope: Scope, status: int
 ) -> None:
-    """Count an HTTP request that has ended, by method, path and status.
+    """Count a finished HTTP request by method, path and status.
 
-    A path is that of the route which took it, with the names of its parameters, or would have taken
-    it, had it not been refused before; clients can't make new ones up: any other is ``"other"``.
+    The path is that of a route, with the names of its parameters, also for requests that were
+    refused before routing. Any other path is ``"other"``, so that clients can't create new labels.
 
     Args:
-        routes: of the application.
+        routes: the routes of the application.
     """
     method = scope["method"] if scope["method"] in _METHODS else _OTHER
-    known = [route for route in routes if isinstance(route, Route)]
-    endpoint = scope.get("endpoint")  # left there by the router
-    taken = (route.path for route in known if route.endpoint is endpoint)
-    is_plain = any(route.path == scope["path"] for route in known)
+    endpoint = scope.get("endpoint")  # set by the router
+    taken = (route.path for route in routes if route.endpoint is endpoint)
+    is_plain = any(route.path == scope["path"] for route in routes)
     counts[method, scope["path"] if is_plain else next(taken, _OTHER), status] += 1
 
 
 class EngineCollector(Collector):
-    """Reads an engine, and the counts of HTTP requests, whenever it is asked.
+    """Collects the metrics of an engine and the counts of HTTP requests.
 
     Args:
-        model_name: the label of all metrics.
-        http_counts: by method, path and status.
+        model_name: a label of all metrics.
+        http_counts: HTTP requests by method, path and status.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class EngineCollector(Collector):
         self._counter = partial(self._metric, CounterMetricFamily)
 
     def describe(self) -> list[Metric]:
-        # Otherwise the registry would collect once to learn the names.
+        # Otherwise the registry collects once to find out the names.
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -90,7 +89,7 @@ class EngineCollector(Collector):
         yield from map(self._histogram, self._engine.latencies.histograms)
         yield self._gauge(
             "mlx_paged:device_memory_bytes",
-            "Memory that MLX holds: active, kept for reuse (cache), and the most that was active.",
+            "MLX's memory: active, cached for reuse, and the peak of active memory.",
             {
                 "active": mx.get_active_memory(),
                 "cache": mx.get_cache_memory(),
@@ -102,22 +101,22 @@ class EngineCollector(Collector):
 
     def _states(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
-        yield gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield gauge("vllm:num_requests_running", "Running sequences.", stats.num_running)
+        yield gauge("vllm:num_requests_waiting", "Waiting sequences.", stats.num_waiting)
         yield counter(
             "vllm:num_preemptions",
-            "Sequences that lost their blocks to others, and waited again.",
+            "Preemptions: sequences whose blocks were given to others.",
             stats.num_preemptions,
         )
         yield counter(
             "vllm:request_success",
-            "Completions that ended, by finish reason.",
+            "Finished completions by finish reason.",
             stats.num_finished,
             "finished_reason",
         )
         yield counter(
             "mlx_paged:engine_busy_seconds",
-            "Seconds that the engine spent in steps.",
+            "Seconds the engine spent in steps.",
             stats.busy_seconds,
         )
 
@@ -125,12 +124,12 @@ class EngineCollector(Collector):
         counter, num_cached = self._counter, stats.num_cached_prompt_tokens
         yield counter(
             "vllm:prompt_tokens",
-            "Prompt tokens of requests that got a first token, cached ones included.",
+            "Prompt tokens of requests that reached their first token, including cached ones.",
             stats.num_prompt_tokens,
         )
         yield counter(
             "vllm:prompt_tokens_by_source",
-            "The same by where their K/V came from.",
+            "The same by the source of their K/V.",
             {
                 "local_compute": stats.num_prompt_tokens - num_cached,
                 "local_cache_hit": num_cached - stats.num_read_prompt_tokens,
@@ -138,19 +137,17 @@ class EngineCollector(Collector):
             },
             "source",
         )
-        yield counter("vllm:prompt_tokens_cached", "Of these, those that were cached.", num_cached)
-        yield counter(
-            "vllm:generation_tokens", "Tokens that were generated.", stats.num_generation_tokens
-        )
+        yield counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", num_cached)
+        yield counter("vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens)
         if self._engine.scheduler.speculation.is_on:
             yield counter(
                 "vllm:spec_decode_num_draft_tokens",
-                "Drafted tokens that were verified.",
+                "Verified draft tokens.",
                 stats.num_drafted_tokens,
             )
             yield counter(
                 "vllm:spec_decode_num_accepted_tokens",
-                "Drafted tokens that were accepted.",
+                "Accepted draft tokens.",
                 stats.num_accepted_tokens,
             )
 
@@ -159,20 +156,20 @@ class EngineCollector(Collector):
         num_free = stats.num_usable_blocks - stats.num_used_blocks
         yield gauge(
             "vllm:kv_cache_usage_perc",
-            "Share of the K/V budget in blocks that requests hold: 1 is all of it.",
+            "Share of the K/V budget in blocks held by requests, from 0 to 1.",
             stats.num_used_blocks / max(1, engine.scheduler.max_num_blocks),
         )
         yield counter(
             "vllm:prefix_cache_queries",
-            "Tokens that were looked up in the prefix cache.",
+            "Tokens looked up in the prefix cache.",
             stats.num_queried_tokens,
         )
         yield counter(
-            "vllm:prefix_cache_hits", "Tokens that were found there.", stats.num_hit_tokens
+            "vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_hit_tokens
         )
         yield counter(
             "mlx_paged:prompt_tokens_missed",
-            "Prompt tokens that were not cached, by why; empty where no history is kept.",
+            "Prompt tokens that were not cached, by reason; empty if no history is kept.",
             {**engine.prefix_history.num_missed_tokens},
             "reason",
         )
@@ -189,23 +186,25 @@ class EngineCollector(Collector):
         )
         yield counter(
             "mlx_paged:kv_cache_evictions",
-            "Cached blocks whose content was given up.",
+            "Cached blocks that were evicted.",
             stats.num_evictions,
         )
         yield gauge(
             "mlx_paged:checkpoints",
-            "Recurrent states that are kept for prefix hits.",
+            "Recurrent states kept for prefix hits.",
             stats.num_checkpoints,
         )
-        yield gauge("mlx_paged:checkpoint_bytes", "Bytes of these.", stats.nbytes_checkpoints)
+        yield gauge(
+            "mlx_paged:checkpoint_bytes", "Bytes of recurrent states.", stats.nbytes_checkpoints
+        )
         yield counter(
             "mlx_paged:stateless_tokens",
-            "Prompt tokens whose K/V were cached, computed again: a recurrent state was missing.",
+            "Prompt tokens recomputed despite cached K/V, since a recurrent state was missing.",
             stats.num_stateless_tokens,
         )
         yield gauge("mlx_paged:kv_cache_bytes", "Bytes allocated for K/V.", stats.nbytes_held)
         yield gauge(
-            "mlx_paged:kv_cache_budget_bytes", "The most bytes of K/V.", stats.nbytes_budget
+            "mlx_paged:kv_cache_budget_bytes", "The K/V budget in bytes.", stats.nbytes_budget
         )
         yield gauge(
             "mlx_paged:swapped_tokens",
@@ -218,7 +217,7 @@ class EngineCollector(Collector):
         num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
         yield counter(
             "vllm:external_prefix_cache_queries",
-            "Prompt tokens that were not in memory, and were looked up on disk.",
+            "Prompt tokens looked up on disk, since they were not in memory.",
             stats.num_prompt_tokens - num_hits,
         )
         yield counter(
@@ -227,10 +226,10 @@ class EngineCollector(Collector):
             stats.num_read_prompt_tokens,
         )
         yield gauge("mlx_paged:disk_cache_blocks", "Blocks on disk.", tier.num_blocks)
-        yield gauge("mlx_paged:disk_cache_bytes", "Bytes that they take.", tier.nbytes)
+        yield gauge("mlx_paged:disk_cache_bytes", "Bytes of the blocks on disk.", tier.nbytes)
         yield counter(
             "mlx_paged:disk_cache_block_events",
-            "Blocks that were read, written, not written in time, found corrupt, and evicted.",
+            "Blocks that were read, written, dropped before being written, corrupt, or evicted.",
             {
                 "read": tier.num_read_blocks,
                 "written": tier.num_written_blocks,
@@ -242,7 +241,7 @@ class EngineCollector(Collector):
         )
         yield gauge(
             "mlx_paged:disk_cache_up",
-            "Whether the disk is used: 0 after it failed.",
+            "1 while the disk is used, 0 after a failure.",
             tier.failure is None,
         )
 
@@ -254,7 +253,7 @@ class EngineCollector(Collector):
             "cache_dtype": str(config.layers[0].format),
             "enable_prefix_caching": str(self._engine.scheduler.config.enable_prefix_caching),
         }
-        info = "What the K/V cache was made with; the value is always 1."
+        info = "The configuration of the K/V cache; the value is always 1."
         metric = GaugeMetricFamily("vllm:cache_config_info", info, labels=[*self._labels, *labels])
         metric.add_metric([*self._labels.values(), *labels.values()], 1)
         return metric
@@ -263,7 +262,7 @@ class EngineCollector(Collector):
         labels = ("method", "path", "status")
         metric = CounterMetricFamily(
             "mlx_paged:http_requests",
-            "HTTP requests that ended; 499 is a client that left or was cut before it had all.",
+            "Finished HTTP requests; status 499: disconnected before the response was complete.",
             labels=labels,
         )
         for (method, path, status), count in sorted(dict(self._http_counts).items()):
@@ -278,7 +277,7 @@ class EngineCollector(Collector):
         values: float | Mapping[str, float],
         label: str = "",
     ) -> Metric:
-        """A metric with one value, or one for each value of a further label."""
+        """A metric with one value, or with one for each value of an additional label."""
         names = [*self._labels, label] if label else list(self._labels)
         metric = family(name, documentation, labels=names)
         of_label = values.items() if isinstance(values, Mapping) else [(None, values)]
@@ -300,12 +299,12 @@ class EngineCollector(Collector):
 def metrics_endpoint(
     service: Service, http_counts: Mapping[tuple[str, str, int], int]
 ) -> Endpoint[Body]:
-    """The endpoint of the metrics of a service.
+    """The endpoint for the metrics of a service.
 
     Args:
-        http_counts: by method, path and status.
+        http_counts: HTTP requests by method, path and status.
     """
-    registry = CollectorRegistry()  # of its own, so that several servers fit in a process
+    registry = CollectorRegistry()  # not the global one, which allows one server per process
     registry.register(EngineCollector(service.engine.engine, service.model_names[0], http_counts))
 
     async def metrics(context: RequestContext[Body]) -> Response:
@@ -318,12 +317,12 @@ def metrics_endpoint(
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
-    """The metrics and their content type: OpenMetrics where ``Accept`` has it, or Prometheus's text
-    format.
+    """The metrics and their content type: OpenMetrics if ``Accept`` contains it, otherwise
+    Prometheus's text format.
     """
     if _OPENMETRICS in [kind.partition(";")[0].strip() for kind in accept.split(",")]:
-        # prometheus_client's own choice, UNDERSCORES, replaces the colons of vLLM's names in
-        # samples, though they need no escaping (its issue 1177).
+        # prometheus_client's default, UNDERSCORES, replaces the colons in names although they need
+        # no escaping (its issue 1177).
         generate: Callable[..., bytes] = openmetrics.generate_latest
         body = generate(registry, escaping=openmetrics.ALLOWUTF8)
         return body, f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"

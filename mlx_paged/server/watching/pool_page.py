@@ -1,4 +1,4 @@
-"""``/`` is a page that shows the pool, and ``/v1/pool`` what it shows."""
+"""``/``, a page that shows the pool, and ``/v1/pool``, its data."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def page_endpoint() -> Endpoint[Body]:
 
 
 async def pool(context: RequestContext[Body]) -> Response:
-    """What the page draws: the blocks of the pool, the requests, and figures so far.
+    """The data of the page: the blocks of the pool, the requests, and statistics.
 
-    ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
+    ``?cells=N`` asks for at most N cells, each of which represents one or more blocks.
     """
     num_cells = _num_cells(context.request.query_params.get("cells", str(DEFAULT_CELLS)))
     body = pool_report(context.service, num_cells)
@@ -56,7 +56,7 @@ async def pool(context: RequestContext[Body]) -> Response:
 
 
 def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
-    """The body of ``/v1/pool``: nothing of it is a text of a user."""
+    """The body of ``/v1/pool``, which contains no texts of users."""
     engine = service.engine.engine
     view = service.engine.view()
     rows = sorted(view.requests, key=lambda row: (_STATE_ORDER[row.state], -row.age))
@@ -80,13 +80,13 @@ def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
 
 
 def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
-    """The blocks in at most ``num_cells`` cells of equally many neighbours, the last of which may
-    have fewer.
+    """Group the blocks into at most ``num_cells`` cells of neighbours. All cells have the same
+    number of blocks, except that the last one may have fewer.
 
     Returns:
-        ``blocks_per_cell``, and one byte per cell, in base64, of each of ``held`` and ``cached``
-        (the share of its blocks that requests hold, and that are free but cached; 255 is all) and
-        ``holders`` (of the block with the most).
+        ``blocks_per_cell``, and one byte per cell, in base64, for each of ``held`` and ``cached``
+        (the share of its blocks that requests hold, or that are free but cached; 255 is all of
+        them) and ``holders`` (the largest number of holders of a block).
     """
     blocks = np.frombuffer(view.blocks, np.uint8)
     blocks_per_cell = max(1, -(-len(blocks) // num_cells))
@@ -97,7 +97,7 @@ def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
 
     def share(is_so: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
         counts = np.add.reduceat(is_so, begins, dtype=np.int64)
-        # Not one block of a large cell is lost in rounding.
+        # Rounded up, so that a single block of a large cell is not lost.
         return _base64(np.ceil(255 * counts / sizes).astype(np.uint8).tobytes())
 
     return {
@@ -109,10 +109,10 @@ def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
 
 
 def security_policy(html: str) -> str:
-    """A policy that lets a page run its own script and style, ask its own server, and nothing else.
+    """A policy that allows a page its own script, its own style and requests to its own server.
 
     Raises:
-        ValueError: it has not one script and one style.
+        ValueError: the page does not have exactly one script and one style.
     """
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)

@@ -1,4 +1,4 @@
-"""What is said of a :class:`PrefixReport`: in a sentence for people, and in JSON."""
+"""Formats a :class:`PrefixReport` as a sentence and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.prefix_report import REASONS, PrefixReport
 
-# Of each side's text, around the place where a prompt left the cached one.
+# Tokens to show of each text, from the position on where a prompt differs from the cached one.
 NUM_TEXT_TOKENS = 48
 
 _CHANGES = {
@@ -21,7 +21,7 @@ _CHANGES = {
 
 
 def explanation(report: PrefixReport) -> str:
-    """Why no more of a prompt was cached, in a sentence without any of its text."""
+    """Why no more of a prompt was cached, in a sentence that contains none of its text."""
     cached = f"{report.num_cached_tokens:,} of {_tokens(report.num_prompt_tokens)} cached"
     if report.num_read_tokens:
         cached += f", {report.num_read_tokens:,} of them on disk"
@@ -64,7 +64,7 @@ def _tokens(number: int) -> str:
 
 
 def report_body(report: PrefixReport, tokenizer: TokenizerWrapper | None = None) -> dict[str, Any]:
-    """A report for JSON; with a tokenizer, also the texts around the place of the change."""
+    """A report as JSON; with a tokenizer, it includes the texts around the change."""
     change = report.change()
     body: dict[str, Any] = {
         "request_id": report.request_id,
@@ -83,7 +83,7 @@ def report_body(report: PrefixReport, tokenizer: TokenizerWrapper | None = None)
 
 
 def report_texts(report: PrefixReport, tokenizer: TokenizerWrapper) -> dict[str, str]:
-    """The texts around the place where a prompt left what was cached."""
+    """The texts around the position where a prompt differs from the cached one."""
     return {
         "before": _text(tokenizer, report.before),
         "cached": _text(tokenizer, report.expected[:NUM_TEXT_TOKENS]),

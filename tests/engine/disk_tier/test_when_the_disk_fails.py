@@ -24,6 +24,7 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 from mlx_paged import AsyncEngine
 from mlx_paged.block_store import store
 from mlx_paged.block_store.shards import Shards
+from mlx_paged.engine import build
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -284,6 +285,22 @@ def test_an_engine_that_is_dropped_in_an_event_loop_waits_for_no_disk(
     # What was dropped lies there all the same.
     with tiered(model, tmp_path) as again:
         assert answer(again, prompt(60), PARAMS).num_read_tokens == 48
+
+
+def test_an_engine_that_can_not_be_built_leaves_no_thread_of_its_tier(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise MemoryError("no space")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(build, "Latencies", fail)
+    with pytest.raises(MemoryError, match="no space"):
+        make_engine(model, cache_dir=tmp_path)
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.slow

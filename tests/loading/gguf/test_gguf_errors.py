@@ -74,12 +74,12 @@ def test_a_file_that_must_not_be_read(demo, monkeypatch):
         (b"", "is not a GGUF file: it is empty"),
         (b"GG", "is not a GGUF file: it begins with b'GG' and not with GGUF"),
         (b"PK\x03\x04 and more", "is not a GGUF file: it begins with b'PK\\x03\\x04'"),
-        (b"GGUF", "is cut off or damaged: it ends within its header"),
-        (b"GGUF\x01\0\0\0" + bytes(32), "is a GGUF file of version 1; versions 2 and 3 are read"),
+        (b"GGUF", "is truncated or damaged: it ends within its header"),
+        (b"GGUF\x01\0\0\0" + bytes(32), "is a GGUF file of version 1; supported: 2 and 3"),
         (b"GGUF\x09\0\0\0" + bytes(32), "is a GGUF file of version 9"),
         (b"GGUF\0\0\0\x03" + bytes(32), "is a big-endian GGUF file; write a little-endian one"),
         (b"GGUF\x03\0\0\0" + bytes(16), "lacks general.architecture in its metadata"),
-        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "is cut off or damaged: it ends within its header"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "is truncated or damaged: it ends within its header"),
     ],
 )
 def test_a_file_that_is_not_gguf_is_refused(content, message, tmp_path):
@@ -98,10 +98,10 @@ def test_files_that_are_cut_off(tmp_path, demo):
     content = demo.read_bytes()
     path = tmp_path / "x.gguf"
     path.write_bytes(content[:-1])
-    assert "is cut off or damaged: tensor 'blk." in refused(path)
-    assert f"and the file has {len(content) - 1:,}" in refused(path)
+    assert "is truncated or damaged: tensor 'blk." in refused(path)
+    assert f"but the file has {len(content) - 1:,}" in refused(path)
     path.write_bytes(content[:5000])
-    assert refused(path) == f"{path} is cut off or damaged: it ends within its header"
+    assert refused(path) == f"{path} is truncated or damaged: it ends within its header"
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, demo, monkeypatch):
@@ -113,12 +113,12 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, demo, monkeypatch):
         return read(*args, **options)
 
     monkeypatch.setattr(np, "fromfile", shrink)
-    assert "was cut off while it was read" in refused(path)
+    assert "was truncated while it was read" in refused(path)
 
 
 def test_a_folder_with_a_file_in_it_names_the_file(tmp_path, demo):
     shutil.copy(demo, tmp_path / "demo.gguf")
-    assert refused(tmp_path).endswith(f"it holds GGUF files: give {tmp_path / 'demo.gguf'}")
+    assert refused(tmp_path).endswith(f"for its GGUF file, give {tmp_path / 'demo.gguf'}")
 
 
 def test_without_the_package_the_command_to_install_it_is_said(demo, monkeypatch):
@@ -140,7 +140,7 @@ KEY = "qwen3."
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "gemma3"}, "is of the architecture 'gemma3', which is not suppo"),
+        ({"general.architecture": "gemma3"}, "has the architecture 'gemma3', which is not supp"),
         ({"general.type": "adapter"}, "holds no model: general.type is 'adapter'"),
         ({f"{KEY}block_count": None}, "lacks qwen3.block_count in its metadata"),
         ({f"{KEY}block_count": "4"}, "qwen3.block_count must be a whole number, at least 1"),
@@ -182,10 +182,10 @@ def test_metadata_that_does_not_fit(changes, message, tmp_path, demo_parts):
     [
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ({"dtype": []}, "dtype must be one of float32, float16, bfloat16, got []"),
-        ({"quantization": {"bits": 4}}, "model_config can't have quantization: that of a GGUF fi"),
-        ({"model_type": "llama"}, "model_config can't have model_type: that of a GGUF file is it"),
+        ({"quantization": {"bits": 4}}, "model_config can't have quantization: a GGUF file has"),
+        ({"model_type": "llama"}, "model_config can't have model_type: a GGUF file has"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json must be a positive int"),
-        ({"hidden_size": 64}, "'token_embd.weight' has the shape [1024, 128], and the metadata a"),
+        ({"hidden_size": 64}, "'token_embd.weight' has the shape [1024, 128], and the metadata i"),
         ({"vocab_size": None}, "vocab_size in config.json must be a positive integer, got None"),
         ({"eos_token_id": 1.5}, "the tokenizer in "),
     ],
@@ -212,7 +212,7 @@ def test_missing_and_unknown_tensors_are_refused(tmp_path, demo_parts):
     assert refused(path) == f"{path} {expected}"
     more = {**tensors, "blk.0.ssm_a": tensors["output_norm.weight"]}
     path = write(tmp_path / "b.gguf", "qwen3", keys, more)
-    assert refused(path) == f"{path} has the tensor 'blk.0.ssm_a', which qwen3 does not have"
+    assert refused(path) == f"{path} has the tensor 'blk.0.ssm_a', which qwen3 does not use"
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0", "I32", "F64"])
@@ -237,14 +237,14 @@ def test_a_type_that_the_package_does_not_know(tmp_path, demo):
     content[at : at + 4] = struct.pack("<I", 9999)
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    assert refused(path) == f"{path}: tensor 'blk.2.ffn_down.weight' is of the unknown type 9999"
+    assert refused(path) == f"{path}: tensor 'blk.2.ffn_down.weight' has the unknown type 9999"
 
 
 def test_a_norm_that_is_quantised(tmp_path, demo_parts):
     keys, tensors = demo_parts
     tensors["output_norm.weight"] = ("Q8_0", np.zeros(136, np.uint8))
     message = refused(write(tmp_path / "x.gguf", "qwen3", keys, tensors))
-    assert "tensor 'output_norm.weight' is of Q8_0, which is for matrices" in message
+    assert "tensor 'output_norm.weight' is of Q8_0, which is supported for matrices" in message
 
 
 def test_numbers_that_are_not_finite(tmp_path, demo_parts):
@@ -271,7 +271,7 @@ def test_factors_of_the_wrong_number(tmp_path, demo_parts):
     assert "rope_freqs.weight must be 16 numbers of F32, and is F32 of the shape [5]" in message
     tensors["rope_freqs.weight"] = ("F32", np.zeros(16, np.float32))
     message = refused(write(tmp_path / "b.gguf", "qwen3", keys, tensors))
-    assert "rope_freqs.weight holds numbers that are not factors" in message
+    assert "rope_freqs.weight has numbers that are not finite" in message
 
 
 # Parts
@@ -292,9 +292,9 @@ def test_parts_that_are_missing_are_named(parts):
 
 def test_parts_of_another_name_or_order_are_refused(parts, tmp_path):
     alone = Path(shutil.copy(parts[0], tmp_path / "alone.gguf"))
-    assert "says that it is part 0 of 3" in refused(alone)
+    assert "alone.gguf is part 0 of 3" in refused(alone)
     shutil.copy(parts[1], parts[2])
-    assert "says that it is part 1 of 3 (split.no, counted from 0" in refused(parts[0])
+    assert "is part 1 of 3 by its metadata (split.no, counted from 0" in refused(parts[0])
 
 
 # Tokenizers from elsewhere

@@ -268,7 +268,7 @@ def test_there_is_no_warning_where_nothing_is_lost(kind, tmp_path, nothing_is_sa
 def test_weights_that_are_quantised_once_more_are_said(tmp_path, nothing_is_said):
     load(write_demo(tmp_path / "demo.gguf", "Q6_K"))
     assert said(nothing_is_said) == [
-        "[load] demo.gguf: 4 tensors of Q6_K are quantised once more, to 8 bits in groups of 32"
+        "[load] demo.gguf: 4 tensors of Q6_K are quantised again, to 8 bits in groups of 32"
     ]
 
 

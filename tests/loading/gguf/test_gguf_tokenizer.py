@@ -342,7 +342,7 @@ def test_nothing_of_the_folder_is_needed_later(tmp_path):
         ({"tokenizer.ggml.scores": None}, "lacks tokenizer.ggml.scores"),
         ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores must have 1,024 entries"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type must have 1,024 entries, and has 1"),
-        ({"tokenizer.ggml.eos_token_id": 1024}, "is 1,024, and there are 1,024 tokens"),
+        ({"tokenizer.ggml.eos_token_id": 1024}, "is 1,024, but there are 1,024 tokens"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, got 5"),
     ],
 )
@@ -356,7 +356,7 @@ def test_a_broken_tokenizer_is_reported_in_one_line(changes, message, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.pre": "new-kind"}, "(tokenizer.ggml.pre is 'new-kind')"),
+        ({"tokenizer.ggml.pre": "new-kind"}, "unknown pre-tokenizer 'new-kind'"),
         ({"tokenizer.ggml.pre": None}, "lacks tokenizer.ggml.pre"),
         ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["nothing"]}, "the tokenizer in "),

@@ -96,5 +96,5 @@ def test_a_window_bounds_what_is_held(architecture):
 
 def test_a_window_is_refused_where_layers_have_no_positions():
     model, _ = model_of("cohere2")
-    with pytest.raises(ValueError, match="cohere2 of mlx-lm, packed, does not end keys"):
+    with pytest.raises(ValueError, match="cohere2 of mlx-lm, packed, has layers whose"):
         LLM(model, window=16)

@@ -47,7 +47,7 @@ def test_a_model_of_mlx_lm_is_tried_once_and_stays_as_it_is(name: str):
 
 def test_a_model_that_is_attached_is_refused():
     model, _, *_ = mlx_lm.load(str(demo_model_path()))
-    with attach(model), pytest.raises(ArgumentError, match="model is attached; close that first"):
+    with attach(model), pytest.raises(ArgumentError, match="model is attached; close the"):
         Engine(model, None)
     assert answer(Engine(model, None))
 

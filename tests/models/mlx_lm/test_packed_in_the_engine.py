@@ -120,5 +120,5 @@ def test_a_window_keeps_what_the_native_model_keeps():
 
 def test_a_window_is_refused_where_keys_can_not_be_moved():
     latents = adapt(random_model(DEEPSEEK_V3), DEEPSEEK_V3)
-    with pytest.raises(ValueError, match=r"window needs keys that can be moved .* deepseek_v3"):
+    with pytest.raises(ValueError, match=r"window needs keys that can be rotated .* deepseek_v3"):
         Engine(latents, window=64)

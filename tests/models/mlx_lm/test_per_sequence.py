@@ -300,7 +300,7 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
         (
             "falcon_h1",
             {"window": 64},
-            r"window can't be had with a falcon_h1: .*; leave it out",
+            r"window can't be combined with a falcon_h1: .*; leave it out",
         ),
         (
             "falcon_h1",

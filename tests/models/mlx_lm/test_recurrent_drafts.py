@@ -422,7 +422,7 @@ def test_a_stack_before_drafts_goes_with_the_first_of_its_states():
 
 
 def test_a_draft_model_with_a_state_is_refused_with_the_way_out():
-    says = "can't be a mamba2: its recurrent state can't take back drafts that are not acc"
+    says = "can't be a mamba2: its recurrent state can't be rolled back when drafts are rej"
     with pytest.raises(ArgumentError, match=says):
         make_engine(adapted_model("gpt_bigcode"), draft_model=adapted_model("mamba2"))
 
