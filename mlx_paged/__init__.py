@@ -6,8 +6,8 @@
     for output in llm.generate(["Hello", "The capital is"], SamplingParams(max_tokens=50)):
         print(output.outputs[0].text)
 
-The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no
-import of MLX.
+The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) does not
+import MLX.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 
-# A type checker takes a module with a __getattr__ to have every name.
+# Type checkers assume that a module with a __getattr__ has every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -1,9 +1,9 @@
-"""``mlx-paged`` and ``python -m mlx_paged``: lists the programs, and runs one of them."""
+"""``mlx-paged`` and ``python -m mlx_paged``: list the commands, or run one of them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
@@ -22,12 +22,12 @@ Run language models with a paged K/V cache.
 
 commands:
   chat        chat with a model in the terminal; {prog} chat --help lists its flags
-  serve       serve a model to clients of the APIs of OpenAI and Anthropic
-  fit         say whether a model fits into this machine, before it is downloaded or read
+  serve       serve a model over the OpenAI and Anthropic APIs
+  fit         tell whether a model fits on this machine, before it is downloaded or loaded
   list        list the models on this machine, and whether they fit
-  cache       look into a folder of K/V blocks (--cache-dir) and maintain it
+  cache       inspect and maintain a folder of K/V blocks (--cache-dir)
 
-  --help, -h  this text
+  --help, -h  show this help
   --version   the version of mlx_paged"""
 
 
@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     prog = _name_as_called()
     if command in COMMANDS:
-        return COMMANDS[command](rest, f"{prog} {command}")
+        module, name = COMMANDS[command]
+        status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
+        return status
     if command in ("--help", "-h", "help"):
         return _print(HELP.format(prog=prog), prog)
     if command == "--version":
@@ -47,42 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-def _chat(argv: list[str], prog: str) -> int:
-    from mlx_paged.chat import main as chat
-
-    return chat(argv, prog)
-
-
-def _cache(argv: list[str], prog: str) -> int:
-    from mlx_paged.cache_tool import main as cache
-
-    return cache(argv, prog)
-
-
-def _fit(argv: list[str], prog: str) -> int:
-    from mlx_paged.fit import main as fit
-
-    return fit(argv, prog)
-
-
-def _list(argv: list[str], prog: str) -> int:
-    from mlx_paged.fit import main_of_list
-
-    return main_of_list(argv, prog)
-
-
-def _serve(argv: list[str], prog: str) -> int:
-    from mlx_paged.server import main as serve
-
-    return serve(argv, prog)
-
-
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {
-    "chat": _chat,
-    "serve": _serve,
-    "fit": _fit,
-    "list": _list,
-    "cache": _cache,
+# The module and the function of each command.
+COMMANDS = {
+    "chat": ("mlx_paged.chat", "main"),
+    "serve": ("mlx_paged.server", "main"),
+    "fit": ("mlx_paged.fit", "main"),
+    "list": ("mlx_paged.fit", "main_of_list"),
+    "cache": ("mlx_paged.cache_tool", "main"),
 }
 
 

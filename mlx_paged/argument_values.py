@@ -1,4 +1,4 @@
-"""Checks of single arguments: their type and range, in one line each. Imports no MLX."""
+"""Checks of the types of single arguments. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def kind_of(value: object) -> str:
 
 
 def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether ``value`` is a list or the like, and no text or bytes."""
+    """Whether ``value`` is a sequence other than text and bytes."""
     return isinstance(value, Sequence) and not isinstance(
         value, (str, bytes, bytearray, memoryview)
     )
 
 
 def is_plain_integer(value: object, low: int | None = None) -> TypeGuard[int]:
-    """Whether ``value`` is a Python ``int`` of at least ``low``, as JSON has them; no ``bool``."""
+    """Whether ``value`` is a Python ``int`` of at least ``low``, as in JSON, and not a ``bool``."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return low is None or value >= low
@@ -39,7 +39,7 @@ def as_integer(value: object) -> int | None:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:
-        # __index__ may be anybody's code, and raise anything.
+        # __index__ of an unknown type may raise anything.
         return _scalar_of_an_array(value)
 
 

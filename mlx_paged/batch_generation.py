@@ -1,4 +1,4 @@
-"""``batch_generate`` with mlx-lm's signature: many prompts on one engine, a response for all."""
+"""``batch_generate`` with mlx-lm's signature: many prompts on one engine, one response for all."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mlx_paged.generation import Tokenizer
 from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
-_OWN_CACHE = "an engine shares the K/V of equal beginnings automatically; leave it out"
+_OWN_CACHE = "an engine shares the K/V of common prefixes automatically; leave it out"
 
 
 class BatchOptions(OneShotOptions, total=False):
-    """The keyword arguments of :func:`batch_generate` that mlx-lm's ``BatchGenerator`` has, and
-    those of a cache.
+    """The keyword arguments of :func:`batch_generate`: those of mlx-lm's ``BatchGenerator``, and of
+    an engine.
     """
 
     draft_model: Module | None
@@ -53,34 +53,33 @@ def batch_generate(
     return_logprobs: bool = False,
     **options: Unpack[BatchOptions],
 ) -> BatchResponse:
-    """Complete prompts, together; as ``mlx_lm.batch_generate``, with its response.
+    """Complete prompts as one batch; as ``mlx_lm.batch_generate``, with its response.
 
     Args:
-        prompts: as :meth:`LLM.generate` takes them; mlx-lm takes token ids only.
-        prompt_caches, return_prompt_caches: refused. Equal beginnings are found by themselves.
-        max_tokens: of each answer, or one number for each prompt; -1 has no limit.
-        verbose: print how many are done, and the figures.
-        return_token_ids: whether the response has the tokens of each answer, without the one of the
-            end of sequence.
-        return_logprobs: whether it has, for each of these, the log-probability that it was drawn
-            with: after the processors, before the sampler.
+        prompts: as for :meth:`LLM.generate`; mlx-lm accepts only token ids.
+        prompt_caches, return_prompt_caches: refused. Common prefixes are shared automatically.
+        max_tokens: of each answer, or one number for each prompt; -1 is no limit.
+        verbose: print the progress and statistics.
+        return_token_ids: return the tokens of each answer, without the end of sequence.
+        return_logprobs: return the log-probability that each of these tokens was drawn with: after
+            the processors, before the sampler.
         sampler: log-probabilities ``[1, vocab_size]`` to a token ``[1]``; greedy by default.
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
-        completion_batch_size: how many answers run at once at most (default: 32).
+        completion_batch_size: the most answers that run at once (default: 32).
         prefill_step_size: prompt tokens per step (default: 2048).
         options: ``kv``, ``block_size``, ``kv_cache_bytes``, ``backend``, ``max_model_len``,
-            ``cache_dir`` and others, as :class:`Engine` takes them.
+            ``cache_dir`` and others of :class:`Engine`.
 
     Returns:
         mlx-lm's response. In its ``stats``, ``prompt_tokens`` counts those that were computed, and
-        ``prompt_time`` the steps up to the last prompt's first token, in seconds.
+        ``prompt_time`` is the duration of the steps until each prompt has a token, in seconds.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range.
         TypeError: an unknown argument; the message says what to use instead.
         PromptTooLongError: a prompt leaves no room for an answer.
-        Exception: what failed a prompt, such as its logits processor. mlx-lm's response has no
-            place for it; the outputs of :meth:`LLM.generate` do.
+        Exception: the error of a prompt, such as of its logits processor. mlx-lm's response can't
+            hold errors; the outputs of :meth:`LLM.generate` can.
     """
     for name, is_given in (
         ("prompt_caches", prompt_caches is not None),
@@ -111,7 +110,7 @@ def batch_generate(
 
 
 class _Batch:
-    """The requests of a call, on an engine of their own."""
+    """The requests of a call, and their engine."""
 
     def __init__(
         self,
@@ -144,21 +143,17 @@ class _Batch:
             max_num_mixed_tokens=max(SchedulerConfig.max_num_mixed_tokens, num_seqs),
             **options,
         )
-        self._num_requests = len(prompts)
-        self._asked = list(zip(prompts, params, strict=True))
+        self._requests = list(zip(prompts, params, strict=True))
         self._outputs: dict[str, RequestOutput] = {}
-        # The engine's own log-probabilities are those before the processors.
+        # The engine's own log-probabilities are computed before the processors.
         self._logprobs: _Logprobs | None = None
         if wants_logprobs and shared.logits_processors:
             self._logprobs = _Logprobs(self.engine)
 
-    def _add_requests(self) -> None:
-        for index, (prompt, each) in enumerate(self._asked):
-            self.engine.add_request(str(index), prompt, each)
-
     def run(self, is_verbose: bool) -> BatchStats:
-        self._add_requests()
-        num_requests = self._num_requests
+        for index, (prompt, params) in enumerate(self._requests):
+            self.engine.add_request(str(index), prompt, params)
+        num_requests = len(self._requests)
         stats = BatchStats()
         started: set[str] = set()
         num_finished = 0
@@ -197,7 +192,7 @@ class _Batch:
 
     def answers(self) -> list[list[int]]:
         """The tokens of each answer, without the one that ended it."""
-        completions = [self._outputs[str(index)].outputs[0] for index in range(self._num_requests)]
+        completions = [self._outputs[str(index)].outputs[0] for index in range(len(self._requests))]
         return [
             completion.token_ids[:-1]
             if completion.finish_reason == "stop"
@@ -206,14 +201,14 @@ class _Batch:
         ]
 
     def logprobs(self, answers: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each token of the answers, what it was drawn with."""
+        """The log-probability that each token of the answers was drawn with."""
         results: list[list[float]] = []
         for index, answer in enumerate(answers):
             if self._logprobs is not None:
                 results.append(self._logprobs.of(str(index))[: len(answer)])
                 continue
             entries = self._outputs[str(index)].outputs[0].logprobs or ()
-            pairs = zip(answer, entries, strict=False)  # The token that ended it is left out.
+            pairs = zip(answer, entries, strict=False)  # The answer lacks the token that ended it.
             results.append([entry[token].logprob for token, entry in pairs])
         return results
 
@@ -225,7 +220,7 @@ class _Batch:
 
 
 class _Logprobs:
-    """The log-probability of each token, from the row of logits that it was drawn from."""
+    """The log-probability of each token, computed from the row of logits it was drawn from."""
 
     def __init__(self, engine: Engine):
         self._logprobs: dict[str, list[float]] = {}
@@ -233,11 +228,11 @@ class _Logprobs:
         engine.read_rows(self._read)
 
     def of(self, request_id: str) -> list[float]:
-        """Those of the tokens that were taken."""
+        """The log-probabilities of a request's tokens so far."""
         return self._logprobs.get(request_id, [])
 
     def take(self, output: RequestOutput) -> None:
-        """Take the tokens that are new in an output."""
+        """Process the new tokens of an output."""
         known = self._logprobs.setdefault(output.request_id, [])
         token_ids = output.outputs[0].token_ids
         for place in range(len(known), len(token_ids)):
@@ -246,7 +241,7 @@ class _Logprobs:
             known += read_floats(logprob)
 
     def _read(self, request: Request, number: int, row: mx.array) -> None:
-        mx.async_eval(row)  # in the thread that has made it
+        mx.async_eval(row)  # in the thread that created it
         self._rows[request.request_id, number] = row
 
 

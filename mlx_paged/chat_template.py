@@ -15,7 +15,7 @@ NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate f
 
 
 class ChatTemplateError(ValueError):
-    """A message has a wrong form, or the template is broken or refuses the messages."""
+    """A message has a wrong form, or the template fails or rejects the messages."""
 
 
 def render_chat(
@@ -27,13 +27,13 @@ def render_chat(
 
     Args:
         tokenizer: with a chat template.
-        messages: at least one; :func:`normalise_messages` says what is allowed in them.
+        messages: at least one; :func:`normalise_messages` describes their form.
         template_options: variables of the template, such as ``enable_thinking`` or ``tools``.
             ``add_generation_prompt``, which is true by default, ends the text with the beginning
             of the assistant's turn.
 
     Raises:
-        ChatTemplateError: the tokenizer has no chat template, a message is not a message, or the
+        ChatTemplateError: the tokenizer has no chat template, a message has a wrong form, or the
             template raises anything (``raise_exception`` too).
     """
     if not tokenizer.has_chat_template:
@@ -45,8 +45,8 @@ def render_chat(
     try:
         text = tokenizer.apply_chat_template(normal, tokenize=False, **options)
     except Exception as error:
-        # A template is a program of the model's, and can fail in any way that programs do.
-        # ``raise_exception`` raises the base class itself.
+        # A template is a program, and may raise anything. ``raise_exception`` raises the base class
+        # itself.
         what = f"fails: {reason(error)}"
         if type(error) is TemplateError:
             what = f"refuses the messages: {one_line(error)}"
@@ -81,13 +81,10 @@ def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     try:
         # The template writes the special tokens, so the tokenizer adds none.
         return list(tokenizer.encode(text, add_special_tokens=False))
-    except Exception as error:
-        raise _encoding_error(error) from error
-
-
-def _encoding_error(error: Exception) -> ChatTemplateError:
-    # A tokenizer may be anybody's code.
-    return ChatTemplateError(f"[chat] the tokenizer can't encode the conversation: {reason(error)}")
+    except Exception as error:  # A tokenizer may raise anything.
+        raise ChatTemplateError(
+            f"[chat] the tokenizer can't encode the conversation: {reason(error)}"
+        ) from error
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -99,7 +96,7 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     have ``None``, which is the empty text. Other keys are left alone for the template.
 
     Raises:
-        ChatTemplateError: the first message that has another form; it is named by its index.
+        ChatTemplateError: a message has another form; the error gives the index of the first.
     """
     if not is_sequence(messages):
         raise ChatTemplateError(
@@ -163,7 +160,7 @@ def _encodable(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # No tokenizer encodes it, and its error would name neither the message nor the character.
+        # The tokenizer's error would name neither the message nor the character.
         raise ChatTemplateError(
             f"[chat] {name} has a lone surrogate at character {error.start}, which is not text"
         ) from error

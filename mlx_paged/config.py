@@ -1,4 +1,4 @@
-"""Budget and scheduler settings, and the defaults of a cache. Imports no MLX."""
+"""Budget and scheduler settings, and the defaults of a cache. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")
 KV_BITS = (8, 4)
 
-# The defaults of whatever makes a cache.
+# The defaults of caches and engines.
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-# What steps may take where an engine steps by itself: without answers, and beside them.
+# Target durations of steps in engines that step by themselves: without and with running answers.
 DEFAULT_PREFILL_STEP_SECONDS = 1.0
 DEFAULT_MIXED_STEP_SECONDS = 0.2
 DEFAULT_NUM_SINK_TOKENS = 4
@@ -41,7 +41,7 @@ RECOMMENDED = "recommended"
 
 @dataclass(frozen=True)
 class KVBudget:
-    """How much K/V may be held: a number of bytes or of blocks; exactly one of them is given."""
+    """The K/V budget, as a number of bytes or of blocks."""
 
     nbytes: int | None = None
     num_blocks: int | None = None
@@ -52,11 +52,10 @@ class KVBudget:
         ``"256blocks"``.
 
         Args:
-            argument: the name of the argument that has the budget, for the error.
+            argument: the name of the argument, for the error.
 
         Raises:
-            ArgumentError: the text has none of these forms, or the number is not positive or is too
-                large.
+            ArgumentError: the text has another form, or the number is out of range.
         """
         return BUDGET.check("kv cache", argument, text)
 
@@ -94,13 +93,13 @@ def _read_duration(given: object) -> float | None:
 
 @dataclass(frozen=True)
 class KVBits:
-    """The bits of each number of K and of V in a cache that is quantised."""
+    """The bits of each number of K and of V in a quantised cache."""
 
     key: int
     value: int
 
     def __str__(self) -> str:
-        """``8 bits``, or as :meth:`parse` reads it."""
+        """``8 bits``, or the form ``K:8,V:4`` if they differ."""
         bits = f"{self.key} bits"
         return bits if self.key == self.value else f"K:{self.key},V:{self.value}"
 
@@ -109,7 +108,7 @@ class KVBits:
         """``8``, ``"4"`` or ``"K:8,V:4"``; ``None`` is ``None``: K/V in the model's dtype.
 
         Raises:
-            ArgumentError: it has none of these forms, or the number of bits is not supported.
+            ArgumentError: it has another form, or the number of bits is not supported.
         """
         return None if given is None else KV_FORMAT.check("kv cache", "kv_format", given)
 
@@ -136,7 +135,7 @@ def _read_token_budgets(given: object) -> list[tuple[int, int, int]] | None:
     return found
 
 
-# How budgets and durations are written.
+# Domains of budgets and durations.
 BUDGET = Domain(
     "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63",
     _read_budget,
@@ -165,12 +164,12 @@ NUM_SINK_TOKENS = whole(0, MAX_WINDOW - 1, "a whole number, at least 0")
 @dataclass(frozen=True)
 class StreamingWindow:
     """Keep the first ``num_sink_tokens`` and the last ``window`` tokens of each sequence, so that
-    it may go on without end in bounded memory (StreamingLLM, Xiao et al. 2023).
+    it can continue without end in bounded memory (StreamingLLM, Xiao et al. 2023).
 
-    Both are rounded up to whole blocks, and tokens leave several blocks at a time.
+    Both are rounded up to whole blocks, and several blocks are dropped at a time.
 
     Raises:
-        ArgumentError: a number out of its range, named.
+        ArgumentError: a number is out of range.
     """
 
     window: int
@@ -183,16 +182,16 @@ class StreamingWindow:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """How many requests run at once, and how much a step may hold. The names are vLLM's.
+    """The limits of the scheduler: of requests that run at once, and of tokens in a step. The names
+    are vLLM's.
 
     Args:
-        max_model_len: the most tokens that a prompt and its answer may have together; ``None``
-            leaves the budget as the only limit.
-        Others: the options of an engine of the same names, which ``engine_options.py`` declares
-            with their ranges.
+        max_model_len: the most tokens of a prompt and its answer together; with ``None`` the budget
+            is the only limit.
+        Others: the engine options of the same names, declared in ``engine_options.py``.
 
     Raises:
-        ArgumentError: a step that can't hold a token of each sequence.
+        ArgumentError: a step can't hold a token of each sequence.
     """
 
     max_num_seqs: int = 64

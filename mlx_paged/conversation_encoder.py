@@ -1,12 +1,12 @@
-"""``ConversationEncoder``: conversations to tokens, so that one that comes back begins with the
-tokens that were generated, and is found in the cache.
+"""``ConversationEncoder``: encodes conversations such that one that continues begins with the
+tokens that were generated, and hits the prefix cache.
 
-An answer that comes back is text, without its reasoning where the client has no place for it, and
-with its calls as JSON. The template then writes other text than the model did, or the same text as
-other tokens, and the cache misses from there on. So each answer is kept, under the conversation
-that it ends. When it comes back, its reasoning is given to the template, which may write it or
-leave it out; and where the text that the template writes says what was generated, the prompt goes
-on with the generated tokens.
+A client returns an answer as text, possibly without its reasoning, and with its tool calls as JSON.
+The template then writes a different text than the model did, or the same text encodes to different
+tokens, and the cache misses from there on. So each answer is kept under the conversation that it
+ends. When it comes back, its reasoning is passed to the template, which may write it or leave it
+out; and if the text that the template writes says what was generated, the prompt continues with the
+generated tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mlx_paged.model_dialect import ModelDialect
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# Of answers and of what stands between them; about 40 MB with the text of the reasoning.
+# Of prompts and answers; about 40 MB with the text of the reasoning.
 MAX_KEPT_TOKENS = 4_000_000
-_NUM_CONTEXT_TOKENS = 4  # how an answer's first token is written may depend on those before it
+_NUM_CONTEXT_TOKENS = 4  # the text of an answer's first token may depend on those before it
 
 
 class Said(Protocol):
@@ -36,7 +36,7 @@ class Said(Protocol):
 
     @property
     def reasoning(self) -> str:
-        """What comes back in a field of its own, or not at all."""
+        """The reasoning, which comes back in a separate field or not at all."""
         ...
 
     def find_end(
@@ -47,12 +47,12 @@ class Said(Protocol):
         begin: int,
     ) -> int | None:
         """Where the answer ends in a text in which a template wrote it from ``begin`` on; ``None``
-        if what stands there says something else.
+        if the text there says something else.
         """
 
 
 class Verbatim(NamedTuple):
-    """An answer that comes back as the text that was generated."""
+    """An answer that comes back exactly as the text that was generated."""
 
     text: str
     reasoning: str = ""
@@ -69,7 +69,7 @@ class Verbatim(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """The text of a prompt, of which a template may write more later."""
+    """The text of a prompt, as a prefix of later texts of the template."""
 
     num_characters: int
     digest: bytes
@@ -81,14 +81,14 @@ class _Beginning(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptAnswer:
-    """An answer, and the prompt that it answers.
+    """An answer with its prompt.
 
     Args:
-        said: what it says.
-        beginnings: what its prompt may be in a conversation that goes on: as the template wrote
-            it, and without an empty pair of reasoning marks at its end.
-        before: the answer that the prompt goes on from.
-        token_ids: those of prompt and answer that follow ``before``, without the end of sequence.
+        said: its content.
+        beginnings: the possible texts of its prompt when the conversation continues: as the
+            template wrote it, and without an empty pair of reasoning marks at its end.
+        before: the kept answer that the prompt continues.
+        token_ids: of prompt and answer after ``before``, without the end of sequence.
         num_tokens: of the whole prompt and the answer.
     """
 
@@ -99,7 +99,7 @@ class KeptAnswer:
     num_tokens: int
 
     def all_token_ids(self) -> list[int]:
-        """Of the prompt and the answer."""
+        """The token ids of the whole prompt and the answer."""
         parts = []
         answer: KeptAnswer | None = self
         while answer is not None:
@@ -110,8 +110,8 @@ class KeptAnswer:
     def find_end(
         self, tokenizer: TokenizerWrapper, template_options: Mapping[str, Any], text: str
     ) -> int | None:
-        """Where the answer ends in the text of a conversation; ``None`` if the template writes
-        another prompt than it did then, or an answer that says something else.
+        """Where the answer ends in the text of a conversation; ``None`` if the template writes a
+        different prompt now, or an answer that says something else.
         """
         for beginning in self.beginnings:
             place = beginning.num_characters
@@ -128,9 +128,9 @@ class Prompt:
 
     Args:
         text: as the template wrote it.
-        token_ids: of the prompt, which may be those of a text that says the same.
-        before: the kept answer that it goes on from.
-        key: names the conversation.
+        token_ids: of the prompt, or of an equivalent text.
+        before: the kept answer that it continues.
+        key: identifies the conversation.
     """
 
     text: str
@@ -140,14 +140,13 @@ class Prompt:
 
 
 class ConversationEncoder:
-    """Encodes conversations, and keeps the last answers. Any thread may use it.
+    """Encodes conversations, and keeps the last answers. It is thread-safe.
 
     Args:
-        max_tokens: that are kept; the answers that no conversation came back to for longest go
-            first.
+        max_tokens: how many tokens are kept; the least recently used answers are dropped first.
 
     Attributes:
-        num_tokens: that are kept. Those of a conversation count once.
+        num_tokens: how many tokens are kept. Common prefixes count once.
     """
 
     def __init__(self, max_tokens: int = MAX_KEPT_TOKENS):
@@ -168,15 +167,15 @@ class ConversationEncoder:
         check_length: Callable[[str, int], None] = lambda text, num_tokens: None,
         write: Callable[..., str] = render_chat,
     ) -> Prompt:
-        """The prompt that a conversation makes, from the generated tokens as far as they are known.
+        """The prompt of a conversation, with the generated tokens as far as they are known.
 
         Args:
             messages, template_options: as :func:`render_chat`. ``reasoning_content`` of an
-                assistant's message is what the client says, also if that is nothing (``""``).
-            cache_salt: answers of other salts are never used.
+                assistant's message takes precedence over the kept reasoning, even if it is empty.
+            cache_salt: answers with other salts are never used.
             check_length: called before a text is encoded, with the number of tokens before it;
                 raises if it is too long.
-            write: makes the text, with the arguments of :func:`render_chat`.
+            write: renders the text, with the arguments of :func:`render_chat`.
 
         Raises:
             ChatTemplateError: as :func:`render_chat`, or the tokenizer can't encode the text.
@@ -217,11 +216,11 @@ class ConversationEncoder:
 
         Args:
             token_ids: of the answer, without the end of sequence.
-            message: in which it comes back.
+            message: the message in which it comes back.
         """
         texts, marks = [prompt.text], ModelDialect.of(tokenizer).reasoning
         if marks is not None and (text := marks.without_empty_pair(prompt.text)) is not None:
-            # Of a history, templates write no such pair.
+            # Templates write no such pair in the history.
             texts.append(text)
         num_before = 0 if prompt.before is None else prompt.before.num_tokens
         answer = KeptAnswer(
@@ -239,7 +238,7 @@ class ConversationEncoder:
         messages: Sequence[Mapping[str, Any]],
         token_ids: Sequence[int],
     ) -> None:
-        """Keep the tokens that the text of a conversation begins with, however they came to be."""
+        """Keep tokens that encode the beginning of a conversation's text, such as of a file."""
         beginning = _Beginning.of(decoded(tokenizer, (), token_ids))
         tokens = array("i", token_ids)
         answer = KeptAnswer(Verbatim(""), (beginning,), None, tokens, len(tokens))
@@ -286,9 +285,7 @@ def same_message(first: Mapping[str, Any] | None, second: Mapping[str, Any] | No
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> list[bytes]:
-    """For each message, what names the conversation up to it: what each side said, but no
-    reasoning.
-    """
+    """For each message, a key of the conversation up to it, without reasoning."""
     key = hashlib.blake2b(_json(cache_salt)).digest()
     keys = []
     for message in messages:
@@ -304,7 +301,7 @@ def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
         if name not in ("reasoning", "reasoning_content", "tool_calls", "tool_call_id")
     }
     if message["role"] == "assistant":
-        # Space around it may have been a mark's, or the client's.
+        # White space around it may come from a mark or from the client.
         said["content"] = message["content"].strip()
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said["calls"] = [(call["name"], _plain(call.get("arguments"))) for call in calls]
@@ -312,7 +309,7 @@ def _next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value as it is after a way through JavaScript, which writes 1.0 as 1."""
+    """A JSON value as JavaScript writes it, which writes 1.0 as 1."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):

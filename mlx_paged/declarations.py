@@ -1,8 +1,8 @@
-"""What an argument of the library is, said once, where its type is. Imports no MLX.
+"""Declarations of the library's arguments, next to their types. Does not import MLX.
 
 A field of ``SamplingParams`` has a :class:`Param`, and an option of an engine is annotated with
-``Annotated[type, Option(...)]``. Checks, flags, refusals of other projects' names and the tables of
-the documentation are made from these; a type checker sees the type.
+``Annotated[type, Option(...)]``. Checks, flags, the advice about other projects' names and the
+tables of the documentation are derived from these; a type checker sees the type.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Program = Literal["chat", "server"]
 
 @dataclass(frozen=True)
 class Flag:
-    """How programs take an argument.
+    """The flag of an argument.
 
     Args:
-        programs: those that have the flag.
-        name: with dashes; by default made of the argument's name.
-        also: other spellings of the flag.
+        programs: the programs that have the flag.
+        name: with dashes; by default derived from the argument's name.
+        also: other names of the flag.
         domain: of the flag's values; by default that of the argument.
-        default: where the flag is not given and that is not the library's own default.
+        default: of the flag, if it differs from the library's.
         help: of the flag; by default that of the argument.
-        says: what the help says of the default, where the value does not say it.
+        says: what the help says about the default, instead of its value.
     """
 
     programs: tuple[Program, ...] = ("chat", "server")
@@ -47,9 +47,9 @@ class Argument:
     Args:
         help: what it does, with its unit and range.
         domain: its values.
-        flag: of the programs; ``None``: they have none.
+        flag: of the programs; ``None``: no flag.
         elsewhere: what other projects call it, separated by blanks.
-        notation: how its value is written, after its name, in a refusal of such a name.
+        notation: how to write its value, appended to its name in the advice about those names.
     """
 
     help: str
@@ -73,9 +73,9 @@ class Param(Argument):
     """A sampling parameter.
 
     Args:
-        per_row: whether, under such a parameter, the draw of a token depends on nothing but its
-            logits and its position, so that tokens after drafts may be drawn together.
-        wire: whether the server reads a field of this name, and takes what the domain has.
+        per_row: whether, with this parameter, the draw of a token depends only on its logits and
+            its position, so that tokens after drafts may be drawn together.
+        wire: whether the server accepts a field of this name, with the values of the domain.
     """
 
     per_row: bool = False
@@ -87,9 +87,9 @@ class Option(Argument):
     """An option of an engine.
 
     Args:
-        flag: both programs have one, unless it says otherwise.
-        default: what an engine takes where it is not given.
-        says: of the default, where the value does not say it.
+        flag: by default, both programs have one.
+        default: of an engine.
+        says: what the help says about the default, instead of its value.
     """
 
     flag: Flag | None = Flag()
@@ -98,7 +98,7 @@ class Option(Argument):
 
 
 def with_help(doc: str | None, arguments: Mapping[str, Argument]) -> str:
-    """A docstring whose line ``Args:`` is followed by what is declared of each argument."""
+    """A docstring with the help of each argument inserted after its line ``Args:``."""
     before, line, after = (doc or "").partition("    Args:\n")
     return before + line + "\n".join(_help_lines(arguments)) + "\n" + after
 

@@ -1,4 +1,4 @@
-"""What the values of arguments can be: in words, as a check and as a flag. Imports no MLX."""
+"""Domains of arguments' values: their description, check and parser. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class Domain(Generic[T]):
     """The values that an argument can have.
 
     Args:
-        what: the words that follow "must be" where a value is refused.
-        read: returns a value as it is used, such as the bytes of ``"2G"``, and ``None`` for one
-            that is refused.
-        parse: returns the value of a flag's text, which ``read`` then takes or refuses; it may
-            raise ``ValueError``.
-        flag_what: ``what`` for a flag, where that says it in other words.
-        metavar: what a flag's help calls the value; by default it is made of the flag's name.
-        choices: the only values, which a flag's help lists.
-        may_be_none: whether ``None`` is one, too.
+        what: a description, which follows "must be" in errors.
+        read: returns a value in the form that is used, such as the bytes of ``"2G"``, or ``None``
+            if it is invalid.
+        parse: converts a flag's text to a value for ``read``; it may raise ``ValueError``.
+        flag_what: ``what`` for a flag, if that differs.
+        metavar: the name of the value in a flag's help; by default derived from the flag's name.
+        choices: all values, which a flag's help lists.
+        may_be_none: whether ``None`` is valid, too.
     """
 
     what: str
@@ -41,13 +40,13 @@ class Domain(Generic[T]):
     may_be_none: bool = False
 
     def check(self, part: str, name: str, value: object) -> T:
-        """The value of the argument ``name`` as it is used.
+        """The value of the argument ``name`` in the form that is used.
 
         Args:
-            part: of the package, which the message begins with, in brackets.
+            part: of the package, in brackets at the beginning of errors.
 
         Raises:
-            ArgumentError: the value is not one of the domain.
+            ArgumentError: the value is invalid.
         """
         found = self.read(value)
         if found is None and not (value is None and self.may_be_none):
@@ -67,12 +66,12 @@ class Domain(Generic[T]):
 
 @dataclass(frozen=True)
 class Several(Domain[Any]):
-    """Sequences of values, as tuples. A text is one value. ``None`` means no values, or is kept as
-    ``None``.
+    """Sequences of values, as tuples. A text is a single value. ``None`` is the empty tuple, or
+    stays ``None`` if ``may_be_none``.
 
     Args:
-        what, read: of the values.
-        least: how many there must be.
+        what, read: of the elements.
+        least: the minimum length.
     """
 
     least: int = 0
@@ -83,7 +82,7 @@ class Several(Domain[Any]):
         try:
             values = (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
         except Exception:
-            # A value of any type may come in, and its __iter__ may raise anything.
+            # __iter__ of an unknown type may raise anything.
             raise refused(part, name, "a sequence", value) from None
         if len(values) < self.least:
             raise refused(part, name, self.what, value)
@@ -95,7 +94,7 @@ class Several(Domain[Any]):
 
 
 def refused(part: str, name: str, what: str, value: object) -> ArgumentError:
-    """The error of an argument that has to be something else."""
+    """The error for an invalid value of an argument."""
     return ArgumentError(f"[{part}] {name} must be {what}, got {shown(value)}", name)
 
 
@@ -105,7 +104,7 @@ def or_none(domain: Domain[Any], what: str = "") -> Domain[Any]:
 
 
 def such(what: str, is_right: Callable[[Any], bool], **more: Any) -> Domain[Any]:
-    """The values for which ``is_right`` holds, as they are."""
+    """The values for which ``is_right`` holds, unchanged."""
     return Domain(what, lambda value: value if is_right(value) else None, **more)
 
 
@@ -128,7 +127,7 @@ def whole(
 def number(
     low: float, high: float, what: str, flag_what: str = "", *, is_open: bool = False
 ) -> Domain[float]:
-    """Finite numbers within ``low..high``, or above ``low`` where that is open."""
+    """Finite numbers within ``low..high``, without ``low`` if ``is_open``."""
 
     def is_right(value: Any) -> bool:
         return is_number(value) and low <= value <= high and not (is_open and value == low)
@@ -143,7 +142,7 @@ def one_of(*values: T) -> Domain[T]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number of any type; no bool."""
+    """Whether a value is a finite number of any type but bool."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

@@ -1,9 +1,9 @@
-"""The options of an engine, each declared once. Imports no MLX.
+"""The options of an engine, each declared once. Does not import MLX.
 
 ``LLM``, ``AsyncEngine``, ``Engine``, ``make_kv_cache``, ``generate`` and ``batch_generate`` take
-them, or the part of them that their ``TypedDict`` has, and a ``draft_model``. A new option is an
-entry here; its use is in the engine. Annotations are evaluated in this module, so that what is
-declared can be read.
+the options of one of these ``TypedDict``s, and all but ``make_kv_cache`` a ``draft_model``. A new
+option is declared here, and used in the engine. Annotations are evaluated in this module, so that
+the declarations can be read.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from mlx_paged.core.tier import Tier
 from mlx_paged.declarations import Flag, Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, number, one_of, or_none, such, whole
 
-# What the server takes by default, so that /v1/cache has something to say: some 20 MB of memory.
+# The server's default, for the explanations of /v1/cache: some 20 MB of memory.
 DEFAULT_SERVER_HISTORY_TOKENS = 2**20
 
 _SERVER = Flag(("server",))
@@ -47,8 +47,8 @@ class CacheOptions(TypedDict, total=False):
     preallocate: Annotated[
         bool,
         Option(
-            "whether the cache takes its whole budget at once, so that it never grows, which "
-            "copies slabs; paged only.",
+            "allocate the whole budget at once, so that the cache never grows, which copies slabs; "
+            "paged only.",
             BOOL,
             default=False,
         ),
@@ -56,9 +56,9 @@ class CacheOptions(TypedDict, total=False):
     kv_format: Annotated[
         str | int | None,
         Option(
-            "the bits that K and V are quantised to as they are written: 8, 4, or K:8,V:4; a "
-            "paged cache only. Numbers share a scale and a bias in groups of 64, of 32 where that "
-            "does not divide a row. The model writes 64 tokens then, and a warning says if its "
+            "quantise K and V to this many bits as they are written: 8, 4, or K:8,V:4; paged only. "
+            "Groups of 64 numbers share a scale and a bias, or groups of 32 where 64 does not "
+            "divide a row. The model is first tried on 64 tokens, and a warning says if its "
             "predictions suffer.",
             config.KV_FORMAT,
             Flag(name="--kv-bits"),
@@ -70,8 +70,8 @@ class CacheOptions(TypedDict, total=False):
     backend: Annotated[
         str,
         Option(
-            "operations on the paged cache: auto, reference or metal. A basic cache attends with "
-            "MLX's own SDPA whatever it is.",
+            "implementation of the paged cache's operations: auto, reference or metal. A basic "
+            "cache always uses MLX's own SDPA.",
             one_of("auto", "reference", "metal"),
             default=config.DEFAULT_BACKEND,
         ),
@@ -79,9 +79,9 @@ class CacheOptions(TypedDict, total=False):
     window: Annotated[
         int | None,
         Option(
-            "keep the last tokens of each sequence, this many, and its first ones, so that it goes "
-            "on without end in bounded memory; paged only. There is then no context limit but "
-            "max_model_len.",
+            "keep this many of the last tokens of each sequence, and its first ones, so that it "
+            "can continue without end in bounded memory; paged only. The only context limit is "
+            "then max_model_len.",
             config.WINDOW,
             elsewhere="max_kv_size sliding_window attention_window",
             notation=", the tokens that are kept",
@@ -91,7 +91,7 @@ class CacheOptions(TypedDict, total=False):
     num_sink_tokens: Annotated[
         int | None,
         Option(
-            "how many of the first tokens stay beside a window.",
+            "how many of the first tokens are kept in addition to a window.",
             config.NUM_SINK_TOKENS,
             elsewhere="keep num_attention_sinks attention_sink_size n_keep",
             says=f"`{config.DEFAULT_NUM_SINK_TOKENS}`",
@@ -113,8 +113,8 @@ class OneShotOptions(CacheOptions, total=False):
     cache_dir: Annotated[
         str | Path | None,
         Option(
-            "a folder in which full blocks of K/V are kept, so that prompts with the same "
-            "beginning find them after a restart, and in other processes (docs/guide/restarts.md).",
+            "a folder for full blocks of K/V, so that prompts with a common prefix reuse them "
+            "after a restart, and in other processes (docs/guide/restarts.md).",
             such("a folder", lambda folder: True, metavar="FOLDER"),
             elsewhere="kv_transfer_config hicache_storage_backend slot_save_path",
             notation=", a folder for K/V on disk; that of models is the Hugging Face cache, "
@@ -124,7 +124,7 @@ class OneShotOptions(CacheOptions, total=False):
     cache_dir_size: Annotated[
         str | int | None,
         Option(
-            "the most bytes that the folder takes, such as 512M or 20G.",
+            "the size limit of the folder, such as 512M or 20G.",
             config.NBYTES,
             says=f"`{config.DEFAULT_CACHE_DIR_SIZE}`",
         ),
@@ -140,8 +140,8 @@ class OneShotOptions(CacheOptions, total=False):
     tier: Annotated[
         Callable[[Fingerprint], Tier] | None,
         Option(
-            "a place of your own for full blocks of K/V, instead of a folder: called with what "
-            "their bytes depend on, it returns a Tier (docs/guide/restarts.md).",
+            "a function that returns your own Tier for full blocks of K/V, instead of a folder; "
+            "its argument says what their bytes depend on (docs/guide/restarts.md).",
             such("a function that returns a Tier", callable),
             flag=None,
             elsewhere="kv_connector",
@@ -151,20 +151,20 @@ class OneShotOptions(CacheOptions, total=False):
     max_model_len: Annotated[
         int | None,
         Option(
-            "the most tokens that a prompt and its answer have together; a longer prompt is "
-            "refused, an answer that reaches the limit ends with length.",
+            "the most tokens of a prompt and its answer together; a longer prompt is refused, and "
+            "an answer that reaches the limit ends with finish reason length.",
             or_none(AT_LEAST_1),
             elsewhere="max_seq_len max_seq_length max_length n_ctx ctx_size max_context_len "
             "context_length context_window",
             notation=" for tokens, or kv_cache_bytes for memory",
-            says="the context that the model was made for, which is also the most",
+            says="the model's context length, which is also the maximum",
         ),
     ]
     num_draft_tokens: Annotated[
         int | None,
         Option(
-            "the most drafts per step that a request verifies, 0 to "
-            f"{config.MAX_DRAFT_TOKENS}. The tokens are the same with any number "
+            "the most draft tokens that a request verifies per step, 0 to "
+            f"{config.MAX_DRAFT_TOKENS}. The output is the same with any number "
             "(docs/internals/engine.md, Speculation).",
             whole(0, config.MAX_DRAFT_TOKENS),
             elsewhere="num_speculative_tokens prompt_lookup_num_tokens",
@@ -174,10 +174,10 @@ class OneShotOptions(CacheOptions, total=False):
     wired_limit: Annotated[
         str | int | None,
         Option(
-            "how much of MLX's memory stays wired, so that macOS does not page it out, until "
-            "the engine's close or end: bytes such as 20G, or recommended for what Metal "
-            "recommends. The kernel of macOS may panic with it (docs/internals/engine.md, Wired "
-            "memory). Without Metal it does nothing, and a warning says so.",
+            "how much of MLX's memory stays wired until the engine is closed, so that macOS does "
+            "not page it out: bytes such as 20G, or recommended for what Metal recommends. It can "
+            "cause kernel panics (docs/internals/engine.md, Wired memory). Without Metal it has no "
+            "effect, and a warning says so.",
             config.WIRED_LIMIT,
         ),
     ]
@@ -189,7 +189,7 @@ class EngineOptions(OneShotOptions, total=False):
     max_num_seqs: Annotated[
         int,
         Option(
-            "sequences that run at once; the others wait, first come, first served.",
+            "the most sequences that run at once; others wait, first come, first served.",
             AT_LEAST_1,
             _SERVER,
             elsewhere="max_batch_size batch_size completion_batch_size decode_concurrency "
@@ -200,8 +200,9 @@ class EngineOptions(OneShotOptions, total=False):
     max_num_batched_tokens: Annotated[
         int | None,
         Option(
-            "new tokens of a step, over all sequences, while no answer runs: prompts and chunks of "
-            "them. Where it is given, prefill_step_seconds is 0 by default.",
+            "the most new tokens of a step, over all sequences, while no answer is being "
+            "generated: prompts and chunks of them. If it is given, prefill_step_seconds defaults "
+            "to 0.",
             or_none(AT_LEAST_1),
             Flag(
                 ("server",),
@@ -214,9 +215,9 @@ class EngineOptions(OneShotOptions, total=False):
     max_num_mixed_tokens: Annotated[
         int | None,
         Option(
-            "new tokens of a step beside running answers, which wait for it. A larger number "
-            "computes prompts a little faster. Where it is given, mixed_step_seconds is 0 by "
-            "default.",
+            "the most new tokens of a step while answers are being generated, which wait for it. A "
+            "larger number computes prompts a little faster. If it is given, mixed_step_seconds "
+            "defaults to 0.",
             or_none(AT_LEAST_1),
             _SERVER,
             says=f"`{config.SchedulerConfig.max_num_mixed_tokens}`",
@@ -225,9 +226,10 @@ class EngineOptions(OneShotOptions, total=False):
     prefill_step_seconds: Annotated[
         float | None,
         Option(
-            "what a step may take while no answer runs: it has as many prompt tokens, up to "
-            "max_num_batched_tokens, as steps of this time were seen to have. 0 leaves that "
-            "number, so that runs repeat to the bit (docs/internals/engine.md, Budgets of steps).",
+            "the target duration of a step while no answer is being generated: it has as many "
+            "prompt tokens, up to max_num_batched_tokens, as earlier steps computed in this time. "
+            "0 always allows max_num_batched_tokens, so that runs repeat bit for bit "
+            "(docs/internals/engine.md, Budgets of steps).",
             or_none(config.STEP_SECONDS),
             says=f"{config.DEFAULT_PREFILL_STEP_SECONDS:g} in AsyncEngine, the server and the "
             "chat, else 0",
@@ -236,7 +238,7 @@ class EngineOptions(OneShotOptions, total=False):
     mixed_step_seconds: Annotated[
         float | None,
         Option(
-            "what a step may take beside running answers, which wait for it: the same with "
+            "the same while answers are being generated, which wait for the step, with "
             "max_num_mixed_tokens. A shorter time computes prompts more slowly.",
             or_none(config.STEP_SECONDS),
             _SERVER,
@@ -246,8 +248,9 @@ class EngineOptions(OneShotOptions, total=False):
     token_budgets: Annotated[
         Sequence[tuple[int, int, int]] | None,
         Option(
-            "budgets that an engine has chosen by the clock, as its token_budgets has them; the "
-            "same requests at the same steps are then computed in the same steps.",
+            "the token budgets that another engine has chosen by the clock, from its attribute "
+            "token_budgets. The same requests, added at the same steps, then run in the same "
+            "steps.",
             or_none(config.TOKEN_BUDGETS),
             flag=None,
         ),
@@ -266,9 +269,8 @@ class EngineOptions(OneShotOptions, total=False):
         int,
         Option(
             "a request whose priority is higher by 1 waits as if it had arrived this many steps "
-            "later, so none is overtaken forever. One that stands before others in this order, "
-            "and was given a lower priority than they, takes the place of the last of them if it "
-            "needs it.",
+            "later, so no request starves. A request with a lower priority than others that come "
+            "after it in this order preempts the last of them if it needs their blocks.",
             AT_LEAST_1,
             _SERVER,
             default=config.SchedulerConfig.priority_steps,
@@ -277,13 +279,13 @@ class EngineOptions(OneShotOptions, total=False):
     enable_prefix_caching: Annotated[
         bool,
         Option(
-            "whether requests with equal beginnings share their K/V; cache_salt of a request keeps "
-            "it apart from others.",
+            "share the K/V of common prefixes between requests; a request's cache_salt separates "
+            "it from others.",
             BOOL,
             Flag(
                 ("server",),
                 name="--no-enable-prefix-caching",
-                help="do not share the K/V of equal beginnings",
+                help="do not share the K/V of common prefixes",
             ),
             elsewhere="enable_prefix_cache",
             default=config.SchedulerConfig.enable_prefix_caching,
@@ -292,8 +294,8 @@ class EngineOptions(OneShotOptions, total=False):
     num_history_tokens: Annotated[
         int,
         Option(
-            "token ids of past requests that are remembered, so that each prompt can be told why "
-            "no more of it was cached; some 10 bytes per token. 0 remembers none.",
+            "how many token ids of past requests are kept, to explain why no more of a prompt was "
+            "cached; some 10 bytes per token. 0 keeps none.",
             AT_LEAST_0,
             Flag(("server",), default=DEFAULT_SERVER_HISTORY_TOKENS),
             default=config.SchedulerConfig.num_history_tokens,
@@ -302,8 +304,8 @@ class EngineOptions(OneShotOptions, total=False):
     swap_bytes: Annotated[
         str | int | None,
         Option(
-            "host memory for the K/V of preempted requests, on top of the budget, in its notation; "
-            "0 never swaps, and computes them again.",
+            "host memory for the K/V of preempted requests, in addition to the budget and in its "
+            "notation; with 0 they are recomputed.",
             such(
                 config.BUDGET.what,
                 lambda text: text.strip() == "0" or config.BUDGET.read(text) is not None,
@@ -312,24 +314,24 @@ class EngineOptions(OneShotOptions, total=False):
             _SERVER,
             elsewhere="swap_space cpu_offload_gb kv_offloading_size",
             notation=", such as '4G'",
-            says="an eighth of the budget, if copying a token's K/V is cheaper than computing them",
+            says="an eighth of the budget, if copying a token's K/V is cheaper than computing it",
         ),
     ]
     seed: Annotated[
         int | None,
         Option(
-            "the seed of the seeds of requests that have none.",
+            "the seed for requests that have no seed of their own.",
             or_none(whole(), "a whole number"),
             Flag(("server",), domain=AT_LEAST_0),
             elsewhere="random_seed",
-            says="fresh ones",
+            says="random",
         ),
     ]
     run_ahead: Annotated[
         bool | None,
         Option(
-            "whether a step is launched before the tokens of the one before are read, so that the "
-            "device does not wait for Python. The tokens are the same.",
+            "launch a step before the tokens of the previous one are read, so that the device does "
+            "not wait for Python. The tokens are the same.",
             or_none(BOOL, "True, False or None"),
             _SERVER,
             elsewhere="async_scheduling",
@@ -342,7 +344,8 @@ ENGINE_OPTIONS: dict[str, Option] = {
     name: annotation.__metadata__[0] for name, annotation in EngineOptions.__annotations__.items()
 } | {
     "draft_model": Option(
-        "a small model of the same vocabulary that makes the drafts. Its K/V count in the budget.",
+        "a small model with the same vocabulary that generates the drafts. Its K/V count toward "
+        "the budget.",
         such("a model", lambda model: True),
         flag=None,
         elsewhere="speculative_model assistant_model",

@@ -1,6 +1,4 @@
-"""Errors: how their messages show values and quote other errors, and what a failed request's reader
-gets. Imports no MLX.
-"""
+"""Errors, and how their messages show values and quote other errors. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -9,17 +7,17 @@ import traceback
 
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
-# What moves a terminal's cursor, sets its title or breaks a line, as Python writes it.
+# Control characters and line separators, escaped as Python does.
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROLS_IN_LINES = {code: text for code, text in _CONTROLS.items() if chr(code) not in "\n\t"}
 
 
 class ArgumentError(ValueError):
-    """A value that an argument can't have.
+    """An invalid value of an argument.
 
     Attributes:
-        argument: the argument's name, as the message has it. A program that calls it by another
-            name, such as ``--kv-cache-bytes``, can put that in its place.
+        argument: the argument's name as in the message, in which a program can replace it by its
+            flag, such as ``--kv-cache-bytes``.
     """
 
     def __init__(self, message: str, argument: str | None = None):
@@ -32,13 +30,13 @@ def shown(value: object) -> str:
     try:
         return one_line(repr(value), MAX_SHOWN)
     except Exception:
-        # A value of any type may come in as an argument, and its __repr__ may raise anything.
+        # __repr__ of an unknown type may raise anything.
         return f"a {type(value).__name__} that has no repr"
 
 
 def one_line(value: object, limit: int = MAX_QUOTED) -> str:
     """The text of an error, or of any other value, on one line of at most ``limit`` characters,
-    without anything that a terminal would obey.
+    with control characters escaped.
     """
     text = " ".join(str(value).split()).translate(_CONTROLS)
     if isinstance(value, KeyError):
@@ -49,27 +47,25 @@ def one_line(value: object, limit: int = MAX_QUOTED) -> str:
 
 
 def without_room(text: str) -> str:
-    """The text of an error without the part of the package that it comes from: without ``[chat]``
-    in front.
-    """
+    """The text of an error without the part of the package in front, such as ``[chat]``."""
     return text.partition("] ")[2] if text.startswith("[") and "] " in text else text
 
 
 def harmless(text: str) -> str:
-    """Lines as a terminal may be shown them: of control characters, only line ends and tabs are
-    obeyed, and others are seen.
+    """Lines that are safe to print on a terminal: control characters are escaped, except line ends
+    and tabs.
     """
     return text.translate(_CONTROLS_IN_LINES)
 
 
 def reason(error: BaseException) -> str:
-    """The type and the text of an error that code of others raised, on one line."""
+    """The type and the text of an error of other code, on one line."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
 def type_and_place(error: BaseException) -> str:
     """The type of an error and the line that raised it, such as ``ValueError at
-    engine/steps.py:120``, for those who may not see its message: it may quote what a user wrote.
+    engine/steps.py:120``, for readers who may not see its message, which may quote a user's text.
     """
     frames = frames_of(error)
     if not frames:
@@ -79,8 +75,8 @@ def type_and_place(error: BaseException) -> str:
 
 
 def words_for_all(error: BaseException) -> str:
-    """What may be said of an error to others than those who caused it: the words of this package's
-    own errors, which quote nothing, and else :func:`type_and_place`.
+    """A description of an error for other users than the one who caused it: the text of this
+    package's own errors, which quote nothing, or else :func:`type_and_place`.
     """
     is_ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
     # This package's ValueErrors show the value.
@@ -90,31 +86,31 @@ def words_for_all(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where an error came through, the innermost last; also when its frames were forgotten."""
+    """The frames of an error's traceback, the innermost last, even after :func:`forget_frames`."""
     return [*traceback.extract_tb(error.__traceback__), *getattr(error, _FRAMES, ())]
 
 
 def system_reason(error: Exception) -> str:
-    """Why the system refused something, without the file's name, which the message has already."""
+    """The reason of an ``OSError``, without the file's name, which the message has already."""
     return getattr(error, "strerror", None) or one_line(error)
 
 
-# A reader's own loop, task or program would take these for its own end.
+# In a reader's generator, these would end its own loop.
 _ENDS_OF_SOMETHING_ELSE = (StopIteration, StopAsyncIteration)
 
 
 class RequestError(RuntimeError):
-    """A request was failed by something that its reader can't be handed; see ``__cause__``."""
+    """A request failed with an exception that can't be raised in its reader; see ``__cause__``."""
 
 
 _FRAMES = "_mlx_paged_frames"  # an attribute of errors whose frames were forgotten
 
 
 def request_error(error: BaseException) -> Exception:
-    """The error that a request's reader gets for what the request's own code raised.
+    """The error to raise in a request's reader for an exception of the request's own code.
 
     ``SystemExit``, ``CancelledError``, ``GeneratorExit`` and the like would end the reader's
-    program, task or loop when they are raised there, so they come as a :class:`RequestError`.
+    program, task or loop, so they are wrapped in a :class:`RequestError`.
     """
     if isinstance(error, Exception) and not isinstance(error, _ENDS_OF_SOMETHING_ELSE):
         return error
@@ -124,14 +120,14 @@ def request_error(error: BaseException) -> Exception:
 
 
 def forget_frames(error: BaseException, where: str | None = None) -> None:
-    """Drop the traceback of an error and of each error that led to it; :func:`frames_of` still
-    knows its lines.
+    """Drop the tracebacks of an error and of its causes; :func:`frames_of` still returns their
+    lines.
 
-    For as long as there is a reference to the error, its frames would keep what their variables
-    hold: logits, graphs that hold whole slabs, the engine itself.
+    As long as the error is referenced, its frames would keep their variables alive: logits, graphs
+    with whole slabs, the engine itself.
 
     Args:
-        where: the beginning of a note that keeps the traceback as text; ``None`` keeps nothing.
+        where: the beginning of a note that keeps the traceback as text; ``None``: no note.
     """
     seen: set[int] = set()
     link: BaseException | None = error
@@ -141,7 +137,7 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
             frames = frames_of(link)
             lines = traceback.format_tb(link.__traceback__) if where is not None else []
             link.__traceback__ = None
-            # An error of the user's own making may refuse attributes and notes.
+            # A user's exception class may refuse attributes and notes.
             with contextlib.suppress(Exception):
                 setattr(link, _FRAMES, frames)
                 if lines:
@@ -150,10 +146,10 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
 
 
 class CacheFullError(RuntimeError):
-    """The budget can't hold what a step would add, and nothing was changed.
+    """What a step would add exceeds the budget; nothing was changed.
 
     Attributes:
-        argument: the argument that the message advises to raise.
+        argument: the argument that the message suggests to raise.
     """
 
     def __init__(self, message: str, argument: str = "kv_cache_bytes"):
@@ -162,7 +158,7 @@ class CacheFullError(RuntimeError):
 
 
 class PromptTooLongError(CacheFullError):
-    """The budget or the context can't hold a prompt, and nothing was changed."""
+    """A prompt exceeds the budget or the context limit; nothing was changed."""
 
 
 def prompt_too_long(
@@ -177,12 +173,11 @@ def prompt_too_long(
 def prompt_beyond_context(
     num_tokens: int | str, max_model_len: int, context_length: int | None
 ) -> PromptTooLongError:
-    """The error of a prompt that is as long as ``max_model_len`` or longer.
+    """The error for a prompt that is as long as ``max_model_len`` or longer.
 
     Args:
-        num_tokens: of the prompt; a text such as ``"more than 5120"`` where they were not all
-            counted.
-        context_length: the most that ``max_model_len`` may be; ``None``: anything.
+        num_tokens: of the prompt; a text such as ``"more than 5120"`` if they were not all counted.
+        context_length: the maximum of ``max_model_len``, if there is one.
     """
     way_out = "shorten the prompt or raise max_model_len"
     if context_length is not None:
@@ -197,6 +192,4 @@ def prompt_beyond_context(
 
 
 class UnsuitableModelError(ValueError):
-    """A model of mlx-lm can't run in the way that was tried; the message is the reason, as a part
-    of a sentence.
-    """
+    """A model of mlx-lm can't run in the way that was tried; the message is the reason."""

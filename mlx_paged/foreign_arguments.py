@@ -1,8 +1,7 @@
-"""Arguments that this package does not have, and what to use instead of them. Imports no MLX.
+"""Advice about other projects' arguments. Does not import MLX.
 
-Calls that came from mlx-lm, vLLM, llama-cpp-python or transformers bring their arguments along.
-Such a call is refused with a ``TypeError``, as Python does for unknown keywords, in one line that
-names the argument and the way out.
+Calls that were written for mlx-lm, vLLM, llama-cpp-python or transformers may have arguments that
+are unknown here. As Python does, they raise ``TypeError``, in one line that says what to use.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ C = TypeVar("C", bound=type)
 
 _DECLARED = {**DECLARED_OPTIONS, **SAMPLING_PARAMS}
 
-# What a public entry does: makes an engine, asks one, generates as mlx-lm does, and so on.
+# The kind of a public function: it makes an engine, adds requests, generates as mlx-lm, and so on.
 Kind = Literal["engine", "request", "generate", "params", "cache", "load"]
 
 
@@ -31,7 +30,7 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
     return {name: text for text, names in names_of.items() for name in names.split()}
 
 
-# Foreign name -> our name, from our names and what others call them.
+# Maps other projects' names to those of this package.
 OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
@@ -44,11 +43,11 @@ OTHER_NAMES = _by_name(
 
 _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and give both"
 
-# Foreign name -> the way out, for what is not here at all, or is here in another way.
+# Maps other projects' names to advice, for arguments without a counterpart.
 ADVICE = _by_name(
     {
-        "an engine finds the K/V of equal beginnings by itself: keep one LLM, and give it "
-        "the whole conversation": "prompt_cache",
+        "an engine reuses the K/V of common prefixes by itself: keep one LLM, and give it the "
+        "whole conversation": "prompt_cache",
         "K/V are quantised as they are written, in groups of 64, or 32 where a width needs it; "
         "give kv_format alone": "kv_group_size quantized_kv_start calculate_kv_scales",
         "give draft_model and num_draft_tokens instead": "speculative_config",
@@ -56,7 +55,7 @@ ADVICE = _by_name(
         "model": (
             "tensor_parallel_size pipeline_parallel_size distributed_executor_backend tensor_split"
         ),
-        "run a program on each machine, and share the requests out among them": (
+        "run a program on each machine, and distribute the requests among them": (
             "data_parallel_size"
         ),
         "a model runs on the one GPU of its machine; leave it out": (
@@ -126,7 +125,7 @@ SAMPLER_OPTIONS = (
 )  # fmt: skip
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 PARAMS = tuple(SAMPLING_PARAMS)
-# A seed is looked for among the parameters.
+# A seed counts as a sampling parameter.
 ENGINE_OPTIONS = tuple(name for name in DECLARED_OPTIONS if name not in SAMPLING_PARAMS)
 # One argument, as different functions call it.
 _ALSO_CALLED = {
@@ -136,7 +135,7 @@ _ALSO_CALLED = {
     "sampling_params": ("params",),
     "max_model_len": ("kv_cache_bytes",),
 }
-# What one function has and others do not.
+# Advice about arguments that only other functions have.
 _ELSEWHERE = {
     "model": _LOADING,
     "adapter_path": "adapters belong to a model, load(..., adapter_path=...)",
@@ -145,7 +144,7 @@ _ELSEWHERE = {
     "max_tokens",
     "prefill_step_size": "give it where the engine is made, LLM(..., max_num_batched_tokens=...)",
 }
-# How the value of an argument is written, after its name.
+# How to write the value of an argument, after its name.
 _NOTATION = {
     "sampling_params": ", a SamplingParams",
     "adapter_path": ", the folder of the adapters",
@@ -155,11 +154,11 @@ _NOTATION = {
 def refuses_unknown_arguments(
     kind: Kind, also: Callable[[], Collection[str]] = tuple
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: keywords that a function does not have are refused by name, with the way out.
+    """A decorator that refuses unknown keywords with advice.
 
     Args:
-        kind: what the function does, which decides the way out.
-        also: the names that it takes by ``**options``; called at the first unknown name.
+        kind: of the function, which determines the advice.
+        also: returns the names that the function accepts as ``**options``; called lazily.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -191,14 +190,14 @@ def constructor_refuses_unknown_arguments(kind: Kind) -> Callable[[C], C]:
 
 
 def argument_names(function: Callable[..., object]) -> frozenset[str]:
-    """The keywords that a function takes, without those of its ``**options``."""
+    """The keywords of a function, without those of its ``**options``."""
     parameters = inspect.signature(function).parameters.values()
     taken = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(each.name for each in parameters if each.kind in taken) - {"self"}
 
 
 def refusal(entry: str, kind: Kind, name: str, known: Collection[str]) -> str:
-    """Why ``entry`` does not take ``name``, and what to do, in one line."""
+    """An error text about the unknown argument ``name`` of ``entry``, with advice, in one line."""
     return f"{entry}() has no argument {name!r}: {_advice(kind, name, known)}"
 
 

@@ -1,5 +1,5 @@
-"""Generate text: ``generate``, ``stream_generate`` and ``generate_step`` with mlx-lm's signatures,
-on an engine that runs one request.
+"""``generate``, ``stream_generate`` and ``generate_step`` with mlx-lm's signatures, on an engine
+for one request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import mlx.core as mx
@@ -36,27 +35,27 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @dataclass
 class GenerationResponse:
-    """One piece of an answer; mlx-lm's fields, plus what the cache did.
+    """One piece of an answer: mlx-lm's fields, and statistics of the cache and of drafts.
 
     Args:
         text: the next piece of text, whole characters only; may be empty.
         token: the token it came from.
-        logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` in a
-            chat.
-        from_draft: whether the token was a draft that was accepted.
+        logprobs: ``[vocab_size]``, the log-probabilities that the token was sampled from; ``None``
+            in a chat.
+        from_draft: whether the token was an accepted draft.
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens computed (reused ones not counted) per second.
         generation_tokens: tokens generated so far.
-        generation_tps: of these, per second, after the first.
+        generation_tps: tokens generated per second, after the first.
         peak_memory: peak memory used so far, in GB (1e9 bytes).
         finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` or ``max_model_len`` is reached, or
-            the K/V budget used up), ``None`` before.
+            the K/V budget is used up), or ``None`` before the last piece.
         cached_tokens: prompt tokens whose K/V were reused.
-        read_tokens: of these, the tokens whose K/V were read from disk.
-        kv_bytes: bytes of memory that the cache holds for K/V now.
+        read_tokens: the number of these whose K/V were read from disk.
+        kv_bytes: bytes that are allocated for K/V.
         time_to_first_token: seconds from the call to the first token.
-        drafted_tokens: drafts that were verified so far, and of these accepted:
-            ``accepted_tokens``.
+        drafted_tokens: drafts that were verified so far.
+        accepted_tokens: drafts that were accepted so far.
     """
 
     text: str
@@ -99,28 +98,28 @@ def _option_names() -> frozenset[str]:
 def generate_step(
     prompt: TokenIds, model: Module, **options: Unpack[GenerationOptions]
 ) -> Generator[tuple[int, mx.array], None, None]:
-    """Yield one token and its log-probabilities ``[vocab_size]`` after the other, as mlx-lm's
-    ``generate_step``; the end of sequence does not end it.
+    """Yield each token with its log-probabilities ``[vocab_size]``, as mlx-lm's ``generate_step``;
+    it does not stop at the end of sequence.
 
     Args:
         prompt: token ids, at least one.
-        max_tokens: stop after this number of tokens (default: 256); -1 goes on until the context or
-            the K/V budget is used up.
+        max_tokens: stop after this number of tokens (default: 256); -1 continues until the context
+            or the K/V budget is used up.
         sampler: log-probabilities ``[1, vocab_size]`` to a token ``[1]``; greedy by default.
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``,
+        options: other options of :class:`Engine`: those of its K/V cache, ``max_model_len``,
             ``draft_model`` and ``num_draft_tokens``, ``cache_dir`` with its size and duration, and
-            ``wired_limit``. Whatever the sampler, the tokens are the same with drafts.
+            ``wired_limit``. Drafts do not change the tokens, with any sampler.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
-            id that the model does not have; all at the call. While it runs: a sampler or processor
+            id outside the vocabulary; all at the call. While it runs: a sampler or processor
             that returns something else.
         TypeError: an unknown argument; the message says what to use instead.
-        PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the
-            budget can't hold it; at the call.
+        PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or
+            exceeds the budget; at the call.
     """
     responses = _stream(model, None, prompt, **options)
     return ((response.token, logprobs) for response, logprobs in responses)
@@ -157,7 +156,7 @@ def generate(
     """The whole answer to ``prompt``; as ``mlx_lm.generate``.
 
     Args:
-        verbose: print the text as it is made, and the figures after it.
+        verbose: print the text as it is generated, and then statistics.
 
     Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
@@ -191,9 +190,9 @@ def stream_request(
     progress: Progress | None = None,
     cache_salt: str | None = None,
 ) -> Generator[GenerationResponse, None, None]:
-    """Run a request on an engine that runs no other, and yield its answer piece by piece.
+    """Run the only request of an engine, and yield its answer piece by piece.
 
-    Closing the generator ends the answer where it is.
+    Closing the generator ends the request.
 
     Args:
         progress: called with the prompt tokens done so far and their total.
@@ -201,7 +200,7 @@ def stream_request(
 
     Raises:
         ValueError, PromptTooLongError: as :meth:`Engine.add_request`, at the call.
-        Exception: what failed the request, such as its logits processor.
+        Exception: the request's error, such as of its logits processor.
     """
     request_id = f"stream-{next(_request_ids)}"
     start = time.perf_counter()
@@ -254,8 +253,8 @@ def _responses(
                     accepted_tokens=answer.num_accepted_tokens,
                     read_tokens=output.num_read_tokens,
                 )
-                # Drafts that were accepted came before it in the same step. The text of all of
-                # them is the newest one's.
+                # The accepted drafts of the step come before it. All their text is in the newest
+                # response.
                 for number in range(num_tokens + 1, num_generated):
                     yield dataclasses.replace(
                         newest,
@@ -281,9 +280,7 @@ def _as_mlx_lm(engine: Engine, answer: CompletionOutput) -> str:
 
 
 class _Logprobs:
-    """The log-probabilities that the tokens of an engine's only request were drawn from, until they
-    are asked for.
-    """
+    """Keeps the log-probabilities that the tokens of an engine's only request were drawn from."""
 
     def __init__(self, engine: Engine):
         self._logprobs: dict[int, mx.array] = {}  # by the number of the token, from 1
@@ -295,7 +292,7 @@ class _Logprobs:
         self._logprobs[number] = logprobs
 
     def pop(self, number: int) -> mx.array:
-        """``[vocab_size]`` of a token. A step with drafts gives several at once."""
+        """``[vocab_size]`` of a token. A step with drafts stores those of several tokens."""
         return self._logprobs.pop(number)
 
 
@@ -312,7 +309,7 @@ def _stream(
     draft_model: Module | None = None,
     **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
-    """The responses, each with the log-probabilities that its token was drawn from."""
+    """The responses, each with the log-probabilities its token was drawn from."""
     step_size = AT_LEAST_1.check("generate", "prefill_step_size", prefill_step_size)
     progress = prompt_progress_callback
     if progress is not None:
@@ -325,7 +322,7 @@ def _stream(
         ignore_eos=tokenizer is None,
         skip_special_tokens=False,  # as in mlx-lm
     )
-    # One request, once: nothing could hit its prefix but what lies on disk.
+    # For a single request, prefix caching is only of use with blocks on disk.
     engine = Engine(
         model,
         tokenizer,
@@ -338,13 +335,16 @@ def _stream(
     logprobs = _Logprobs(engine)
     if engine.ranks is None:
         return _on_engine(engine, stream_request(engine, prompt, params, progress), logprobs)
-    return _shared(engine, partial(stream_request, engine, prompt, params, progress), logprobs)
+    started: list[Generator[GenerationResponse, None, None]] = []
+    # An error at the call is raised on all ranks.
+    engine.share(lambda: started.append(stream_request(engine, prompt, params, progress)))
+    return _on_all_ranks(engine, started, logprobs)
 
 
 def _on_engine(
     engine: Engine, responses: Generator[GenerationResponse, None, None], logprobs: _Logprobs
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
-    """The responses of an engine that is closed after them."""
+    """The responses of an engine, which is closed after them."""
     try:
         with closing(responses):
             for response in responses:
@@ -353,25 +353,13 @@ def _on_engine(
         engine.close()
 
 
-def _shared(
+def _on_all_ranks(
     engine: Engine,
-    start: Callable[[], Generator[GenerationResponse, None, None]],
+    started: list[Generator[GenerationResponse, None, None]],  # empty, except on rank 0
     logprobs: _Logprobs,
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
-    """The responses of rank 0 on every rank. Their log-probabilities stay on rank 0, and are
-    ``None`` elsewhere.
-    """
-    started: list[Generator[GenerationResponse, None, None]] = []
-    # What it raises, all ranks raise now.
-    engine.share(lambda: started.append(start()))
-    return _responses_of_all(engine, started, logprobs)
+    """The responses of rank 0 on every rank; log-probabilities are ``None`` on other ranks."""
 
-
-def _responses_of_all(
-    engine: Engine,
-    started: list[Generator[GenerationResponse, None, None]],  # empty, but for rank 0
-    logprobs: _Logprobs,
-) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     def next_one() -> dict[str, Any] | None:
         response = next(started[0], None)
         return None if response is None else vars(response)
@@ -382,5 +370,5 @@ def _responses_of_all(
             row: Any = logprobs.pop(response.generation_tokens) if started else None
             yield response, row
     finally:
-        # Ranks run the same script, so a loop that is left early is left on all of them.
+        # All ranks run the same script, so they leave a loop early at the same response.
         engine.share(lambda: started[0].close())

@@ -1,4 +1,4 @@
-"""``LLM``: many prompts in, their completions out, in order; the offline interface, as vLLM's."""
+"""``LLM``: completes many prompts, in order; the offline interface, as vLLM's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
-# Batches from this number of prompts on get a progress bar, where there is someone to see it.
+# Batches with at least this many prompts show a progress bar, on a terminal or in a notebook.
 LONG_BATCH = 10
 
 
 class _Asked(NamedTuple):
-    """A prompt, or what failed it before, and what was asked for with it."""
+    """A prompt, or the error of one that failed before, and its other arguments."""
 
     prompt: Prompt | Exception
     params: SamplingParams | None
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A call's prompts by the ids of their requests, and what else it asks for."""
+    """The prompts of a call by request id, and its other arguments."""
 
     requests: dict[str, _Asked]
     shows_progress: bool
@@ -64,23 +64,22 @@ class LLM:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=50))
         print(outputs[0].outputs[0].text)
 
-    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch
-    each. For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of
-    all threads together.
+    Several threads may call :meth:`generate` and :meth:`chat`; their batches run one after the
+    other. :class:`mlx_paged.AsyncEngine` batches the requests of all threads together.
 
     In a script that ``mlx.launch`` runs on several ranks, a model that is loaded here is split over
-    them. All ranks have to make the same calls in the same order, from one thread; rank 0's
-    arguments count, and all get its outputs.
+    them. All ranks must make the same calls in the same order, from one thread; they use the
+    arguments of rank 0, and return its outputs.
 
     Args:
         model: a local folder, a Hugging Face repo, a GGUF file, or a model that
-            :func:`mlx_paged.load` or ``mlx_lm.load`` has returned; ``demo`` is the bundled one.
-        tokenizer: that of a loaded model.
+            :func:`mlx_paged.load` or ``mlx_lm.load`` returned; ``demo`` is the bundled one.
+        tokenizer: of a loaded model.
         adapter_path: LoRA adapters for a model that is loaded here.
         tokenizer_path: a folder or a repo with the tokenizer for a model that is loaded here,
             instead of the model's own.
-        draft_model: a small model of the same tokenizer that makes drafts: a folder, a hub id, or
-            one that is loaded already; see :class:`Engine`.
+        draft_model: a small model with the same tokenizer that generates drafts: a folder, a hub
+            id, or a loaded model; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
 
     Raises:
@@ -101,8 +100,8 @@ class LLM:
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
-                f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the "
-                "model is loaded where there is none, and tokenizer_path names another one"
+                f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; leave it out for "
+                "the model's own, or use tokenizer_path"
             )
         if isinstance(model, Module):
             for name, value in (("adapter_path", adapter_path), ("tokenizer_path", tokenizer_path)):
@@ -139,10 +138,10 @@ class LLM:
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> TokenizerWrapper:
-        """The tokenizer, in mlx-lm's wrapper, which has all that transformers' own has.
+        """The tokenizer, in mlx-lm's wrapper, which has all attributes of transformers' own.
 
         Raises:
-            ValueError: the model was given without one.
+            ValueError: there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("[llm] there is no tokenizer; give one to LLM(model, tokenizer)")
@@ -159,31 +158,31 @@ class LLM:
         no_store: bool | Sequence[bool] = False,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, together; their outputs in the order of the prompts.
+        """Complete prompts as one batch; returns the outputs in the order of the prompts.
 
         Args:
             prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and
-                ``{"prompt_token_ids": ids}``; one alone is a list of one. A sequence that begins
-                with a number is one prompt.
+                ``{"prompt_token_ids": ids}``. A single prompt is a list of one, and a sequence that
+                begins with a number is a single prompt.
             sampling_params: for all, or one for each; ``None`` is greedy.
-            use_tqdm: show a progress bar: a widget in a notebook that has ipywidgets, else a line
-                on stderr; by default for 10 prompts or more, on a terminal or in a notebook.
-            priority: one for each: lower is admitted earlier, and may take the place of others
-                that run.
+            use_tqdm: show a progress bar: a widget in a notebook with ipywidgets, else a line on
+                stderr; by default for 10 prompts or more, on a terminal or in a notebook.
+            priority: one for each: a lower one is admitted earlier, and may preempt others.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
-            raise_on_error: whether a prompt that fails (empty, too long, a grammar that is refused,
-                a failing logits processor) ends the call with its error. Where it is False, the
-                prompt's output has the ``error`` and finish reason ``"error"``, and the other
-                prompts are answered as without it.
+            raise_on_error: whether a prompt that fails (empty, too long, an invalid grammar, a
+                failing logits processor) ends the call with its error. If False, the prompt's
+                output has the ``error`` and finish reason ``"error"``, and the other prompts are
+                answered.
 
         Raises:
-            ValueError: an argument of the wrong type, or not as many ``sampling_params``,
-                priorities or ``no_store`` as prompts.
-            Exception: what failed a prompt. What can be known before anything is computed is raised
-                then; the other prompts end, and a note of the error says which prompt failed.
+            ValueError: an argument of the wrong type, or a list of ``sampling_params``, priorities
+                or ``no_store`` whose length is not the number of prompts.
+            Exception: the error of a prompt, raised before anything is computed if it can be
+                known then. The other prompts are aborted, and a note of the error says which prompt
+                failed.
             EngineStoppedError: the engine was stopped by a failure.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
-            KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.
+            KeyboardInterrupt: Ctrl-C, at once; the requests end with the running step.
         """
 
         def ask() -> Sequence[_Asked]:
@@ -203,10 +202,9 @@ class LLM:
         no_store: bool | Sequence[bool] = False,
         raise_on_error: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written by the model's chat template.
+        """Answer one or several conversations, rendered by the model's chat template.
 
-        A conversation whose messages are wrong, or that the template refuses, is a prompt that
-        fails.
+        A conversation with invalid messages, or that the template rejects, is a prompt that fails.
 
         Args:
             messages: one conversation, a list of messages, or a list of conversations; a message
@@ -227,7 +225,7 @@ class LLM:
         return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
     def stats(self) -> EngineStats:
-        """What the pool holds, how often the prefix cache was hit, who runs and waits."""
+        """Statistics of the K/V pool, the prefix cache, and running and waiting requests."""
         return self.engine.stats()
 
     def _rendered(
@@ -249,7 +247,7 @@ class LLM:
             )
         if self.engine.thread.is_current:
             raise RuntimeError(
-                "[generate] it was called from inside a call of the same LLM; make a second LLM "
+                "[generate] it was called from inside a call of the same LLM; create a second LLM "
                 "for that"
             )
         raises = BOOL.check("generate", "raise_on_error", raise_on_error)
@@ -277,7 +275,7 @@ class LLM:
                             bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
                             bar.update()
             except BaseException:
-                # The next batch must not go on with these requests.
+                # The next batch must not continue these requests.
                 self.engine.drop(requests)
                 raise
         return [outputs[request_id] for request_id in requests]
@@ -295,7 +293,7 @@ class LLM:
                     request_id, prompt, params, priority=priority, no_store=no_store
                 )
             except EngineStoppedError:
-                raise  # No prompt is the reason.
+                raise  # No prompt caused it.
             except (ValueError, TypeError, RuntimeError) as error:
                 if batch.raises:
                     _say_which(error, request_id, batch)
@@ -305,7 +303,7 @@ class LLM:
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: it shows stderr, which is not a terminal."""
+    """Whether this runs in a Jupyter kernel, which shows stderr although it is not a terminal."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config
@@ -313,7 +311,7 @@ def _is_notebook() -> bool:
 
 def _progress_bar(num_prompts: int, is_shown: bool) -> Any:
     with warnings.catch_warnings():
-        # In a notebook without ipywidgets, tqdm asks for them, and its line of text is enough.
+        # In a notebook without ipywidgets, tqdm recommends to install them.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
     return tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
@@ -325,7 +323,7 @@ def _asked(
     priority: object,
     no_store: object,
 ) -> list[_Asked]:
-    """The arguments of a call, by prompt; one that is an exception failed before."""
+    """The arguments of a call, by prompt; an exception stands for a prompt that failed before."""
     num_prompts = len(prompts)
     return list(
         map(
@@ -341,7 +339,7 @@ def _asked(
 def _render(
     tokenizer: TokenizerWrapper, conversation: Any, template_options: Mapping[str, Any]
 ) -> Prompt | ChatTemplateError:
-    """The prompt of a conversation with its text, or the error that it failed with."""
+    """The prompt of a conversation with its text, or the error of its messages."""
     try:
         text, token_ids = encode_chat(tokenizer, conversation, template_options)
     except ChatTemplateError as error:
@@ -358,7 +356,7 @@ def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
 
 
 def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
-    """Note which of several prompts failed, and how the others get their answers."""
+    """Add a note that says which of several prompts failed, and how to get the other answers."""
     num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
     if num_prompts > 1:
         error.add_note(
@@ -380,7 +378,7 @@ def _failed(
 
 
 def _as_given(prompt: object) -> tuple[str | None, list[int]]:
-    """The text and the token ids of a prompt that failed, if it has them."""
+    """The text and the token ids of a prompt that failed, as far as it has them."""
     text = token_ids = prompt
     if isinstance(prompt, Mapping):
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

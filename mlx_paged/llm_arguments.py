@@ -1,4 +1,4 @@
-"""The arguments of :class:`LLM`'s calls, which may be one value or one for each prompt."""
+"""Checks of the arguments of :class:`LLM`, some of which have one value or one for each prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 
-# What stands for a prompt, and what may be given for all.
+# The domain of each value, and a description of the whole argument.
 _EACH: dict[str, tuple[Domain[Any], str]] = {
     "sampling_params": (
         or_none(
@@ -24,7 +24,7 @@ _EACH: dict[str, tuple[Domain[Any], str]] = {
     "priority": (whole(), "a list with a whole number for each prompt"),
     "no_store": (BOOL, "True or False, for all or a list with one for each prompt"),
 }
-# The template does not see these: they are arguments of the functions that render it.
+# These are arguments of the functions that render a template, and not variables of it.
 _NO_VARIABLES = {
     "tokenizer", "messages", "conversation", "tokenize", "return_dict", "return_tensors",
     "chat_template",
@@ -35,7 +35,7 @@ def one_for_each(name: str, given: object, num_prompts: int) -> list[Any]:
     """A value for each prompt: ``given`` is a list of them, or one (or ``None``) for all.
 
     Raises:
-        ValueError: the list has another length, or an element is of another type.
+        ValueError: the list has another length, or a value is invalid.
     """
     domain, what = _EACH[name]
     if given is None or isinstance(given, SamplingParams | bool):
@@ -62,9 +62,8 @@ def _checked(domain: Domain[Any], name: str, value: object) -> Any:
 
 
 def split_conversations(messages: object) -> list[Any]:
-    """The conversations of a call that takes one or several.
-
-    A list that begins with a message is one conversation, and a list of lists is several.
+    """The conversations of a call: a list that begins with a message is one, a list of lists is
+    several.
     """
     if isinstance(messages, Mapping):
         raise ValueError(

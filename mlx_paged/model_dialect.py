@@ -1,4 +1,4 @@
-"""``ModelDialect``: how a model writes what is not plain text, as mlx-lm found it out."""
+"""``ModelDialect``: how a model writes reasoning and tool calls, as detected by mlx-lm."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from mlx_paged.reasoning import ReasoningMarks
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# For each state, the marks that end it, and the states that they begin.
+# For each state, the marks that end it, with the states that follow.
 Marks: TypeAlias = "tuple[tuple[str, tuple[tuple[str, str], ...]], ...]"
 _ARGUMENTS = "[ARGS]"  # Mistral's
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes its calls of tools.
+    """How a model writes tool calls.
 
     Args:
         name: of mlx-lm's parser, such as ``"json_tools"`` or ``"qwen3_coder"``.
-        start, end: the marks around a call, or around several. An ``end`` that is empty is the end
-            of the answer.
+        start, end: the marks around one or several calls. An empty ``end`` is the answer's end.
         parse: (text between the marks, tools) to a mapping with ``name`` and ``arguments``, or to
             a list of them. It may raise anything.
-        arguments: the mark between the name and the arguments; empty where there is none.
-        token_ids: of each mark that is a special token to a grammar. Others are text.
-        start_token_ids, end_token_ids: what the marks are encoded as.
+        arguments: the mark between the name and the arguments; empty if there is none.
+        token_ids: the ids of marks that are special tokens to a grammar. Other marks are text.
+        start_token_ids, end_token_ids: the tokens of the marks.
     """
 
     name: str
@@ -43,7 +42,7 @@ class ToolFormat:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper) -> ToolFormat | None:
-        """That of a model; ``None`` where nothing says how it writes calls."""
+        """The format of the tokenizer's model; ``None`` if it is unknown."""
         if not tokenizer.tool_call_start or tokenizer.tool_parser is None:
             return None
         start, end = str(tokenizer.tool_call_start), tokenizer.tool_call_end or ""
@@ -70,14 +69,14 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ModelDialect:
-    """How a model writes reasoning and calls of tools.
+    """How a model writes reasoning and tool calls.
 
     Args:
-        reasoning: the marks around it; ``None`` for a model that has no marks.
-        tools: how it writes calls; ``None`` where nothing says so.
-        transitions: of a response format of the tokenizer's own, beside these.
-        initial_state: of such a format.
-        markers: that structure an answer, and that readers don't see.
+        reasoning: the marks around reasoning; ``None`` for a model without marks.
+        tools: the format of tool calls; ``None`` if it is unknown.
+        transitions: of the tokenizer's response format, if it has one.
+        initial_state: of that format.
+        markers: structural marks of an answer that are hidden from readers.
     """
 
     reasoning: ReasoningMarks | None = None
@@ -88,7 +87,7 @@ class ModelDialect:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper) -> ModelDialect:
-        """That of the model that a tokenizer belongs to."""
+        """The dialect of a tokenizer's model."""
         return _dialect_of(tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""``ReasoningMarks``: what stands around a model's reasoning, and how many tokens are between."""
+"""``ReasoningMarks``: the marks around a model's reasoning, and the number of tokens in it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-_NUM_TAIL_TOKENS = 16  # more than a mark and the space behind it have
+_NUM_TAIL_TOKENS = 16  # more than those of a mark and white space
 
 
 class ReasoningMarks(NamedTuple):
-    """What opens and what closes reasoning, as text and as tokens."""
+    """The marks that open and close reasoning, as text and as tokens."""
 
     start: str
     end: str
@@ -22,7 +22,7 @@ class ReasoningMarks(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper) -> ReasoningMarks | None:
-        """Those that mlx-lm found in the tokenizer; ``None`` for a model that has none."""
+        """The marks that mlx-lm found in the tokenizer; ``None`` if there are none."""
         start, end = tokenizer.think_start, tokenizer.think_end
         if not start or not end:
             return None
@@ -34,12 +34,12 @@ class ReasoningMarks(NamedTuple):
         return prompt.rstrip().endswith(self.start)
 
     def are_closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with a reasoning, so that an answer has none."""
+        """Whether the prompt ends with closed reasoning, so that an answer has none."""
         return prompt.rstrip().endswith(self.end)
 
     def without_empty_pair(self, prompt: str) -> str | None:
-        """The prompt without the marks at its end that have nothing between them, which templates
-        write where thinking is off; ``None`` where there are none.
+        """The prompt without the empty pair of marks at its end, which templates write if thinking
+        is off; ``None`` if there is none.
         """
         body = prompt.rstrip()
         if not body.endswith(self.end):
@@ -49,11 +49,11 @@ class ReasoningMarks(NamedTuple):
 
 
 class ReasoningLimit(NamedTuple):
-    """How long a request may reason.
+    """The limit of a request's reasoning.
 
     Args:
         num_tokens: between marks, in the whole answer.
-        is_open: the prompt has opened the reasoning already.
+        is_open: whether the prompt has already opened the reasoning.
     """
 
     marks: ReasoningMarks
@@ -64,7 +64,7 @@ class ReasoningLimit(NamedTuple):
     def of(
         cls, tokenizer: TokenizerWrapper | None, prompt_token_ids: Sequence[int], num_tokens: int
     ) -> ReasoningLimit | None:
-        """That of an answer to a prompt; ``None`` for a model whose reasoning has no marks."""
+        """For an answer to a prompt; ``None`` for a model whose reasoning has no marks."""
         marks = None if tokenizer is None else ReasoningMarks.of(tokenizer)
         if tokenizer is None or marks is None or not all(marks):
             return None
@@ -74,16 +74,16 @@ class ReasoningLimit(NamedTuple):
 
 
 class ReasoningTokens:
-    """Counts the tokens between the marks of reasoning, the marks included.
+    """Counts the tokens of reasoning, its marks included.
 
     Args:
-        marks: those of the model; without tokens of both, nothing is reasoning.
-        is_thinking: the prompt has opened it already.
+        marks: of the model; if either has no tokens, nothing is counted.
+        is_thinking: whether the prompt has already opened the reasoning.
 
     Attributes:
-        count: up to the last token that was added.
-        num_within: of these, those that belong to no whole mark.
-        is_thinking: the last token that was added is within reasoning.
+        count: tokens of reasoning so far.
+        num_within: of these, the tokens that are not part of a complete mark.
+        is_thinking: whether the last token is within reasoning.
     """
 
     def __init__(self, marks: ReasoningMarks | None, is_thinking: bool = False):
@@ -94,7 +94,7 @@ class ReasoningTokens:
         self._last: deque[int] = deque(maxlen=longest)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """The next tokens."""
+        """Count the next tokens."""
         if self._marks is None:
             return
         _, _, start, end = self._marks

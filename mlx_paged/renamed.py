@@ -1,4 +1,4 @@
-"""Public names of the version before this one. They work for one more version, with a warning."""
+"""Public names of the previous version, which work for one more version with a warning."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RenamedMethod:
 
     def __get__(self, instance: object, owner: type) -> Any:
         warnings.warn(
-            f"{self._old_name} is called {self.new_name} now; the old name goes with the next "
-            "version",
+            f"{self._old_name} is called {self.new_name} now; the next version removes the old "
+            "name",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -1,6 +1,4 @@
-"""``replaced_file``: a file that is written aside, and so is never half there. Imports no MLX: the
-chat writes its transcripts so, and snapshots their tensors.
-"""
+"""``replaced_file``: writes a file atomically. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -13,17 +11,14 @@ from typing import BinaryIO
 
 @contextmanager
 def replaced_file(file: Path) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the place of ``file`` when the body ends. If the body
-    raises, nothing has changed.
+    """A new file to write, which replaces ``file`` when the body ends, unless it raises.
 
-    Its owner alone can read it, whatever the mode of the file in whose place it is put: these files
-    hold conversations.
-
-    A link stays one, and what it leads to is replaced.
+    Only its owner can read it, whatever the mode of the replaced file: these files hold
+    conversations. A symbolic link is kept, and its target is replaced.
 
     Raises:
-        OSError: the system refuses, or the disk is full.
-        RuntimeError: the name leads into a circle of links.
+        OSError: the file can't be written.
+        RuntimeError: the name is a loop of symbolic links.
     """
     file = file.resolve()
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Requests to the engine and its answers. Imports no MLX; the names are vLLM's."""
+"""Requests to the engine and their outputs, with vLLM's names. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StopReason: TypeAlias = int | str | tuple[int, ...] | None
 
 
 def _read_text(value: object) -> str | None:
-    # Block hashes take exactly str: a subclass may be refused, or differ from an equal text.
+    # Block hashes need exactly str: a subclass may be refused, or hash differently.
     return str.__str__(value) if isinstance(value, str) else None
 
 
@@ -42,24 +42,24 @@ def check_cache_salt(cache_salt: object) -> str | None:
 
 
 PENDING_TOKEN = -1
-"""Stands in ``token_ids`` for the token that a step samples, while the next step is planned."""
+"""Placeholder in ``token_ids`` for the token of a step in flight, while the next one is planned."""
 
 
 class TokenRules(NamedTuple):
-    """What a request's parameters require of tokens, in the ids of its model and tokenizer."""
+    """A request's constraints on tokens, in the ids of its model and tokenizer."""
 
-    eos_token_ids: frozenset[int] = frozenset()  # of those that the model has
+    eos_token_ids: frozenset[int] = frozenset()  # within the model's vocabulary
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
-    grammar: CompiledGrammar | None = None  # what the answer has to be
-    reasoning: ReasoningLimit | None = None  # how long it may reason
+    grammar: CompiledGrammar | None = None  # of the answer
+    reasoning: ReasoningLimit | None = None
 
 
 NO_RULES = TokenRules()
 
 
 class ModuleState:
-    """What one module keeps of a request between two steps. Each module derives a class of its own
-    and reads that class only, so that requests don't depend on the modules that work on them.
+    """The state that a module keeps for a request between two steps. Each module derives its own
+    class, so that requests don't depend on the modules that process them.
     """
 
     __slots__ = ()
@@ -68,41 +68,40 @@ class ModuleState:
 class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again, after it ran
+    PREEMPTED = "preempted"  # waiting again
     FINISHED = "finished"
 
 
 class Request:
-    """One sequence on its way through the engine: a completion of a prompt, with its tokens and how
-    many of them are computed.
+    """A sequence in the engine: a completion of a prompt, with its tokens and the number of those
+    that are computed.
 
     There is no prefill phase and no decode phase: the remaining work is ``num_tokens -
     num_computed_tokens``. A request for n completions begins as one sequence and is forked when its
     prompt is computed.
 
     Attributes:
-        seq_id: the sequence's name in the cache: the request's id and the index of the completion.
+        seq_id: identifies the sequence in the cache: request id and index of the completion.
         token_ids: prompt and answer; :data:`PENDING_TOKEN` may be the last one.
         num_computed_tokens: how many of them have K/V, or will have them after the current step.
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
-        no_store: none of its blocks is written to disk.
-        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran;
-            of these, ``num_read_tokens`` had come from disk for it.
-        num_saved_blocks: full blocks that a tier on disk has taken note of.
-        first_scheduled_time: when a step took it on for the first time; before that, its
-            ``arrival_time``.
-        prefix_report: why these were not more, where the scheduler remembers past sequences.
-        order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
-            the highest is preempted first.
-        num_preemptions: how often it had to wait again; after some times it makes way for no more
-            urgent one.
-        num_drafted_tokens: drafts that were verified, and of these accepted:
-            ``num_accepted_tokens``.
-        num_unscored_tokens: prompt tokens whose log-probabilities are wanted and not read yet; they
-            are the last ones.
-        sampling_state: what the sampler keeps between two tokens.
-        draft_state: what the drafter keeps between two steps.
+        no_store: whether its blocks are kept from being written to disk.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request first ran;
+            ``num_read_tokens`` of them were read from disk for it.
+        num_saved_blocks: full blocks that were passed to a tier on disk.
+        first_scheduled_time: when it was first scheduled; before that, its ``arrival_time``.
+        prefix_report: why no more tokens were cached, if the scheduler keeps past sequences.
+        order: the position in the queue, assigned by the scheduler on arrival; the lowest runs
+            first, the highest is preempted first.
+        num_preemptions: how often it was preempted; after a number of times, more urgent requests
+            no longer preempt it.
+        num_drafted_tokens: drafts that were verified; ``num_accepted_tokens`` of them were
+            accepted.
+        num_unscored_tokens: the last prompt tokens, whose requested log-probabilities are not read
+            yet.
+        sampling_state: the sampler's state between two tokens.
+        draft_state: the drafter's state between two steps.
     """
 
     __slots__ = (
@@ -158,7 +157,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.token_rules = token_rules
-        # Log-probabilities of a prompt's tokens, if they are wanted. The first one has none.
+        # Log-probabilities of the prompt's tokens, if requested. The first token has none.
         is_scored = params.prompt_logprobs is not None
         self.num_unscored_tokens = self.num_prompt_tokens - 1 if is_scored else 0
         self.seed = seed
@@ -196,13 +195,13 @@ class Request:
 
     @property
     def num_seqs(self) -> int:
-        """How many sequences this is, or will be when its prompt is computed."""
+        """The number of sequences that this is, or will be when its prompt is computed."""
         is_whole = self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
         return self.params.n if is_whole else 1
 
     @property
     def awaits_token(self) -> bool:
-        """Whether its last token is sampled and not read yet."""
+        """Whether its last token is pending: sampled, but not read yet."""
         return self.token_ids[-1] == PENDING_TOKEN
 
     @property
@@ -210,8 +209,8 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def num_scored_rows(self, start: int, end: int) -> int:
-        """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is
-        not scored yet. A row's logits are of the token after it.
+        """The number of rows ``start : end`` whose logits score a prompt token that is not scored
+        yet. A row's logits score the token after it.
         """
         num_scored = self.num_prompt_tokens - 1 - self.num_unscored_tokens
         return max(0, min(end, self.num_prompt_tokens - 1) - max(start, num_scored))
@@ -225,7 +224,7 @@ class Request:
         return None
 
     def forget_awaited_token(self) -> None:
-        """The token that it awaits does not come."""
+        """Drop the pending token, which will not be read."""
         if self.awaits_token:
             self.token_ids.pop()
 
@@ -263,7 +262,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's log-probability at one position, its rank there (1: the most likely), its text."""
+    """A token's log-probability at one position, its rank (1 is the most likely), and its text."""
 
     logprob: float
     rank: int
@@ -271,8 +270,8 @@ class Logprob:
 
 
 class CallableBool(int):
-    """A bool that may be called, too. In vLLM, ``finished`` is an attribute of a
-    ``RequestOutput`` and a method of a ``CompletionOutput``; here both are either.
+    """A bool that can also be called. In vLLM, ``finished`` is an attribute of a
+    ``RequestOutput`` and a method of a ``CompletionOutput``; here it is both in either.
     """
 
     def __call__(self) -> bool:
@@ -285,7 +284,7 @@ class CallableBool(int):
 
 
 class _Finished:
-    """A field of an output, False by default, that is read as a :class:`CallableBool`."""
+    """A field of an output, False by default, whose value is a :class:`CallableBool`."""
 
     @overload
     def __get__(self, output: None, kind: type) -> bool: ...
@@ -299,8 +298,8 @@ class _Finished:
 
 
 class _Copied:
-    """Copied field by field, in a third of the time that ``copy.copy`` takes for other objects:
-    outputs are copied for each token.
+    """Copied in a third of the time that ``copy.copy`` takes by default, since outputs are copied
+    for each token.
     """
 
     def __copy__(self) -> Self:
@@ -314,15 +313,15 @@ class CompletionOutput(_Copied):
     """One completion of a request, as far as it has been generated.
 
     Args:
-        text: whole characters only; text that may begin a stop text is held back until that is
-            decided.
+        text: whole characters only; the end of the text is held back while it may begin a stop
+            text.
         cumulative_logprob: the sum over the tokens, if ``logprobs`` were requested.
         logprobs: for each token, those of the most likely tokens and its own.
-        num_drafted_tokens: drafts of its tokens that were verified, and of these accepted:
-            ``num_accepted_tokens``.
+        num_drafted_tokens: drafts that were verified; ``num_accepted_tokens`` of them were
+            accepted.
         finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
-            (``max_tokens``, or the K/V budget), ``"abort"``, ``"error"``, or ``None`` while it
-            continues.
+            (``max_tokens``, the context limit or the K/V budget), ``"abort"``, ``"error"``, or
+            ``None`` while it continues.
         stop_reason: the stop text, the token id or the sequence of token ids that ended it;
             ``None`` for the end of sequence.
     """
@@ -351,18 +350,16 @@ class RequestOutput(_Copied):
         prompt: the text, if the prompt was given as text.
         outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
-        num_read_tokens: of these, the tokens whose K/V were read from disk for this request.
-        prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
+        num_read_tokens: the number of these whose K/V were read from disk for this request.
+        prefix_report: why no more were cached; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
-        error: what failed the request or some of its completions. One rule holds for all calls:
-            where a prompt has failed, its error is raised (:meth:`raise_if_failed`), and the call
-            ends. Outputs of several prompts hold errors where the call asks for that
-            (``raise_on_error=False``), and those of :meth:`Engine.step` always do: its requests
-            belong to different readers.
+        error: the error of the request, or of some of its completions. Calls raise it
+            (:meth:`raise_if_failed`), except those with ``raise_on_error=False``, and
+            :meth:`Engine.step`, whose requests belong to different readers.
         time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
-        prompt_logprobs: for each prompt token, as far as they are computed, those of the most
-            likely tokens at its place and its own; ``None`` for the first one. ``None`` where none
-            were asked for.
+        prompt_logprobs: for each prompt token that is computed, the log-probabilities of the most
+            likely tokens at its position and its own; ``None`` for the first token. ``None`` if
+            they were not requested.
     """
 
     request_id: str
@@ -378,9 +375,7 @@ class RequestOutput(_Copied):
     num_read_tokens: int = 0
 
     def raise_if_failed(self) -> None:
-        """Raise what failed the request. Where some of its completions did not fail, they are an
-        answer, and nothing is raised.
-        """
+        """Raise the request's error, unless some of its completions did not fail."""
         has_failed = all(completion.finish_reason == "error" for completion in self.outputs)
         if self.error is not None and has_failed:
             raise self.error

@@ -1,9 +1,9 @@
-"""The fields of ``SamplingParams``, each declared once. Imports no MLX.
+"""The fields of ``SamplingParams``, each declared once. Does not import MLX.
 
-A new parameter is a field here; its use is in the engine.
+A new parameter is declared here, and used in the engine.
 """
 
-# ruff: noqa: RUF009 - param makes a field of the dataclass, and no value.
+# ruff: noqa: RUF009 - param returns a field of the dataclass, not a value.
 from __future__ import annotations
 
 import math
@@ -47,12 +47,12 @@ class RequestOutputKind(Enum):
     """What each output of a request holds; as in vLLM."""
 
     CUMULATIVE = 0  # the answer so far
-    DELTA = 1  # what is new since the output before
-    FINAL_ONLY = 2  # the whole answer, once, when it is finished
+    DELTA = 1  # what is new since the previous output
+    FINAL_ONLY = 2  # the whole answer, once it is finished
 
 
 def _read_stop(value: object) -> int | tuple[int, ...] | None:
-    """A stop token, or a sequence of two tokens and more."""
+    """A stop token, or a sequence of two or more tokens."""
     tokens = [TOKEN.read(each) for each in (value if is_sequence(value) else [value])]
     if not tokens or None in tokens:
         return None
@@ -111,7 +111,8 @@ class DeclaredSamplingParams:
     )
     temperature: float = param(
         0.0,
-        "of sampling; 0 takes the most likely token and ignores top_p, top_k, min_p and XTC.",
+        "sampling temperature; 0 takes the most likely token and ignores top_p, top_k, min_p and "
+        "XTC.",
         number(0, math.inf, "a number, at least 0"),
         Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
         elsewhere="temp",
@@ -170,8 +171,8 @@ class DeclaredSamplingParams:
     )
     seed: int | None = param(
         None,
-        "the seed of this request's draws, which then do not depend on other requests; "
-        "``None`` takes a fresh one.",
+        "the random seed of this request, whose draws then do not depend on other requests; "
+        "``None`` takes a random one.",
         or_none(whole()),
         elsewhere="random_seed",
         per_row=True,
@@ -189,7 +190,7 @@ class DeclaredSamplingParams:
     )
     frequency_penalty: float = param(
         0.0,
-        "the same, once for each occurrence; 0 is off.",
+        "the same for each occurrence; 0 is off.",
         _NUMBER,
     )
     logit_bias: Mapping[int, float] = param(
@@ -200,13 +201,13 @@ class DeclaredSamplingParams:
     )
     allowed_token_ids: Sequence[int] | None = param(
         None,
-        "no other token is drawn; ``None`` allows all.",
+        "the only tokens that may be drawn; ``None`` allows all.",
         or_none(Several("token ids, at least one", TOKEN.read, least=1)),
     )
     bad_words: str | Sequence[str] = param(
         (),
-        "texts that the answer never has: their last token is not drawn where the answer ends "
-        "with the tokens before it. Each is looked for with and without a space before it.",
+        "texts that must not occur in the answer: the last token of each is not drawn after its "
+        "other tokens. Each is matched with and without a space before it.",
         _TEXTS,
         elsewhere="bad_words_ids no_bad_words",
     )
@@ -220,14 +221,14 @@ class DeclaredSamplingParams:
     stop_token_ids: Sequence[int | Sequence[int]] = param(
         (),
         "end at the first of these tokens, whose text is left out. An entry may be a sequence "
-        "of token ids, at whose last one the answer ends.",
+        "of token ids, and the answer ends with its last one.",
         Several("token ids, or sequences of token ids", _read_stop),
         elsewhere="eos_token_id eos_token_ids stop_tokens",
         per_row=True,
     )
     include_stop_str_in_output: bool = param(
         False,
-        "the text keeps what ended it: the stop text, or the text of the stop token.",
+        "keep the stop text, or the text of the stop token, at the end of the answer.",
         BOOL,
         elsewhere="no_stop_trim",
         per_row=True,
@@ -240,8 +241,8 @@ class DeclaredSamplingParams:
     )
     min_tokens: int = param(
         0,
-        "nothing ends the answer among its first tokens, this many: neither the end of "
-        "sequence nor stop tokens are drawn there, and stop texts that end there don't count.",
+        "the least tokens of the answer: among them, neither the end of sequence nor stop tokens "
+        "are drawn, and stop texts that end there are ignored.",
         whole(0),
         elsewhere="min_new_tokens min_length",
     )
@@ -254,7 +255,7 @@ class DeclaredSamplingParams:
             also=("-m",),
             default=-1,
             help="tokens per answer",
-            says="-1, as many as the context holds",
+            says="-1, up to the context limit",
         ),
         elsewhere="max_new_tokens max_gen_tokens max_completion_tokens n_predict",
         per_row=True,
@@ -277,8 +278,8 @@ class DeclaredSamplingParams:
     )
     detokenize: bool = param(
         True,
-        "whether the answer has text; without it, decoding costs nothing, and there can be no "
-        "stop texts.",
+        "decode the answer to text. Without it there can be no stop texts, and decoding costs "
+        "nothing.",
         BOOL,
         per_row=True,
         wire=False,
@@ -286,15 +287,15 @@ class DeclaredSamplingParams:
     skip_special_tokens: bool = param(
         True,
         "leave the tokenizer's special tokens out of the text. A stop text that is a special "
-        "token counts all the same.",
+        "token still ends the answer.",
         BOOL,
         per_row=True,
     )
     logits_processors: Sequence[LogitsProcessor] = param(
         (),
         "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
-        "vocab_size]``) to new logits, after the penalties. One that raises fails its request "
-        "and no other.",
+        "vocab_size]``) to new logits, after the penalties. If one raises, only its request "
+        "fails.",
         Several("functions", such("functions", callable).read),
         wire=False,
     )
@@ -307,8 +308,8 @@ class DeclaredSamplingParams:
     )
     structured_outputs: StructuredOutputsParams | None = param(
         None,
-        "what the answer has to be, such as JSON of a schema; ``None`` is free text. It needs "
-        "the end of sequence, so ``ignore_eos`` does not go with it.",
+        "the structure of the answer, such as JSON of a schema; ``None`` is free text. It can't "
+        "be combined with ``ignore_eos``.",
         or_none(
             such(
                 "StructuredOutputsParams",
@@ -323,17 +324,16 @@ class DeclaredSamplingParams:
     )
     thinking_token_budget: int | None = param(
         None,
-        "the model's reasoning ends after this many tokens: then the mark that ends it is the only "
-        "token that can come. ``None`` is no limit. It has no effect on a model whose tokenizer "
-        "has no marks of reasoning.",
+        "end the model's reasoning after this many tokens, by forcing the mark that closes it. "
+        "``None`` is no limit. It has no effect on models whose tokenizer has no reasoning marks.",
         or_none(whole(0)),
         elsewhere="thinking_budget reasoning_budget budget_tokens",
     )
     output_kind: RequestOutputKind = param(
         RequestOutputKind.CUMULATIVE,
-        "whether each output has the answer so far, only what is new, or whether there is but "
-        "one. An output with what is new has the completions that go on, and the last one has "
-        "all of them. What it costs does not grow with the answer.",
+        "whether each output has the answer so far or only what is new, or there is only one. An "
+        "output with what is new has the completions that continue, and the last one has all of "
+        "them; its cost does not grow with the answer.",
         such(
             "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
             lambda value: isinstance(value, RequestOutputKind),

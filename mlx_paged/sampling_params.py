@@ -1,5 +1,5 @@
-"""``SamplingParams``: how one request is sampled, when it ends and what is reported of it. Imports
-no MLX; the names are vLLM's, or mlx-lm's where vLLM has none.
+"""``SamplingParams``: how a request is sampled, when it ends and what its outputs contain. Does not
+import MLX; the names are vLLM's, or mlx-lm's if vLLM has none.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-# Not where the class is: the advice is made from the declared parameters, one of which is of it.
+# Not where the class is defined: the advice needs the declared parameters, which need the class.
 constructor_refuses_unknown_arguments("params")(StructuredOutputsParams)
 
 
 @constructor_refuses_unknown_arguments("params")
 @dataclass(frozen=True)
 class SamplingParams(DeclaredSamplingParams):
-    """How one request is sampled and when it ends. The names are vLLM's, the defaults mlx-lm's:
+    """How a request is sampled and when it ends. The names are vLLM's, the defaults mlx-lm's:
     greedy, 256 tokens.
 
     Args:
 
     Raises:
-        ArgumentError: a value out of its range, named.
+        ArgumentError: a value is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -67,19 +67,19 @@ class SamplingParams(DeclaredSamplingParams):
             )
         if self.structured_outputs is not None and self.ignore_eos:
             raise ArgumentError(
-                "[sampling_params] ignore_eos does not go with structured_outputs: what has the "
-                "structure ends with the end of sequence",
+                "[sampling_params] ignore_eos can't be combined with structured_outputs: a "
+                "structured answer ends with the end of sequence",
                 "ignore_eos",
             )
 
     @property
     def is_slow_to_prepare(self) -> bool:
-        """Whether there are words to encode or a grammar to compile before a request begins."""
+        """Whether words must be encoded, or a grammar compiled, before a request begins."""
         return bool(self.bad_words) or self.structured_outputs is not None
 
     @property
     def has_functions(self) -> bool:
-        """Whether a sampler or logits processors of the user's are called."""
+        """Whether the user's sampler or logits processors are called."""
         return self.sampler is not None or bool(self.logits_processors)
 
     @property

@@ -1,4 +1,4 @@
-"""stdin, stdout and stderr of a program whose user may have closed, filled or redirected them."""
+"""Access to stdin, stdout and stderr, any of which may be closed, full or redirected."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ NO_STDOUT = "standard output is closed: there is nowhere to write to"
 
 
 class InputError(ValueError):
-    """Stdin is closed, or can't be read; the message says why."""
+    """Stdin is closed or can't be read; the message says why."""
 
 
 class OutputLostError(Exception):
-    """What should go to stdout can't be written; the message says why."""
+    """Stdout can't be written; the message says why."""
 
 
 def open_closed_streams() -> None:
-    """Keep the numbers of the standard streams from other files, and let text of any bytes pass.
+    """Reserve the descriptors of closed standard streams, and let any bytes and characters pass.
 
-    A stream that was closed when the program began stays ``None`` in ``sys``. /dev/null takes its
-    number, or else the next file to be opened would get it, and with it what a library prints.
+    A stream that was closed when the program began stays ``None`` in ``sys``. Its descriptor is
+    opened as /dev/null: otherwise the next file to be opened would get it, and with it the output
+    of libraries.
     """
     for number in (0, 1, 2):
         try:
@@ -35,21 +36,20 @@ def open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "replace")):
-        # A byte that this locale can't read, or a character that it can't write, must not end a
-        # chat.
+        # A byte or a character that this locale can't represent must not end a chat.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def say(text: str) -> None:
-    """Write lines to stderr, in which control characters are seen and not obeyed: what is said may
-    quote a file, a model or a request.
+    """Write lines to stderr, with control characters escaped: they may quote a file, a model or a
+    request.
     """
     write_codes(f"{harmless(text)}\n")
 
 
 def write_codes(text: str) -> None:
-    """Write to stderr as it is; if that is closed or full, the error can't be reported."""
+    """Write text unchanged to stderr; if that is closed or full, the error can't be reported."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -57,7 +57,7 @@ def write_codes(text: str) -> None:
 
 @contextlib.contextmanager
 def warnings_as_lines(say: Callable[[str], object]) -> Iterator[None]:
-    """Say warnings a line each, without the place in the code where they arose."""
+    """Print each warning as one line, without its place in the code."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         say(" ".join(str(message).split()))
@@ -90,11 +90,11 @@ def _read(read: Callable[[TextIO], str]) -> str:
 
 
 def write(text: str) -> None:
-    """Write to stdout, now.
+    """Write to stdout, and flush it.
 
     Raises:
         OutputLostError: stdout is closed, or its disk is full.
-        BrokenPipeError: the reader has left.
+        BrokenPipeError: the reader has closed the pipe.
     """
     if sys.stdout is None:
         raise OutputLostError(NO_STDOUT)
@@ -108,7 +108,7 @@ def write(text: str) -> None:
 
 
 def finish_output(status: int, prog: str) -> int:
-    """Write out what stdout still buffers; returns ``status``, or 1 if output was lost."""
+    """Flush stdout; returns ``status``, or 1 if output was lost."""
     if sys.stdout is None:
         if status == 0:
             say(f"{prog}: error: {NO_STDOUT}")
@@ -124,7 +124,7 @@ def finish_output(status: int, prog: str) -> int:
 
 
 def discard_output() -> None:
-    """Drop what stdout still buffers, so that Python does not complain about it as it exits."""
+    """Drop the buffered output, so that Python does not report an error when it exits."""
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

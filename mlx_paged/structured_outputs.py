@@ -1,4 +1,4 @@
-"""``StructuredOutputsParams``: what an answer has to be. Imports no MLX; the names are vLLM's."""
+"""``StructuredOutputsParams``: the structure of an answer. The names are vLLM's. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_paged.argument_values import is_sequence
 from mlx_paged.domains import BOOL, TOKEN, Domain, Several, or_none, such
 from mlx_paged.errors import ArgumentError, one_line, shown
 
-# Characters. What compiling a grammar takes, in time and in stack, grows with its text.
+# Characters. The time and the stack that compiling a grammar takes grow with its text.
 MAX_GRAMMAR_LEN = 2**18
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -19,32 +19,32 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What a request's answer has to be: exactly one of ``json``, ``regex``, ``choice``,
-    ``grammar`` and ``json_object``. Tokens that would lead away from it are not drawn.
+    """The structure of a request's answer: exactly one of ``json``, ``regex``, ``choice``,
+    ``grammar`` and ``json_object``. Tokens that violate it are not drawn.
 
-    An answer that ends by itself is complete; one that ``max_tokens``, the context or a stop text
-    cuts is the beginning of one that would be.
+    An answer that ends by itself is complete; one that is cut by ``max_tokens``, the context or a
+    stop text is the beginning of a complete one.
 
     Args:
-        json: JSON that is valid for this schema, a mapping or its text. ``True`` and ``{}`` are any
-            JSON. It stays as text.
+        json: JSON that is valid for this schema, a mapping or its text. ``True`` and ``{}`` allow
+            any JSON. It is stored as text.
         regex: text that matches the whole of this regular expression, in the syntax of Rust's
             ``regex``: no look-around, no back references.
         choice: one of these texts.
         grammar: text of this context-free grammar, in llguidance's variant of Lark; it begins with
             the rule ``start``.
         json_object: any JSON object.
-        whitespace_flexible: JSON may have any white space between its tokens. By default it is one
-            line, with at most a space after each comma and colon, so that no answer is lost in
+        whitespace_flexible: allow any white space between the tokens of JSON. By default it is one
+            line, with at most a space after each comma and colon, so that a model can't generate
             endless white space.
-        begin_after: token ids. The answer is free until it has had them in this order, such as the
-            end of a model's reasoning, and can't end before; what follows them is structured.
-            Empty: from the first token on.
-        reasoning_start: token ids that open what is free. An answer that does not begin with them
-            is structured from its first token on. Empty: it is free in any case.
+        begin_after: a sequence of token ids, such as the end of a model's reasoning. The answer is
+            unconstrained, and can't end, until they have occurred; then the structure begins.
+            Empty: it begins with the first token.
+        reasoning_start: token ids that open the unconstrained part. An answer that does not begin
+            with them is structured from its first token on. Empty: it always has such a part.
 
     Raises:
-        ArgumentError: none of the five or several, or a value that can't be one.
+        ArgumentError: not exactly one of the five is given, or a value is invalid.
     """
 
     json: str | bool | Mapping[str, Any] | None = None
@@ -71,7 +71,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", schema_text(self.json))
         if self.reasoning_start and not self.begin_after:
             raise ArgumentError(
-                "[structured_outputs] reasoning_start needs begin_after, which ends what it opens",
+                "[structured_outputs] reasoning_start needs begin_after, the end of what it opens",
                 "reasoning_start",
             )
         self._check_length(given[0])
@@ -93,10 +93,10 @@ class StructuredOutputsParams:
 
 
 def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
-    """A JSON schema as text in one form.
+    """A JSON schema as normalised text.
 
     Raises:
-        ArgumentError: text that is not JSON, a mapping that JSON can't have, or no schema.
+        ArgumentError: text that is not JSON, a mapping that can't be JSON, or not a schema.
     """
     try:
         read = loads(schema) if isinstance(schema, str) else schema
@@ -120,7 +120,7 @@ def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
 
 
 def _is_unicode(value: object) -> bool:
-    """Whether a value is a text that can be written in UTF-8: none with half of a character."""
+    """Whether a value is text that can be encoded in UTF-8, without lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -132,7 +132,7 @@ def _read_choice(value: object) -> tuple[str, ...] | None:
     return tuple(value) or None if is_right else None  # type: ignore[arg-type]
 
 
-# What says that a kind is not given.
+# The value of a kind that is not given.
 _NOT_GIVEN: dict[str, bool | None] = {**dict.fromkeys(KINDS), "json_object": False}
 _TEXT = or_none(such("a text that is not empty", lambda text: _is_unicode(text) and text != ""))
 _TOKENS = Several("token ids", TOKEN.read)

@@ -1,4 +1,4 @@
-"""Token ids in every form that users give them, read into Python integers. Imports no MLX."""
+"""Converts token ids of any form to Python integers. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Array(Protocol):
 
 
 def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") -> list[int]:
-    """The token ids as Python integers. The model would look up any other number in silence.
+    """The token ids as Python integers, checked because a model looks up any number silently.
 
     Raises:
-        ValueError: not a sequence or an array of one dimension, or one of them is not an integer or
-            is outside the vocabulary; the message says its position.
+        ValueError: not a sequence or an array of one dimension, or an element is not an integer or
+            is outside the vocabulary; the message gives its position.
     """
     checked: list[int] = []
     for token in _elements(token_ids, name):
@@ -65,9 +65,7 @@ def _elements(token_ids: object, name: str) -> Sequence[object]:
 
 
 def is_array(value: object) -> TypeGuard[Array]:
-    """Whether a value is an array, which is known by what it offers: there are more libraries than
-    numpy and MLX.
-    """
+    """Whether a value is an array, judged by its attributes, which works for any library."""
     return (
         hasattr(value, "tolist")
         and hasattr(value, "ndim")
@@ -76,7 +74,7 @@ def is_array(value: object) -> TypeGuard[Array]:
 
 
 def read_array(array: Array, name: str) -> list[object]:
-    """The elements of an array; raises ``ValueError`` where it can't be read."""
+    """The elements of an array; raises ``ValueError`` if it can't be read."""
     try:
         elements: list[object] = array.tolist()
     except Exception as error:

@@ -103,7 +103,7 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("SamplingParams", "bad_words_ids", "use bad_words"),
         ("generate", "max_new_tokens", "use max_tokens"),
         ("generate", "max_kv_size", "use window, the tokens that are kept"),
-        ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
+        ("generate", "prompt_cache", "an engine reuses the K/V of common prefixes by itself"),
         ("generate", "kv_bits", "use kv_format: 8, 4 or 'K:8,V:4'"),
         ("generate", "num_speculative_tokens", "use num_draft_tokens"),
         ("LLM", "speculative_config", "give draft_model and num_draft_tokens instead"),

@@ -203,7 +203,8 @@ def test_the_tables_of_the_guide_are_those_of_the_declarations():
     """``python -m paged_testing.option_tables``, in tools/, writes them."""
     names = {str(path.relative_to(REPOSITORY)) for path in pages()}
     assert names == {
-        *("docs/guide/chat.md", "docs/guide/library.md", "docs/guide/options.md"),
+        *("docs/guide/cache-tool.md", "docs/guide/chat.md"),
+        *("docs/guide/library.md", "docs/guide/options.md"),
         *("docs/guide/restarts.md", "docs/guide/server.md", "docs/guide/server/seeing.md"),
         "docs/guide/memory.md",
     }

@@ -22,7 +22,7 @@ def test_a_method_under_its_old_name_warns_and_is_the_new_one():
         assert Shelf().hold("a") == "pinned a"
     (warning,) = caught
     assert str(warning.message) == (
-        "Shelf.hold is called pin now; the old name goes with the next version"
+        "Shelf.hold is called pin now; the next version removes the old name"
     )
     assert warning.filename == __file__, "the caller's line is named"
 

@@ -1,7 +1,6 @@
-"""Chat with a model in the terminal: ``mlx-paged chat``, or with a message, once.
+"""Chat with a model in the terminal: ``mlx-paged chat``, with a message for a single answer.
 
-The answer goes to stdout and everything else to stderr, so that it can be piped. Nothing heavy is
-imported until the arguments are known to be right.
+Answers go to stdout and everything else to stderr.
 """
 
 from mlx_paged.chat.command_line import setup_arg_parser

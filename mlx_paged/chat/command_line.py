@@ -1,55 +1,58 @@
-"""The flags of the chat, which follow ``mlx_lm.chat``, what of them /set changes, and errors that
-name them. No MLX here.
+"""The chat's flags, named after those of ``mlx_lm.chat``, and the settings that /set changes. Does
+not import MLX.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.declarations import Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, Domain, one_of, such
+from mlx_paged.errors import one_line
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.standard_streams import write
 
 _TEXT = such("a text", lambda value: isinstance(value, str))
 OPTIONS = {
-    "seed": Option("seed of the sampling", AT_LEAST_0, default=0),
+    "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
     "system_prompt": Option("system prompt of the conversation", _TEXT),
     "prompt_cache_file": Option(
-        "K/V that stand before the conversation: a file of mlx_lm.cache_prompt, or a snapshot",
+        "continue the prompt whose K/V are in this file: of mlx_lm.cache_prompt, or a snapshot",
         replace(_TEXT, metavar="FILE"),
     ),
-    "hide_thinking": Option("do not show the model's reasoning (<think>)", BOOL, default=False),
+    "hide_thinking": Option("hide the model's reasoning (<think>)", BOOL, default=False),
     "prefill_step_size": Option(
         "prompt tokens computed at a time",
         AT_LEAST_1,
         says=f"as many as take --prefill-step-seconds, up to {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
     ),
     "plain": Option(
-        "write answers to a terminal as they come, for screen readers too: no markdown, no dimmed "
-        "or moving lines",
+        "write plain text to a terminal, for screen readers too: no markdown, no dimmed or redrawn "
+        "lines",
         BOOL,
         default=False,
     ),
     "json": Option(
-        "with a message: write the answer with its figures, or an error, as one JSON object",
+        "with a message: write the answer and its statistics, or an error, as one JSON object",
         BOOL,
         default=False,
     ),
     "verbose": Option(
-        "say all figures of the model, the cache and each answer", BOOL, default=False
+        "print all statistics of the model, the cache and each answer", BOOL, default=False
     ),
 }
-# Arguments of the library that flags are passed on as. Errors say kv='basic', as in the library.
-_FLAGS = {
+# The flags by the library's arguments, for errors. "kv" is left out: errors quote kv='basic'.
+FLAGS = {
     **flags.FLAGS,
     **{name: flag for name, flag in flags.engine_flags("chat").items() if name != "kv"},
     "max_num_batched_tokens": "--prefill-step-size",
@@ -58,16 +61,16 @@ _FLAGS = {
 
 def setup_arg_parser(prog: str | None = None) -> parser.Parser:
     """The argument parser of the chat, for a program of this name."""
-    chat = parser.Parser(
+    chat = _Parser(
         prog=prog or _name_as_called(),
         description="Chat with a model in the terminal, or ask it once.",
-        flags=flags.SAMPLING | _FLAGS,
+        flags=flags.SAMPLING | FLAGS,
         usage="%(prog)s [options] [message]",
     )
     chat.add_argument(
         "message",
         nargs="?",
-        help="answer this once and leave; - reads one message, of any number of lines, from stdin",
+        help="answer this message and exit; - reads it, of any number of lines, from stdin",
     )
     flags.add_flags(chat, "chat", OPTIONS)
     chat.add_version()
@@ -75,12 +78,32 @@ def setup_arg_parser(prog: str | None = None) -> parser.Parser:
 
 
 def error_line(error: BaseException) -> str:
-    """What an error says, on one line, with the flag in place of the argument it is about."""
-    return parser.error_line(error, _FLAGS)
+    """The text of an error on one line, with flags in place of the library's arguments."""
+    return parser.error_line(error, FLAGS)
+
+
+def write_json(content: Mapping[str, Any]) -> None:
+    """Write one line of JSON to stdout, in ASCII, which every locale can write."""
+    write(json.dumps(content) + "\n")
+
+
+class _Parser(parser.Parser):
+    """With ``--json``, errors in the arguments are also written to stdout as JSON."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        self._writes_json = "--json" in (sys.argv if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if self._writes_json:
+            write_json({"error": one_line(message, parser.MAX_ERROR)})
+        super().error(message)
 
 
 def _name_as_called() -> str:
-    """The command that the user typed, as far as it can be known."""
+    """The command that the user typed, as far as it is known."""
     name = Path(sys.argv[0]).name
     return name if name == "mlx_paged.chat" else "python -m mlx_paged.chat"
 
@@ -88,7 +111,7 @@ def _name_as_called() -> str:
 # What /set changes
 
 
-# Sampling parameters that have a flag, by the name that /set has for them.
+# Sampling parameters that have a flag, by their names in /set.
 _FIELDS = {
     each.flag_name(name).removeprefix("--"): name
     for name, each in SAMPLING_PARAMS.items()
@@ -96,7 +119,7 @@ _FIELDS = {
 }
 _SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
 _DEFAULTS = SamplingParams()
-# What can be changed while the chat runs, and to which values.
+# The settings by name, with their values.
 VARIABLES: dict[str, Domain[Any]] = {
     **{name: SAMPLING_PARAMS[field].flag_domain for name, field in _FIELDS.items()},
     "seed": AT_LEAST_0,
@@ -105,21 +128,21 @@ VARIABLES: dict[str, Domain[Any]] = {
 
 
 class Settings:
-    """What can be changed while the chat runs.
+    """The settings that can be changed while the chat runs.
 
     Args:
         args: the flags; a sampling flag that was not given is ``None``.
-        own: what the model's authors recommend, by field of ``SamplingParams``; flags win over it.
+        own: the model's recommended sampling, by field of ``SamplingParams``; flags override it.
 
     Attributes:
-        sampling: how the next answer is sampled, but for its seed.
+        sampling: parameters of the next answer, without its seed.
         show_thinking: whether reasoning is shown.
-        from_model: names of the sampling settings that are the model's recommendation.
+        from_model: names of the sampling settings that the model recommends.
     """
 
     def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
         chosen = flags.chosen_sampling(args, own)
-        # Marks of reasoning may be special tokens, and are looked for in the text.
+        # The text is searched for reasoning marks, which may be special tokens.
         self.sampling = SamplingParams(
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
@@ -132,15 +155,15 @@ class Settings:
         self._seeds = random.Random(seed)
 
     def spare_from_xtc(self, token_ids: Sequence[int]) -> None:
-        """Let XTC remove none of these tokens."""
+        """Exempt these tokens from XTC."""
         self.sampling = replace(self.sampling, xtc_special_tokens=token_ids)
 
     def next_params(self) -> SamplingParams:
-        """The parameters of the next answer, whose draws are its own."""
+        """The parameters of the next answer, with a new seed."""
         return replace(self.sampling, seed=self._seeds.getrandbits(63))
 
     def describe_sampling(self) -> str:
-        """``"greedy"``, or the temperature and the filters that are on, in a few words."""
+        """``"greedy"``, or the temperature and the active filters."""
         sampling = self.sampling
         if sampling.is_greedy:
             return "greedy"
@@ -154,7 +177,7 @@ class Settings:
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
-        """A setting as text; raises ``ValueError`` where none has this name."""
+        """The value of a setting as text; raises ``ValueError`` for an unknown name."""
         _check_name(name)
         if name == "thinking":
             return "show" if self.show_thinking else "hide"
@@ -164,7 +187,7 @@ class Settings:
         """Change one setting.
 
         Raises:
-            ValueError: the name is unknown, or the setting can't have the value.
+            ValueError: the name is unknown, or the value is invalid.
         """
         _check_name(name)
         try:
@@ -189,7 +212,7 @@ def canonical_name(name: str) -> str:
 
 def _check_name(name: str) -> None:
     if name not in VARIABLES:
-        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
+        raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")
 
 
 def _in_words(value: object) -> str:

@@ -1,4 +1,4 @@
-"""A chat as turns of text, whose prompts begin like the ones before and so share their K/V."""
+"""A conversation with an engine, in which each turn reuses the K/V of the turns before it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _QUERY = "<query>"
 
 
 class PromptPrefix(NamedTuple):
-    """What stands before a conversation.
+    """A prompt in the cache that a conversation continues.
 
     Attributes:
-        token_ids: of the K/V, or what stands for them where they are unknown.
-        cache_salt: of the requests, where no other request shall find these K/V.
+        token_ids: its tokens, or placeholders where they are unknown.
+        cache_salt: of requests that may hit its K/V, if not all requests may.
     """
 
     token_ids: Sequence[int] = ()
@@ -59,17 +59,18 @@ class Conversation:
         tokenizer: with a chat template.
         system_prompt: the first message, if any.
         enable_thinking: passed to the template; ``None`` leaves it to the model.
-        prefix: K/V that stand before the conversation, instead of what the template writes before
-            the first message of the user. There is then no system prompt.
+        prefix: a cached prompt that the conversation continues, in place of what the template
+            writes before the first message of the user, system prompt included.
 
     Attributes:
         messages: mappings as :func:`normalise_messages` describes them.
-        tokens: of the last prompt and its answer, as far as they are computed.
-        opens_thinking: the prompt of the last turn ended with the mark that begins reasoning.
+        tokens: of the last prompt and its answer, as far as their K/V are computed.
+        opens_thinking: whether the prompt of the last turn ended with the mark that opens
+            reasoning.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template.
-        ValueError: a system prompt behind a prefix.
+        ValueError: both a system prompt and a prefix.
     """
 
     def __init__(
@@ -99,22 +100,21 @@ class Conversation:
 
     @property
     def cache_salt(self) -> str | None:
-        """Of the requests of this conversation."""
+        """The cache salt of this conversation's requests."""
         return self._prefix.cache_salt
 
     @property
     def system_prompt(self) -> str | None:
-        """The content of the first message, where that is the system's."""
+        """The content of the first message, if it is a system message."""
         if not self.messages or self.messages[0]["role"] != "system":
             return None
         return _text(self.messages[0])
 
     def set_system_prompt(self, text: str | None) -> None:
-        """Replace the system prompt, or remove it; the turns stay, and are computed again with the
-        next one.
+        """Replace or remove the system prompt; the next turn recomputes the conversation.
 
         Raises:
-            ChatTemplateError: the template refuses it, and nothing has changed.
+            ChatTemplateError: the template rejects it; nothing has changed.
         """
         turns = self.messages[0 if self.system_prompt is None else 1 :]
         self._replace_messages(
@@ -122,16 +122,16 @@ class Conversation:
         )
 
     def load_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from these messages instead.
+        """Replace the conversation by these messages.
 
         Raises:
-            ChatTemplateError: they are not messages, or the template refuses them, and nothing has
+            ChatTemplateError: they are not messages, or the template rejects them; nothing has
                 changed.
         """
         self._replace_messages(normalise_messages(messages))
 
     def save_kv(self, path: str | Path) -> int:
-        """Write the K/V of the conversation to a file; returns of how many tokens: whole blocks.
+        """Write the conversation's full blocks of K/V to a file; returns their number of tokens.
 
         Raises:
             ValueError: they can't be saved, or the file can't be written.
@@ -140,14 +140,14 @@ class Conversation:
         return self.engine.save_snapshot(path, self.tokens)
 
     def load_kv(self, path: str | Path) -> int:
-        """Bring the K/V of a conversation back, whose messages were loaded; returns the number of
-        their tokens. The next turn reuses those that its prompt begins with.
+        """Load the K/V of the conversation whose messages were loaded; returns their number of
+        tokens. The next turn reuses the longest prefix that its prompt has in common with them.
 
         Raises:
-            ValueError: they can't be found after the prompt cache of this conversation.
+            ValueError: the conversation continues a prompt cache of unknown tokens.
             SnapshotError: the file holds K/V of another model or of other settings, was altered, or
                 can't be read.
-            CacheFullError: the budget can't hold them.
+            CacheFullError: they do not fit into the budget.
         """
         self._check_tokens_are_known()
         self.tokens = self.engine.load_snapshot(path)
@@ -157,14 +157,14 @@ class Conversation:
         return len(self.tokens)
 
     def reset(self) -> None:
-        """Forget all turns but the system prompt, and give up their K/V."""
+        """Remove all turns but the system prompt."""
         self.messages = self.messages[: 0 if self.system_prompt is None else 1]
         self.tokens = []
 
     def fork(self) -> Conversation:
-        """A branch: a second conversation that goes on from here and shares the K/V of all turns so
-        far. With ``kv="basic"`` the next of the two to be asked goes on with them, and the other
-        one as far as both are alike.
+        """A branch: a second conversation that continues from here and shares the K/V of all turns
+        so far. With ``kv="basic"`` the next one to be asked takes the K/V over, and the other one
+        reuses their common prefix.
         """
         branch = copy.copy(self)
         branch.tokens = list(self.tokens)
@@ -187,7 +187,7 @@ class Conversation:
         """One turn: yield the answer piece by piece.
 
         An answer that is cut short (closed by the caller, or at ``max_tokens``) stays in the
-        conversation as far as it came. A turn that can't begin leaves the conversation as it was.
+        conversation. A turn that fails before its first token leaves the conversation unchanged.
 
         Args:
             text: the message: a text, or a list of text parts.
@@ -195,9 +195,9 @@ class Conversation:
             progress: called with the prompt tokens done so far and their total.
 
         Raises:
-            PromptTooLongError: the budget or the context limit can't hold the conversation with
-                this turn.
-            ChatTemplateError: the message is not text, or the template refuses the conversation.
+            PromptTooLongError: the conversation with this turn exceeds the budget or the context
+                limit.
+            ChatTemplateError: the message is not text, or the template rejects the conversation.
             ValueError: an empty message.
         """
         message = normalise_messages([{"role": "user", "content": text}])[0]
@@ -207,7 +207,7 @@ class Conversation:
         answer: list[str] = []
         try:
             prompt = self._prompt_tokens()
-            # The history keeps what was said, and marks of reasoning may be special tokens.
+            # Reasoning marks may be special tokens, and belong to the history.
             params = params or SamplingParams(skip_special_tokens=False)
             responses = stream_request(
                 self.engine, prompt, params, progress, cache_salt=self.cache_salt
@@ -215,7 +215,7 @@ class Conversation:
             with closing(responses):
                 token = None
                 for response in responses:
-                    # One behind: the newest token was sampled, and its K/V not computed.
+                    # One token behind: the K/V of the newest one are not computed yet.
                     if token is None:
                         self.tokens = prompt
                     else:
@@ -237,12 +237,11 @@ class Conversation:
         *,
         progress: Progress | None = None,
     ) -> Answer:
-        """The last turn once more, as :meth:`ask`; its answer, and with ``text`` its message too,
-        is replaced.
+        """Repeat the last turn, as :meth:`ask`: replace its answer, and with ``text`` its message.
 
         Raises:
             ValueError: there is no turn yet.
-            Others: see :meth:`ask`. The turn is then as it was.
+            Others: see :meth:`ask`. The turn is then unchanged.
         """
         begin = self._last_user_index()
         if begin is None:
@@ -264,21 +263,20 @@ class Conversation:
     def _check_tokens_are_known(self) -> None:
         if self.cache_salt is not None:
             raise ValueError(
-                "[chat] the conversation follows a prompt cache that does not say its "
-                "tokens, so its K/V have no name to be found by"
+                "[chat] the conversation continues a prompt cache without token ids, so its K/V "
+                "can't be saved or loaded"
             )
 
     def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if self._prefix.token_ids and messages and messages[0]["role"] == "system":
             raise ValueError(
-                "[chat] a system prompt can't follow a prompt cache, in which the "
-                "conversation has begun; put it into the prompt that is cached"
+                "[chat] a system prompt can't follow a prompt cache, which already begins the "
+                "conversation; make it part of the cached prompt"
             )
 
     def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
         self._check_prefix(messages)
-        # Whether a template takes a system prompt, or roles in this order, shows when the prompt of
-        # a next turn is rendered.
+        # Rendering the prompt of a next turn shows whether the template accepts these roles.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
         render_chat(self.tokenizer, [*messages, *probe], self._template_options)
@@ -309,23 +307,21 @@ def _text(message: dict[str, Any]) -> str:
     return str(normalise_messages([message])[0]["content"])
 
 
-# --prompt-cache-file: a file of mlx_lm.cache_prompt, or a snapshot. What it holds takes the place
-# of all that the chat template writes before the first message of the user.
+# --prompt-cache-file: a file of mlx_lm.cache_prompt, or a snapshot. It replaces what the chat
+# template writes before the first message of the user.
 
 
 class PromptCacheFacts(NamedTuple):
-    """What a file says of itself before a model is loaded."""
+    """The metadata of a prompt cache file, which is read before a model is loaded."""
 
     path: Path
-    model: str | None = None  # as mlx-lm was told it
+    model: str | None = None  # as it was given to mlx-lm
     tokenizer_config: Mapping[str, Any] = {}
     has_token_ids: bool = True
 
 
 def read_facts(path: str) -> PromptCacheFacts:
-    """Raises ``SnapshotError`` for a file that is neither a prompt cache of mlx-lm's nor a
-    snapshot.
-    """
+    """Raises ``SnapshotError`` unless the file is a prompt cache of mlx-lm's or a snapshot."""
     file = check_path(path)
     if is_snapshot(file):
         return PromptCacheFacts(file)
@@ -336,20 +332,20 @@ def read_facts(path: str) -> PromptCacheFacts:
             raise ValueError(f"{shown(config)} is not a mapping")
     except (ValueError, RecursionError) as error:
         raise SnapshotError(file, f"has a tokenizer_config that can't be read: {error}") from error
-    # Its code is never trusted on a file's word.
+    # A file must not be able to allow the execution of code.
     config = {name: value for name, value in config.items() if name != "trust_remote_code"}
     return PromptCacheFacts(file, metadata.get(MODEL) or None, config, TOKEN_IDS in metadata)
 
 
 def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
-    """The model to load: that of the file, unless ``--model`` says so too.
+    """The model to load, which the file or ``--model`` names.
 
     Raises:
-        ArgumentError: it says another one.
+        ArgumentError: they name different models.
     """
     if model is None or facts.model is None:
         return model or facts.model
-    # A file that was exported here may have no more than the folder's name.
+    # A file that this package exported may have only the folder's name.
     if facts.model in (model, Path(model).name):
         return model
     folders = [Path(name).expanduser() for name in (model, facts.model)]
@@ -357,18 +353,18 @@ def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
         return model
     raise ArgumentError(
         f"[chat] --prompt-cache-file {facts.path} was made with the model {facts.model}, and "
-        f"--model is {model}; leave --model out, or make the file again",
+        f"--model is {model}; leave --model out, or create the file again",
         "model",
     )
 
 
 def put_before(engine: Engine, facts: PromptCacheFacts) -> PromptPrefix:
-    """Bring the K/V of a file into an engine.
+    """Load the K/V of a file into an engine.
 
     Raises:
         SnapshotError: it holds K/V of another model, dtype or format, or was altered.
-        ArgumentError: it does not say its tokens, and the engine can't hold such K/V.
-        CacheFullError: the budget can't hold them.
+        ArgumentError: it has no token ids, and the engine does not support such K/V.
+        CacheFullError: they do not fit into the budget.
     """
     if is_snapshot(facts.path):
         return PromptPrefix(engine.load_snapshot(facts.path))
@@ -382,11 +378,11 @@ def behind_prefix(
     messages: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any],
 ) -> str:
-    """What the chat template writes from the first message of the user on, without what stands
-    before its text: the template's beginning is in the K/V, as mlx-lm has it.
+    """The conversation as the chat template writes it, from the text of the first user message on.
+    As in mlx-lm, the prompt cache holds what the template writes before that.
 
     Raises:
-        ChatTemplateError: the template refuses the messages, or does not write a message as it is.
+        ChatTemplateError: the template rejects the messages, or alters their text.
     """
     text = render_chat(tokenizer, messages, template_options)
     first = next(index for index, each in enumerate(messages) if each["role"] == "user")
@@ -395,7 +391,7 @@ def behind_prefix(
     begin = render_chat(tokenizer, probe, template_options).find(_QUERY)
     if begin < 0:
         raise ChatTemplateError(
-            "[chat template] the model's chat template does not write a message as it is, so "
-            "nothing can stand before it; leave --prompt-cache-file out"
+            "[chat template] the model's chat template alters the text of messages, so the "
+            "conversation can't continue a prompt cache; leave --prompt-cache-file out"
         )
     return text[begin:]

@@ -1,4 +1,4 @@
-"""A dialogue: messages go to the model, and their answers and figures to the screen."""
+"""A dialogue: sends messages to the model, and shows its answers and their statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mlx_paged.sampling_params import SamplingParams
 
 
-# Fields of GenerationResponse that say what an answer took.
+# The fields of GenerationResponse that --json reports.
 _FIGURES = (
     "prompt_tokens",
     "cached_tokens",
@@ -53,7 +53,7 @@ _FIGURES = (
 
 
 class Ask(Protocol):
-    """Makes an answer, and calls ``progress`` between its steps."""
+    """Generates an answer, and calls ``progress`` between the steps of its prompt."""
 
     def __call__(
         self, params: SamplingParams, *, progress: Progress
@@ -62,10 +62,11 @@ class Ask(Protocol):
 
 @dataclass
 class Dialogue:
-    """Everything that a command may look at and change; the last of ``branches`` is talked to.
+    """The state that commands read and change.
 
     Args:
-        is_verbose: all figures of an answer are said, and else the most wanted ones.
+        branches: conversations, each forked from the one before; the last is the current one.
+        is_verbose: print all statistics of an answer, and not a summary.
     """
 
     branches: list[Conversation]
@@ -82,20 +83,17 @@ class Dialogue:
         self.screen.say(text)
 
     def ask(self, text: str) -> bool:
-        """Show the answer to a message; True when Ctrl-C cut it short."""
+        """Show the answer to a message; returns whether Ctrl-C interrupted it."""
         return self.show(partial(self.conversation.ask, text))
 
     def ask_again(self, text: str | None = None) -> bool:
         return self.show(partial(self.conversation.ask_again, text))
 
     def show(self, ask: Ask) -> bool:
-        """Stream one answer and its figures; True when Ctrl-C cut it short.
-
-        Args:
-            ask: makes the answer of this conversation.
+        """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
 
         Raises:
-            OutputLostError: stdout takes no more; the conversation has what came until then.
+            OutputLostError: stdout can't be written; the conversation keeps the answer so far.
         """
         view = _AnswerView(self.screen, self.settings.show_thinking)
         params = self.settings.next_params()
@@ -112,12 +110,12 @@ class Dialogue:
         return is_interrupted
 
     def answer_in_full(self, text: str) -> dict[str, Any]:
-        """The answer to a message, of which nothing is shown: its text and reasoning, and the
-        fields of the last :class:`~mlx_paged.generation.GenerationResponse`. The ``finish_reason``
-        is ``"interrupted"`` where Ctrl-C cut it short.
+        """Answer a message without showing anything; returns the text, the reasoning and fields of
+        the last :class:`~mlx_paged.generation.GenerationResponse`. The ``finish_reason`` is
+        ``"interrupted"`` after Ctrl-C.
 
         Raises:
-            KeyboardInterrupt: it did so before the first token.
+            KeyboardInterrupt: Ctrl-C came before the first token.
         """
         pieces: list[Piece] = []
         ask, params = partial(self.conversation.ask, text), self.settings.next_params()
@@ -140,7 +138,7 @@ class Dialogue:
         self, ask: Ask, params: SamplingParams, show: Callable[[Piece], None]
     ) -> tuple[GenerationResponse | None, bool]:
         """Show the pieces of an answer; returns its last response, if there was one, and whether
-        Ctrl-C cut it short.
+        Ctrl-C interrupted it.
         """
         conversation, screen = self.conversation, self.screen
         response, splitter = None, None
@@ -153,11 +151,11 @@ class Dialogue:
                 screen.show_progress(*shown.words(done, total))
 
             try:
-                # Closing the answer notes in the conversation what was said so far.
+                # Closing the generator adds the answer so far to the conversation.
                 with closing(ask(params, progress=progress)) as answer:
                     for response in answer:
                         if splitter is None:
-                            # Now that the first token is there, it is known how the prompt ended.
+                            # After the prompt, whose end may open the reasoning.
                             splitter = ThinkingSplitter.of(conversation)
                             screen.clear_progress()
                         for piece in splitter.add(response.text):
@@ -165,7 +163,7 @@ class Dialogue:
                         if interrupted:
                             break
             except KeyboardInterrupt:
-                screen.show_progress(
+                screen.announce(
                     "[stopping when this step is done; Ctrl-C again leaves]",
                     "[stopping; Ctrl-C again leaves]",
                 )
@@ -186,7 +184,7 @@ class Dialogue:
 
 
 class _AnswerView:
-    """Shows the pieces of one answer, its reasoning as such or not at all."""
+    """Shows the pieces of one answer, with or without its reasoning."""
 
     def __init__(self, screen: Screen, show_thinking: bool):
         self._screen = screen
@@ -208,14 +206,14 @@ class _AnswerView:
 
 @contextmanager
 def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
-    """The first Ctrl-C ends a wait for the engine with ``KeyboardInterrupt``. Where none is under
-    way, it is noted in the list alone: no line that keeps the conversation is cut in the middle.
-    The second one ends the process at once, since the step that runs may take long.
+    """The first Ctrl-C raises ``KeyboardInterrupt`` if the main thread waits for the engine. At any
+    other time it is only recorded in the list, so that no update of the conversation is torn. The
+    second one exits the process at once, since the running step may take long.
 
-    Only the main thread catches anything, as Python delivers signals to no other.
+    Has no effect in other threads, to which Python delivers no signals.
 
     Args:
-        leave: is called before that.
+        leave: called before the process exits.
     """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -226,7 +224,7 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
         if caught:
             say("")
             leave()
-            # Nothing of Python's or MLX's is taken down, so nothing can fail at it.
+            # Python and MLX are not shut down, which could fail in the middle of a step.
             os._exit(130)
         caught.append(number)
         while frame is not None:
@@ -250,27 +248,27 @@ class Piece(NamedTuple):
 
 
 class ThinkingSplitter:
-    """Cuts a streamed answer into reasoning and what is said; the marks belong to the reasoning.
+    """Splits a streamed answer into reasoning, its marks included, and text.
 
     Args:
-        start: the mark that opens reasoning; ``None``, for a model that has none, cuts nothing.
+        start: the mark that opens reasoning; ``None`` for a model without reasoning.
         end: the mark that closes it.
-        is_thinking: the prompt has opened it already.
+        is_thinking: whether the prompt has already opened it.
     """
 
     def __init__(self, start: str | None, end: str | None, is_thinking: bool = False):
         self._start, self._end = start, end
         self._is_thinking = is_thinking
-        self._held_back = ""  # may turn out to be the beginning of a mark
+        self._held_back = ""
 
     @classmethod
     def of(cls, conversation: Conversation) -> ThinkingSplitter:
-        """That of the answer to the last prompt of a conversation."""
+        """For the answer to the last prompt of a conversation."""
         tokenizer = conversation.tokenizer
         return cls(tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking)
 
     def add(self, text: str) -> list[Piece]:
-        """The pieces that can be told apart by now."""
+        """The next pieces. The end of ``text`` is held back if it may begin a mark."""
         if not self._start or not self._end:
             return [Piece(text, False)] if text else []
         pieces: list[Piece] = []
@@ -294,12 +292,12 @@ class ThinkingSplitter:
         return [piece for piece in pieces if piece.text]
 
     def finish(self) -> list[Piece]:
-        """The answer is over: what was held back was not a mark."""
+        """The text that was held back at the end of the answer."""
         text, self._held_back = self._held_back, ""
         return [Piece(text, self._is_thinking)] if text else []
 
 
-# What the chat says of itself
+# Statistics
 
 DEMO_HINT = (
     "[This is the demo model: tiny, trained on made-up text. It recalls, copies, counts and adds; "
@@ -311,9 +309,7 @@ DEMO_HINT = (
 def describe_start(
     args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
 ) -> str:
-    """The model, its device and its cache, before the first message: in one line, or all figures if
-    they are asked for.
-    """
+    """The model, its device and its cache: in one line, or in full with ``--verbose``."""
     cache = engine.cache
     sampling, is_of_model = settings.describe_sampling(), bool(settings.from_model)
     if args.verbose:
@@ -339,14 +335,14 @@ def describe_start(
     nbytes, memory = cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
         lines.append(
-            f"[is a K/V budget of {nbytes / 1e9:,.1f} GB meant? This machine has "
-            f"{memory / 1e9:.1f} GB of memory; see --kv-cache-bytes]"
+            f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
+            f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
         )
     return "\n".join(lines)
 
 
 def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:
-    """All figures of an answer."""
+    """All statistics of an answer."""
     held = conversation.engine.cache.nbytes_held / 1e6
     lines = [
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused"
@@ -362,7 +358,7 @@ def describe_answer(conversation: Conversation, response: GenerationResponse) ->
 
 
 def describe_answer_briefly(engine: Engine, response: GenerationResponse) -> str:
-    """The figures that most want, in one line."""
+    """The main statistics of an answer, in one line."""
     config = engine.cache.config
     num_held = engine.stats().num_cached_blocks * config.block_size
     parts = [
@@ -377,7 +373,7 @@ def describe_answer_briefly(engine: Engine, response: GenerationResponse) -> str
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
-    """Why an answer was cut."""
+    """The reason why an answer was cut."""
     if response.generation_tokens == max_tokens:
         return f"[the answer was cut at --max-tokens {max_tokens}]"
     num_tokens = response.prompt_tokens + response.generation_tokens
@@ -392,7 +388,7 @@ def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: E
 
 
 def describe_stats(branches: Sequence[Conversation]) -> str:
-    """What the K/V cache holds, how often it was hit, what the branches share."""
+    """Use of the K/V cache, hits of the prefix cache, and what the branches share."""
     conversation, engine = branches[-1], branches[-1].engine
     stats, cache, config = engine.stats(), engine.cache, engine.cache.config
     lines = [
@@ -422,7 +418,7 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
         tables = [engine.cached_block_ids(each.tokens, each.cache_salt) for each in branches]
         lines.append(
             f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
-            f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
+            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
         )
     held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
     return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])

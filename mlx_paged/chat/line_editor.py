@@ -1,7 +1,7 @@
-"""A person at a terminal: several lines in one message, pasted or typed, history, Tab. What is
-typed while an answer comes is not shown, and stays for the next message.
+"""Reads messages from a terminal with prompt_toolkit: several lines per message, history, Tab. Keys
+typed during an answer are not echoed, and belong to the next message.
 
-Imported only where there is one: prompt_toolkit takes a tenth of a second.
+Imported only for a terminal: prompt_toolkit takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from prompt_toolkit.shortcuts import CompleteStyle, confirm
 from mlx_paged.chat.terminal import Screen, clean
 
 PROMPT = ">> "
-# The words that may follow a text which was typed so far, or "path" where a file name does.
+# Maps the text that was typed so far to the words that may come next, or "path" for a file name.
 Completions = Callable[[str], Iterable[str]]
 
 
 class LineEditor:
-    """Reads messages that are typed; a :class:`Reader`.
+    """A :class:`Reader` of a terminal.
 
     Args:
         completions: what Tab offers.
-        screen: knows what the terminal can show.
-        history_file: keeps what was sent, over sessions; ``None`` keeps it for this one.
+        screen: tells what the terminal supports.
+        history_file: keeps messages between sessions; ``None`` keeps them in memory.
     """
 
     is_interactive = True
 
     def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
         # The answer goes to stdout, so the prompt goes to stderr where both are terminals. For
-        # terminals that can't move their cursor, prompt_toolkit has a prompt which writes keys one
-        # after the other; it takes that where TERM says so, and only without an output given.
+        # terminals that can't move their cursor, prompt_toolkit has a simple prompt, which it takes
+        # if TERM is "dumb" and no output is given.
         stream = sys.stderr if screen.stderr_is_terminal else sys.stdout
         self._output = create_output(stream) if screen.can_move and not screen.is_plain else None
         if self._output is None:
@@ -63,9 +63,8 @@ class LineEditor:
             output=self._output,
         )
         self._mode = termios.tcgetattr(sys.stdin)
-        # prompt_toolkit puts the terminal into a mode of its own for as long as it reads. Between
-        # its prompts keys are neither shown nor joined to lines, and Ctrl-C is still a signal, one
-        # that does not throw them away.
+        # prompt_toolkit sets the mode of the terminal while it reads. Between its prompts, keys are
+        # neither echoed nor buffered by line, and Ctrl-C is a signal that does not discard them.
         iflag, oflag, cflag, lflag, *rest = self._mode
         lflag = lflag & ~(termios.ECHO | termios.ICANON | termios.IEXTEN) | termios.NOFLSH
         quiet = [iflag & ~termios.ICRNL, oflag, cflag, lflag, *rest]
@@ -87,11 +86,11 @@ class LineEditor:
             return False
 
     def close(self) -> None:
-        with contextlib.suppress(termios.error):  # it has hung up
+        with contextlib.suppress(termios.error):  # the terminal is closed
             termios.tcsetattr(sys.stdin, termios.TCSANOW, self._mode)
 
     def _end(self, number: int, frame: object) -> None:
-        """Leave the terminal as it was found, and end as the signal does by itself."""
+        """Restore the terminal, and exit with the signal."""
         self.close()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -129,7 +128,7 @@ def _begin_line(event: KeyPressEvent) -> None:
 
 
 class _History(FileHistory):
-    """A history whose disk may be full: what can't be kept is not kept."""
+    """A history file whose errors, such as a full disk, are ignored."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError, UnicodeError):
@@ -161,11 +160,10 @@ class _CommandCompleter(Completer):
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
-    """The file of the prompt's history, made if it is not there, which only its user may read.
-
-    ``None`` where there is no place for it: no home, or one that can't be written to.
+    """The history file, which only its user may read; it is created if necessary. ``None`` if there
+    is no home folder, or it can't be written to.
     """
-    # The XDG specification says to ignore a path that is not absolute.
+    # Relative paths are ignored, as the XDG specification demands.
     state = environ.get("XDG_STATE_HOME", "")
     try:
         folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"

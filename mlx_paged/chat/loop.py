@@ -1,4 +1,4 @@
-"""The loop of a dialogue: messages are answered, and lines that begin with a slash are commands."""
+"""The loop of the chat: it answers messages, and runs commands, which begin with a slash."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VERSION = 1
 KV_SUFFIX = ".safetensors"
 KEYS = (
     ("//TEXT", "send a message that begins with a slash"),
-    ("\\ at a line's end", "go on in a new line; so do Alt-Enter (Esc Enter) and pasted lines"),
-    ("Tab, arrow keys", "complete a command, bring back what was sent"),
-    ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
+    ("\\ at a line's end", "continue on a new line, as Alt-Enter (Esc Enter) does"),
+    ("Tab, arrow keys", "complete a command, recall earlier messages"),
+    ("Ctrl-C, Ctrl-D", "stop an answer, leave the chat"),
 )
 
 
@@ -33,11 +33,11 @@ class LeaveChat(Exception):
 
 
 def converse(dialogue: Dialogue) -> int:
-    """Take messages until the user leaves; returns how many there were, commands included.
+    """Handle messages until the user leaves; returns their number, commands included.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, where the messages come from a pipe.
-        OutputLostError, BrokenPipeError: there is nowhere to write to.
+        KeyboardInterrupt: Ctrl-C, if the messages come from a pipe.
+        OutputLostError, BrokenPipeError: stdout can't be written.
     """
     reader, num_messages = dialogue.reader, 0
     while True:
@@ -57,7 +57,7 @@ def converse(dialogue: Dialogue) -> int:
 
 
 def take(dialogue: Dialogue, text: str) -> None:
-    """One message or command of the user. An error is said, and the conversation lives on.
+    """Handle a message or a command. Its errors are printed, and the conversation continues.
 
     Raises:
         LeaveChat: it was /exit.
@@ -76,7 +76,7 @@ def take(dialogue: Dialogue, text: str) -> None:
     except (ValueError, RuntimeError) as error:
         dialogue.say(f"[{_said(error)}]")
     except Exception as error:
-        # A defect, of ours or of the tokenizer: the conversation is worth more than its traceback.
+        # A bug, here or in the tokenizer, must not end the conversation.
         dialogue.say(f"[{reason(error)}]")
 
 
@@ -97,18 +97,17 @@ def _run_command(dialogue: Dialogue, line: str) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """What an error says, for a line that is in brackets already."""
+    """The text of an error, for a line in brackets."""
     return without_room(error_line(error))
 
 
 def complete(typed: str) -> Iterable[str]:
-    """The words that may follow at the end of a command line; ``"path"`` where a file name
-    does."""
+    """The words that may come next in a command; ``"path"`` for the name of a file."""
     words = typed.split(" ")
     if len(words) == 1:
         return sorted(COMMANDS)
     name = words[0].lower()
-    if name in ("/save", "/save!", "/load"):
+    if name in COMMANDS and COMMANDS[name].argument == "FILE":
         return ["path"]
     if name == "/set" and len(words) == 2:
         return VARIABLES
@@ -129,20 +128,20 @@ def _regenerate(dialogue: Dialogue, argument: str) -> None:
     had_answer = bool(last) and last[0]["role"] == "assistant"
     dialogue.ask_again()
     if had_answer and dialogue.settings.sampling.is_greedy:
-        dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 brings others]")
+        dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 varies it]")
 
 
 def _edit(dialogue: Dialogue, argument: str) -> None:
     before = dialogue.conversation.last_user_text
     if before is None:
-        raise ValueError("there is no message of yours to edit yet")
+        raise ValueError("there is no message to edit yet")
     text: str | None = argument
     if not argument:
         if not dialogue.reader.is_interactive:
-            raise ValueError("/edit needs the new text where there is no terminal: /edit TEXT")
+            raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
         text = dialogue.reader.read(before)
     if text is None or not text.strip():
-        dialogue.say("[nothing is changed]")
+        dialogue.say("[nothing has changed]")
         return
     dialogue.ask_again(text)
 
@@ -154,10 +153,10 @@ def _system(dialogue: Dialogue, argument: str) -> None:
         dialogue.say("[no system prompt]" if current is None else f"[system prompt: {current}]")
     elif argument in ('""', "''"):
         conversation.set_system_prompt(None)
-        dialogue.say("[the system prompt is removed]")
+        dialogue.say("[system prompt removed]")
     else:
         conversation.set_system_prompt(argument)
-        dialogue.say("[the system prompt is set]")
+        dialogue.say("[system prompt set]")
 
 
 def _set(dialogue: Dialogue, argument: str) -> None:
@@ -176,20 +175,20 @@ def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
     conversation = dialogue.conversation
     if not overwrites and is_transcript(file := _expand(argument)):
         if not dialogue.reader.is_interactive:
-            raise ValueError(f"{file} exists; /save! {argument} writes over it")
+            raise ValueError(f"{file} exists; /save! {argument} overwrites it")
         dialogue.say(f"[{file} exists]")
-        if not dialogue.reader.confirm("write over it?"):
-            dialogue.say("[nothing is saved]")
+        if not dialogue.reader.confirm("overwrite it?"):
+            dialogue.say("[not saved]")
             return
-    # Without the K/V first: they may not fit on the disk.
+    # The messages first: the K/V may not fit on the disk.
     file = save_messages(argument, conversation.messages)
     done = f"saved to {file}: messages: {len(conversation.messages)}"
     if conversation.tokens:
-        dialogue.screen.show_progress("[saving the K/V ...]")
+        dialogue.screen.announce("[saving the K/V ...]")
         try:
             done += f"; {save_kv(conversation, file)}"
         except (ValueError, OSError) as error:
-            dialogue.say(f"[the K/V are not saved: {_said(error)}]")
+            dialogue.say(f"[the K/V were not saved: {_said(error)}]")
     dialogue.say(f"[{done}]")
 
 
@@ -199,16 +198,16 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     try:
         conversation.load_messages(messages)
     except ValueError as error:
-        raise ValueError(f"{file} can't be gone on with: {_said(error)}") from error
+        raise ValueError(f"{file} can't be continued: {_said(error)}") from error
     done = f"loaded from {file}: messages: {len(conversation.messages)}"
     if kv_file is not None:
-        dialogue.screen.show_progress("[loading the K/V ...]")
+        dialogue.screen.announce("[loading the K/V ...]")
         try:
             done += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
         except (ValueError, CacheFullError) as error:
-            dialogue.say(f"[the K/V are not loaded, and computed again: {_said(error)}]")
+            dialogue.say(f"[the K/V were not loaded, and will be recomputed: {_said(error)}]")
     if conversation.messages[-1]["role"] == "user":
-        done += "; /regenerate answers the last"
+        done += "; /regenerate answers the last one"
     dialogue.say(f"[{done}]")
 
 
@@ -235,7 +234,7 @@ def _back(dialogue: Dialogue, argument: str) -> None:
 def _reset(dialogue: Dialogue, argument: str) -> None:
     dialogue.conversation.reset()
     if len(dialogue.branches) == 1:
-        # Nothing that another branch goes back to.
+        # No other branch needs the K/V.
         dialogue.conversation.engine.reset_prefix_cache()
         dialogue.conversation.engine.shrink()
     dialogue.say("[the conversation is empty]")
@@ -253,14 +252,13 @@ class Command(NamedTuple):
     """A slash command.
 
     Args:
-        argument: its name in the help; in brackets if it may be left out, empty if there is none.
+        argument: its name in the help; in brackets if it is optional, empty if there is none.
     """
 
     name: str
     argument: str
     help: str
     run: Callable[[Dialogue, str], None]
-    aliases: tuple[str, ...] = ()
 
     @property
     def usage(self) -> str:
@@ -268,28 +266,26 @@ class Command(NamedTuple):
 
 
 COMMAND_TABLE = (
-    Command("/help", "", "this text", _help),
-    Command("/regenerate", "", "answer the last message once more", _regenerate),
-    Command("/edit", "[TEXT]", "change the last message, and answer it again", _edit),
-    Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
-    Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
-    Command("/save", "FILE", "write the conversation to a file (JSON), its K/V beside it", _save),
+    Command("/help", "", "list the commands and keys", _help),
+    Command("/regenerate", "", "answer the last message again", _regenerate),
+    Command("/edit", "[TEXT]", "replace the last message, and answer it", _edit),
+    Command("/system", "[TEXT]", 'show, set or (with "") remove the system prompt', _system),
+    Command("/set", "[NAME VALUE]", "show the settings or change one: /set temp 0.7", _set),
+    Command("/save", "FILE", "save the conversation as JSON, and its K/V in a second file", _save),
     Command(
-        "/save!", "FILE", "the same, over what was saved there", partial(_save, overwrites=True)
+        "/save!", "FILE", "the same, over a saved conversation", partial(_save, overwrites=True)
     ),
-    Command("/load", "FILE", "go on with a conversation that was saved", _load),
-    Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
-    Command("/back", "", "leave the branch, and go on where it began", _back),
-    Command("/reset", "", "forget the conversation (the system prompt stays)", _reset),
+    Command("/load", "FILE", "continue a saved conversation", _load),
+    Command("/fork", "", "continue in a branch, which shares the K/V so far", _fork),
+    Command("/back", "", "leave the branch and return to where it began", _back),
+    Command("/reset", "", "start a new conversation; the system prompt stays", _reset),
     Command(
-        "/stats",
-        "",
-        "what the K/V cache holds, how often it was hit, what the branches share",
-        _stats,
+        "/stats", "", "K/V in use, hits of the prefix cache, blocks that branches share", _stats
     ),
-    Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
+    Command("/exit", "", "leave the chat (also /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
+COMMANDS = {command.name: command for command in COMMAND_TABLE}
+COMMANDS["/quit"] = COMMANDS["/exit"]
 
 
 # Saved conversations
@@ -300,11 +296,11 @@ class TranscriptError(ValueError):
 
 
 class Transcript(NamedTuple):
-    """What was read of a file.
+    """A saved conversation.
 
     Attributes:
-        messages: what is in their place, for the caller to check.
-        kv_file: with the K/V, if it names one.
+        messages: not checked yet.
+        kv_file: the file with its K/V, if there is one.
     """
 
     file: Path
@@ -315,15 +311,13 @@ class Transcript(NamedTuple):
 def save_messages(
     path: str | Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
 ) -> Path:
-    """Write the file, aside first and then in its place, so that it is never half there.
-
-    Only another saved conversation is overwritten.
+    """Write the messages to a file, atomically. No file but a saved conversation is overwritten.
 
     Args:
         kv_file: name of the file with the K/V, in the same folder.
 
     Raises:
-        TranscriptError: there is another file, or the system refuses.
+        TranscriptError: the file is something else, or can't be written.
     """
     file = _expand(str(path))
     try:
@@ -338,17 +332,17 @@ def save_messages(
         text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
         with replaced_file(file) as stream:
             stream.write(text.encode("utf-8", errors="replace"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
     return file
 
 
 def save_kv(conversation: Conversation, file: Path) -> str:
-    """Write the K/V of a conversation that was saved to ``file`` beside it, have it name them, and
-    return what was saved in words.
+    """Write the K/V of a saved conversation to a second file, which ``file`` then names; returns a
+    description of what was saved.
 
     Raises:
-        ValueError: there are none that could be saved, or they can't be written.
+        ValueError: the K/V can't be saved or written.
     """
     kv_file = file.with_name(file.name + KV_SUFFIX)
     num_tokens = conversation.save_kv(kv_file)
@@ -378,10 +372,10 @@ def load_messages(path: str) -> Transcript:
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
             raise TranscriptError(
-                f"{file} is of version {content['version']!r}, and only {VERSION} can be read"
+                f"{file} has version {content['version']!r}, and only version {VERSION} can be read"
             )
         name = content.get("kv_file")
-        # In the folder of the conversation, whatever the file says.
+        # Always in the folder of the conversation: the file must not lead elsewhere.
         if isinstance(name, str) and "\0" not in name and Path(name).name:
             kv_file = file.resolve().with_name(Path(name).name)
         content = content.get("messages")
@@ -391,7 +385,7 @@ def load_messages(path: str) -> Transcript:
 
 
 def is_transcript(file: Path) -> bool:
-    """Whether the file is one that :func:`save_messages` wrote, and can be read."""
+    """Whether :func:`save_messages` wrote the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -402,7 +396,7 @@ def is_transcript(file: Path) -> bool:
 def _expand(path: str) -> Path:
     try:
         if "\0" in path:
-            raise TranscriptError(f"{path!r} is not a name of a file")
+            raise TranscriptError(f"{path!r} is not a file name")
         return Path(path).expanduser()
     except RuntimeError as error:
         raise TranscriptError(f"{path} can't be found: {error}") from error

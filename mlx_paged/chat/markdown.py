@@ -1,7 +1,7 @@
-"""An answer as markdown on a terminal: finished blocks are printed once, and the last one is drawn
-again as it grows.
+"""Draws an answer as markdown on a terminal: finished blocks are printed once, and the last one is
+redrawn as it grows.
 
-Imported only where there is such a terminal: rich's markdown takes 50 ms.
+Imported only for such a terminal: rich's markdown takes 50 ms.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from os import terminal_size
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from rich.cells import chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown, TableElement
 from rich.style import Style
@@ -22,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-# Attributes, and the one of the eight colours that can be read on black and on white.
+# Attributes, and the only one of the eight colours that is legible on black and on white.
 _STYLES = Theme(
     {
         **dict.fromkeys((f"markdown.h{level}" for level in range(2, 7)), "bold"),
@@ -48,17 +49,17 @@ _CODE = ANSISyntaxTheme(
         ("Literal", "String"): Style(color="magenta"),
     }
 )
-# What an answer has and markdown would leave out is shown as it is written: tags, as in List<int>,
-# the backslashes of formulas, and where pictures and links in angle brackets lead to.
+# Text that markdown would drop is shown as it is: tags, as in List<int>, the backslashes of
+# formulas, and the addresses of images and of links in angle brackets.
 _PARSER = MarkdownIt("commonmark").enable(["strikethrough", "table"])
 _PARSER.disable(["autolink", "escape", "html_block", "html_inline", "image"])
-_MIN_PAUSE = 0.03  # seconds between two drawings, which take a tenth of the time at most
+_MIN_PAUSE = 0.03  # seconds between two drawings, which take at most a tenth of the time
 _STYLED_NOTHING = re.compile(r"\x1b\[[\d;]+m\x1b\[0m")
 _TRAILING_BLANKS = re.compile(r" +((?:\x1b\[0m)?)$", re.MULTILINE)
 
 
 class MarkdownWriter:
-    """Writes one answer. The cursor is always at the beginning of the line after it.
+    """Writes one answer. The cursor is always at the start of the line below it.
 
     rich's ``Live`` is not used: it loses the lines of a block that is taller than the screen, hides
     the cursor and draws in a thread.
@@ -86,7 +87,7 @@ class MarkdownWriter:
 
     @property
     def is_in_block(self) -> bool:
-        """Whether lines stand on the screen that are drawn again."""
+        """Whether the screen shows lines that may be redrawn."""
         return bool(self._lines)
 
     def add(self, text: str, is_thinking: bool = False) -> None:
@@ -97,7 +98,7 @@ class MarkdownWriter:
         self._text += text
         if "\n" in text:
             self._finish_blocks()
-        # A long block takes long to draw, which must not hold up the engine.
+        # A long block takes long to draw, which must not delay the engine.
         begin = self._clock()
         if begin >= self._next_drawing:
             self._draw(self._lines_of(self._text))
@@ -105,11 +106,11 @@ class MarkdownWriter:
             self._next_drawing = end + max(_MIN_PAUSE, 9 * (end - begin))
 
     def finish(self) -> None:
-        """The answer, or its reasoning, is over."""
+        """End the answer, or its reasoning."""
         self._finish(len(self._text))
 
     def _finish_blocks(self) -> None:
-        # Lines that are whole decide, so that the pieces in which they came don't.
+        # Only complete lines are parsed, so that the result does not depend on the pieces.
         whole = self._text[: self._text.rindex("\n") + 1]
         if self._is_thinking:
             self._finish(len(whole))
@@ -120,7 +121,7 @@ class MarkdownWriter:
             self._finish(len("".join(lines[: blocks[-1].map[0]])))
 
     def _finish(self, length: int) -> None:
-        """Leave the first characters as they are, once they stand there in full."""
+        """Draw the first characters for the last time."""
         done = self._lines_of(self._text[:length])
         if self._lines[: len(done)] == done:
             self._lines = self._lines[len(done) :]
@@ -132,23 +133,30 @@ class MarkdownWriter:
             self._is_first, self._follows_thinking = False, self._is_thinking
 
     def _draw(self, lines: list[str]) -> None:
-        """Replace the lines that stand there by these."""
-        same = 0
+        """Replace the lines of the unfinished block on the screen by these."""
+        num_same = 0
         for before, now in zip(self._lines, lines, strict=False):
             if before != now:
                 break
-            same += 1
-        # What has left the screen stays as it was.
-        same = min(max(same, len(self._lines) - (self._size().lines - 1)), len(lines))
-        up = len(self._lines) - same
-        if up or lines[same:]:
-            begin = f"\x1b[{up}A\x1b[J" if up > 0 else ""
-            self._write(begin + "".join(f"{line}\n" for line in lines[same:]))
+            num_same += 1
+        columns, rows = self._size()
+        up, first = 0, len(self._lines)
+        while first > num_same:
+            # A terminal that was made narrower has wrapped the lines that are longer. xterm cuts
+            # them instead, which can't be told apart.
+            text = Text.from_ansi(self._lines[first - 1]).plain
+            num_rows = max(1, len(chop_cells(text, columns)))
+            if up + num_rows > rows - 1:
+                break  # The line has left the screen, and stays as it was.
+            up, first = up + num_rows, first - 1
+        if up or lines[first:]:
+            begin = f"\x1b[{up}A\x1b[J" if up else ""
+            self._write(begin + "".join(f"{line}\n" for line in lines[first:]))
         self._lines = lines
 
     def _lines_of(self, text: str) -> list[str]:
-        """A part of the answer as it is drawn, with an empty line before each block but the first
-        of the answer.
+        """A part of the answer as lines of the terminal, with an empty line before each block but
+        the answer's first.
         """
         self._console.width = max(self._size().columns - 1, 1)
         if self._is_thinking:
@@ -169,14 +177,14 @@ class MarkdownWriter:
 
 
 def _blocks_of(text: str) -> Iterator[Markdown]:
-    """The blocks of a text, of which each is drawn alone: what is drawn of one does not depend on
-    what was drawn together.
+    """The blocks of a text. Each is drawn separately, so that the result does not depend on how
+    many are drawn together.
     """
     block: list[Token] = []
     for token in _PARSER.parse(text):
         for child in token.children or ():
             if child.type == "softbreak":
-                child.type = "hardbreak"  # lines of an address, or of a poem
+                child.type = "hardbreak"  # keep line breaks, as of addresses and poems
         block.append(token)
         if not token.level and token.nesting <= 0:
             markdown = _Markdown("", hyperlinks=False)
@@ -186,14 +194,14 @@ def _blocks_of(text: str) -> Iterator[Markdown]:
 
 
 class _Heading(Heading):
-    """At the left, without a frame."""
+    """Left-aligned, without a frame."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.text
 
 
 class _CodeBlock(CodeBlock):
-    """Without a background and without blanks around it, so that it can be copied."""
+    """Without a background and padding, so that it can be copied."""
 
     @classmethod
     def create(cls, markdown: Markdown, token: Token) -> _CodeBlock:

@@ -1,19 +1,24 @@
-"""The chat as a program: what runs before the first message, and the exit status at the end.
+"""The chat as a program, from its arguments to its exit status.
 
-Nothing heavy is imported until the arguments are known to be right.
+MLX is not imported until the arguments are checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import Settings, error_line, setup_arg_parser
+from mlx_paged.chat.command_line import (
+    FLAGS,
+    Settings,
+    error_line,
+    setup_arg_parser,
+    write_json,
+)
 from mlx_paged.chat.terminal import (
     PipeReader,
     Reader,
@@ -23,18 +28,9 @@ from mlx_paged.chat.terminal import (
     without_line_end,
 )
 from mlx_paged.command_line.imports import import_first
+from mlx_paged.command_line.program import run_program
 from mlx_paged.launch import is_follower, say_errors_only
-from mlx_paged.standard_streams import (
-    NO_STDOUT,
-    OutputLostError,
-    discard_output,
-    finish_output,
-    open_closed_streams,
-    read_all,
-    say,
-    warnings_as_lines,
-    write,
-)
+from mlx_paged.standard_streams import NO_STDOUT, OutputLostError, read_all, warnings_as_lines
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
@@ -48,42 +44,24 @@ NO_INPUT = (
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the chat and return its exit status.
 
-    That is 0, 1 when output was lost, 2 for the user's mistakes, or 130 when Ctrl-C ended it.
+    It is 0, 1 if output was lost, 2 for a mistake of the user, or 130 after Ctrl-C.
 
     Args:
         argv: the arguments, without the program's name; those of this process by default.
         prog: the program's name in help and errors.
     """
-    open_closed_streams()
-    parser = setup_arg_parser(prog)
     screen = Screen()
-    try:
-        try:
-            args = parser.parse_args(argv)
-        except SystemExit as end:  # --help and --version, too
-            if end.code == 2 and "--json" in (sys.argv if argv is None else argv):
-                _write_json({"error": parser.mistake})
-            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+
+    def run(args: argparse.Namespace) -> int:
         screen.is_plain = args.plain
-        with warnings_as_lines(screen.warn):
-            return _run(args, screen)
-    except OutputLostError as error:
-        screen.clear_progress()
-        discard_output()
-        say(f"{parser.prog}: error: {error}")
-        return 1
-    except (ValueError, RuntimeError) as error:  # the user's mistake
-        screen.clear_progress()
-        say(f"{parser.prog}: error: {error_line(error)}")
-        return 2
-    except KeyboardInterrupt:
-        screen.clear_progress()
-        say("")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output left (| head): nothing more to say, and nowhere to say it.
-        discard_output()
-        return 1
+        try:
+            with warnings_as_lines(screen.warn):
+                return _run(args, screen)
+        finally:
+            screen.clear_progress()
+
+    mistakes = (ValueError, RuntimeError)
+    return run_program(setup_arg_parser(prog), argv, run, FLAGS, mistakes=mistakes)
 
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
@@ -103,16 +81,16 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     except (ValueError, RuntimeError, KeyboardInterrupt) as error:
         if args.json:
             is_interrupt = isinstance(error, KeyboardInterrupt)
-            _write_json({"error": "interrupted" if is_interrupt else error_line(error)})
+            write_json({"error": "interrupted" if is_interrupt else error_line(error)})
         raise
 
 
 def _say_loading(args: argparse.Namespace, screen: Screen) -> None:
     loading = f"[loading {args.model or 'the bundled demo model'} ...]"
-    if args.verbose or (screen.stderr_is_terminal and screen.is_plain):
+    if args.verbose:
         screen.say(loading)
     else:
-        screen.show_progress(loading, "[loading ...]")
+        screen.announce(loading, "[loading ...]")
 
 
 def _answer_or_converse(
@@ -123,10 +101,10 @@ def _answer_or_converse(
     screen: Screen,
     reader: Reader,
 ) -> int:
-    """Answer the message, or take messages where there is none; returns the exit status.
+    """Answer the message, or else read messages; returns the exit status.
 
     Raises:
-        ValueError: a pipe had no message.
+        ValueError: there was no message in the pipe.
     """
     from mlx_paged.chat.dialogue import Dialogue, describe_start
     from mlx_paged.chat.loop import converse
@@ -136,18 +114,13 @@ def _answer_or_converse(
     dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
     if message is not None and args.json:
         answer = dialogue.answer_in_full(message)
-        _write_json({"model": args.model or "demo", **answer})
+        write_json({"model": args.model or "demo", **answer})
         return 130 if answer["finish_reason"] == "interrupted" else 0
     if message is not None:
         return 130 if dialogue.ask(message) else 0
     if not converse(dialogue) and not reader.is_interactive:
         raise ValueError(f"standard input is empty; {NO_INPUT}")
     return 0
-
-
-def _write_json(content: dict[str, Any]) -> None:
-    # In ASCII, whatever the locale can write.
-    write(json.dumps(content) + "\n")
 
 
 def _make_reader(screen: Screen) -> Reader:
@@ -161,7 +134,7 @@ def _make_reader(screen: Screen) -> Reader:
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
-    """The message to answer once, ``None`` for a dialogue; raises ``ValueError`` where there is
+    """The message to answer once, or ``None`` for a dialogue; raises ``ValueError`` if there can be
     neither.
     """
     if args.message is None:
@@ -182,16 +155,13 @@ def _read_message(args: argparse.Namespace) -> str | None:
 
 
 def _is_known_to_be_empty(stdin: Any) -> bool:
-    """Whether stdin is a file or a device that is not typed into, and is empty."""
+    """Whether stdin is an empty file or device, and not a terminal."""
     try:
         mode = os.fstat(stdin.fileno()).st_mode
         waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
         return not waits and not stdin.buffer.peek(1)
-    except (OSError, ValueError, AttributeError):  # no file at all
+    except (OSError, ValueError, AttributeError):  # not a file
         return False
-
-
-# What a conversation needs
 
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
@@ -220,8 +190,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     if args.prompt_cache_file is not None:
         if args.system_prompt is not None:
             raise ValueError(
-                "--system-prompt can't be combined with --prompt-cache-file, in which the "
-                "conversation has begun; put it into the prompt that is cached"
+                "--system-prompt can't be combined with --prompt-cache-file, which already begins "
+                "the conversation; make it part of the cached prompt"
             )
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model)
@@ -239,7 +209,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
+    # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
     settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
     engine = Engine(
@@ -249,7 +219,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         **with_step_seconds(
             {
                 **options,
-                # One answer at a time; the branches wait in the prefix cache.
+                # One answer at a time; the branches stay in the prefix cache.
                 "max_num_seqs": 1,
                 "max_num_batched_tokens": args.prefill_step_size,
             }

@@ -1,5 +1,5 @@
-"""The user's end of the chat: messages from a terminal or a pipe, the answer on stdout, and all
-else on stderr, dimmed where a terminal can.
+"""Input and output of the chat: messages from a terminal or a pipe, answers on stdout, everything
+else on stderr.
 """
 
 from __future__ import annotations
@@ -18,50 +18,57 @@ from mlx_paged.standard_streams import read_line, say, write, write_codes
 if TYPE_CHECKING:
     from mlx_paged.chat.markdown import MarkdownWriter
 
-# A prompt with fewer tokens to compute than this has an answer before its progress could be read.
+# Progress is shown for prompts with at least this many tokens to compute.
 LONG_PROMPT = 128
-# The rate is that of the last reports, since a token costs more the more stand before it.
+# The rate is taken over the last reports, since tokens get slower as the context grows.
 NUM_REPORTS = 16
 
+# Seconds between two lines of progress on a plain terminal, which are not replaced.
+PLAIN_PAUSE = 5.0
+
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-_CLEAR_REST = "\033[K"  # of the line
+_CLEAR_REST = "\033[J"  # of the screen: a terminal that was made narrower has wrapped the line
 _CLEAR_LINE = f"\r{_CLEAR_REST}"
 
 # What is shown
 
 
 class Screen:
-    """Writes for the user, and knows which of the two streams is a terminal and what it can show.
+    """Writes to stdout and stderr what they support: each may be a terminal or not.
 
-    Colour codes are written only to a terminal, and not where ``NO_COLOR`` is set or ``TERM`` is
-    dumb; answers are drawn as markdown where they are. A line of progress is written as it is, and
-    not by rich's live displays: these hide the cursor and are drawn by a thread, and the second
-    Ctrl-C ends this program in the middle of a step.
+    Colours, and answers as markdown, are written only to a terminal, unless ``NO_COLOR`` is set or
+    ``TERM`` is dumb. Progress is not shown with rich's live displays, which hide the cursor and
+    draw from a thread: the second Ctrl-C exits this program in the middle of a step.
 
     Attributes:
         can_move: the terminal, if there is one, can move its cursor and clear a line.
-        is_plain: text is written as it comes, on a terminal, too: nothing is drawn, dimmed, folded
-            or replaced.
+        is_plain: nothing is drawn, dimmed, folded or replaced, even on a terminal.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ):
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.can_move = environ.get("TERM") != "dumb"
         self.is_plain = False
         self.stdout_is_terminal = is_terminal(sys.stdout)
         self.stderr_is_terminal = is_terminal(sys.stderr)
         self._wants_colour = not environ.get("NO_COLOR")
+        self._clock = clock
         self._progress_width = 0
+        self._next_plain_progress: float | None = None  # while there is some
         self._drawing: MarkdownWriter | None = None  # of an answer
         self._is_in_line = False  # of one that is not drawn, on a terminal
         self._held_warnings: list[str] = []
 
     @property
     def has_colour(self) -> bool:
-        """The terminal, if there is one, can show colours, and its user wants them."""
+        """The terminal, if there is one, supports colours, and its user wants them."""
         return self.can_move and self._wants_colour and not self.is_plain
 
     def answer(self, text: str, is_thinking: bool = False) -> None:
-        """A piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
+        """Write a piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
         if not text:
             return
         self.clear_progress()
@@ -79,7 +86,7 @@ class Screen:
         self._say_held_warnings()
 
     def finish_answer(self) -> None:
-        """The answer is over, and its last line ends; raises what :meth:`answer` does."""
+        """End the answer and its last line; raises what :meth:`answer` does."""
         if not self._draws_answers:
             self.answer("\n")
         elif self._drawing is not None:
@@ -88,18 +95,16 @@ class Screen:
             self._say_held_warnings()
 
     def abandon_answer(self) -> None:
-        """What is written of an answer is all that comes."""
+        """Drop the unfinished answer."""
         self._drawing, self._is_in_line = None, False
 
     def say(self, text: str) -> None:
-        """Lines, which on a terminal are folded between words."""
+        """Write lines to stderr; a terminal gets them wrapped between words."""
         self.clear_progress()
         say(self._folded(harmless(text)))
 
     def say_rows(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Two columns, as wide as they have to be. On a terminal the second one is folded into what
-        is left of the width.
-        """
+        """Write a table of two columns. On a terminal the second one is wrapped."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -114,7 +119,7 @@ class Screen:
         say("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
     def warn(self, text: str) -> None:
-        """Say it, in the middle of an answer as soon as its line, or what is drawn of it, ends."""
+        """Say something, during an answer only when its line or its drawn block has ended."""
         self._held_warnings.append(text)
         self._say_held_warnings()
 
@@ -124,18 +129,19 @@ class Screen:
 
     @property
     def _is_in_answer(self) -> bool:
-        """Whether a line of the answer would be cleared or torn apart by another one."""
+        """Whether other output would tear a line or a drawn block of the answer."""
         return self._is_in_line or (self._drawing is not None and self._drawing.is_in_block)
 
     @property
     def _width(self) -> int | None:
-        """That of what is said; ``None`` where nothing is folded."""
-        return num_columns(sys.stderr) if self.stderr_is_terminal and not self.is_plain else None
+        """The width that lines on stderr are wrapped to; ``None``: they are not."""
+        is_folded = self.stderr_is_terminal and not self.is_plain
+        return size_of(sys.stderr).columns if is_folded else None
 
     def _folded(self, text: str) -> str:
         if self._width is None:
             return text
-        # A word that is longer than a line, such as the name of a file, stays in one piece.
+        # A word that is longer than a line, such as a file name, is not broken.
         fold = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False).fill
         return "\n".join(map(fold, text.split("\n")))
 
@@ -153,38 +159,57 @@ class Screen:
         write_codes(f"{_DIM}{self._folded(harmless(text))}{_PLAIN}\n")
 
     def show_progress(self, *forms: str) -> None:
-        """A line that the next one replaces; nothing if stderr is not a terminal or a plain one, or
-        in the middle of a line of the answer, which would be cleared with it.
+        """Show a line that the next output replaces; a plain terminal gets one every
+        ``PLAIN_PAUSE`` seconds that stays. Nothing is shown if stderr is not a terminal, or within
+        a line of the answer, which would be cleared with it.
 
         Args:
-            forms: of the same text, the longest first. The first is shown that fits into a line,
-                or the beginning of the last one: two lines could not be cleared.
+            forms: of the same text, the longest first. The first that fits on a line is shown, or
+                else the beginning of the last one: two lines could not be cleared.
         """
-        if self._width is None or not forms or self._is_in_answer:
+        if not (self.stderr_is_terminal and forms) or self._is_in_answer:
+            return
+        if self.is_plain:
+            now = self._clock()
+            if self._next_plain_progress is None:
+                self._next_plain_progress = now + PLAIN_PAUSE
+            elif now >= self._next_plain_progress:
+                say(forms[0])
+                self._next_plain_progress = now + PLAIN_PAUSE
             return
         from rich.cells import cell_len, set_cell_size
 
-        most = self._width - 1
+        most = size_of(sys.stderr).columns - 1
         texts = list(map(harmless, forms))
         fitting = (text for text in texts if cell_len(text) <= most)
         text = next(fitting, None) or set_cell_size(texts[-1], most)
-        # Without an escape code to clear the line, blanks do it.
+        # Without an escape code to clear the line, it is overwritten by blanks.
         rest = _CLEAR_REST if self.can_move else " " * (self._progress_width - cell_len(text))
-        # The terminal itself may have written ^C into the line.
+        # The terminal may have echoed ^C into the line.
         write_codes(f"\r{text}{rest}\r")
         self._progress_width = max(self._progress_width, cell_len(text))
 
+    def announce(self, *forms: str) -> None:
+        """Show that something begins which takes a while: as :meth:`show_progress`, but a plain
+        terminal gets the line at once.
+        """
+        if self.stderr_is_terminal and self.is_plain and not self._is_in_answer:
+            self.say(forms[0])
+        else:
+            self.show_progress(*forms)
+
     def clear_progress(self) -> None:
+        self._next_plain_progress = None
         if self._progress_width:
             write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
             self._progress_width = 0
 
 
 class PromptProgress:
-    """Says how many tokens of a prompt are done, at which rate, and how long the rest takes.
+    """Reports the progress of a prompt: tokens, rate and remaining time.
 
     Args:
-        num_known: tokens of the prompt that were computed in earlier turns, as far as is known.
+        num_known: tokens of the prompt that were computed in earlier turns.
         clock: in seconds.
     """
 
@@ -194,8 +219,8 @@ class PromptProgress:
         self._reports = deque([(clock(), num_known)], NUM_REPORTS)
 
     def words(self, done: int, total: int) -> Sequence[str]:
-        """What to show when ``done`` of ``total`` tokens are computed, the longest form first;
-        nothing where the prompt is short or done.
+        """The report when ``done`` of ``total`` tokens are computed, its longest form first; empty
+        if the prompt is short or done.
         """
         now = self._clock()
         if done >= total or total - self._num_known < LONG_PROMPT:
@@ -217,16 +242,12 @@ class PromptProgress:
 
 
 def size_of(stream: TextIO | None) -> os.terminal_size:
-    """That of a terminal; 80 columns and 24 rows where it does not say."""
+    """The size of a terminal; 80 columns and 24 rows if it is unknown."""
     try:
         columns, rows = os.get_terminal_size(-1 if stream is None else stream.fileno())
     except (OSError, ValueError):
         columns = rows = 0
     return os.terminal_size((columns or 80, rows or 24))
-
-
-def num_columns(stream: TextIO | None) -> int:
-    return size_of(stream).columns
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -240,27 +261,27 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class Reader(Protocol):
-    """Reads one message after the other.
+    """Reads messages.
 
     Attributes:
-        is_interactive: a person is there, who sees a prompt and can edit a text.
+        is_interactive: whether a user sees a prompt and can edit a text.
     """
 
     is_interactive: bool
 
     def read(self, text: str = "") -> str | None:
-        """The next message, ``None`` at the end of the input; ``text`` is there to be edited."""
+        """The next message, ``None`` at the end of the input; ``text`` is offered for editing."""
 
     def confirm(self, question: str) -> bool:
-        """Whether a person says yes."""
+        """Whether the user answers yes."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal's settings."""
 
 
 class PipeReader:
-    """Each line of stdin is a message; its line end is not part of it."""
+    """Reads each line of stdin as a message, without its line end."""
 
     is_interactive = False
 
@@ -276,7 +297,7 @@ class PipeReader:
 
 
 def clean(text: str) -> str:
-    """Text that a tokenizer can encode: bytes that were not UTF-8, which Python hands over as lone
+    """Text that a tokenizer can encode: bytes that are not UTF-8, which Python represents as lone
     surrogates, are replaced.
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -1,3 +1,3 @@
-"""What the programs' command lines share: a parser that reports an error in one line, types of
-values, flags of the model, its sampling and its cache. Only ``words`` imports MLX.
+"""What the command lines of the programs share: the parser, common flags, errors and exit statuses,
+and descriptions of an engine. Only ``descriptions`` imports MLX.
 """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def describe_engine(model: str | None, engine: Engine) -> list[str]:
-    """The parts of the line that a program prints when it starts: the model, its device, the K/V
-    budget, other memory, the tier on disk if there is one, and the context.
+    """The parts of a program's first line: model, device, K/V budget, other memory, tier on disk if
+    there is one, and context limit.
     """
     return [
         describe_model(model, engine),
@@ -43,7 +43,7 @@ def describe_backend(cache: KVCache) -> str:
 
 
 def describe_model(name: str | None, engine: Engine) -> str:
-    """The model's name, and how it runs."""
+    """The model's name, and which implementation runs it."""
     description = check_model(engine.model).description
     return f"{name or 'bundled demo model'} ({description})"
 
@@ -78,7 +78,7 @@ def in_words(number: int) -> str:
 
 
 def describe_memory(engine: Engine) -> str:
-    """What the engine takes beside K/V, of what there is."""
+    """The memory that the engine needs in addition to K/V, and the memory that there is."""
     recommended = recommended_memory()
     limit = format_nbytes(recommended or memory_size())
     return (
@@ -89,7 +89,7 @@ def describe_memory(engine: Engine) -> str:
 
 
 def describe_disk_tier(engine: Engine) -> list[str]:
-    """The folder of the tier on disk, what it holds and its limit; empty if there is none."""
+    """The size, limit and folder of the tier on disk; empty if there is none."""
     tier = engine.disk_tier
     if tier is None or not isinstance(tier.store, BlockStore):
         return []
@@ -104,7 +104,7 @@ def describe_disk_tier(engine: Engine) -> list[str]:
 
 
 def describe_duration(seconds: float) -> str:
-    """In the largest unit of which it is a whole number."""
+    """A duration in the largest unit that divides it."""
     for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:.0f} {unit}"

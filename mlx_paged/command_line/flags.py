@@ -1,4 +1,6 @@
-"""Flags that programs share, named as those of ``mlx_lm``, and the arguments that they become."""
+"""The flags that the programs share, with the names of ``mlx_lm``'s, and their values as arguments
+of the library.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def _text(metavar: str = "") -> Domain[str]:
     return such("a text", lambda value: isinstance(value, str), metavar=metavar)
 
 
-# What every program takes to load a model and to ask it, beside the options of an engine.
+# The flags for loading a model, in addition to the options of an engine.
 LAUNCH_OPTIONS = {
     "model": Option(
         f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
@@ -32,29 +34,30 @@ LAUNCH_OPTIONS = {
     "dtype": Option(
         "dtype of a GGUF file's scales, activations and K/V",
         one_of("float32", "float16", "bfloat16"),
-        says="that of its matrices, and float32 where they are quantised, so that nothing is lost",
+        says="that of its matrices, or float32 if they are quantised, so that nothing is lost",
     ),
     "adapter_path": Option(
         "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", _text()
     ),
     "draft_model": Option(
-        "a small model of the same tokenizer, folder or repo, that drafts the next tokens",
+        "folder or Hugging Face repo of a small model with the same tokenizer, which generates "
+        "drafts",
         _text(),
-        says="none: they are looked up in the conversation",
+        says="none: drafts are looked up in the conversation",
     ),
     "no_generation_config": Option(
-        "leave the model's generation_config.json out: greedy, unless flags say otherwise",
+        "ignore the model's generation_config.json: greedy, unless flags say otherwise",
         BOOL,
         default=False,
     ),
     "force": Option(
-        "load a model that is larger than this machine's memory all the same", BOOL, default=False
+        "load the model even if it is larger than this machine's memory", BOOL, default=False
     ),
     "no_thinking": Option(
-        "ask the model's chat template for an answer without reasoning", BOOL, default=False
+        "answer without reasoning, if the model's chat template supports it", BOOL, default=False
     ),
 }
-# The flags by the arguments of the library that they are passed on as.
+# The flags by the library's arguments.
 FLAGS = {
     **{
         name: LAUNCH_OPTIONS[name].flag_name(name)
@@ -63,15 +66,15 @@ FLAGS = {
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
 }
-# The flags of sampling parameters, and of others that only some programs have, by argument.
+# The flags of the sampling parameters, which only some programs have, by parameter.
 SAMPLING = {
     **{name: each.flag_name(name) for name, each in SAMPLING_PARAMS.items() if each.flag},
     "seed": "--seed",
 }
 
 
-# Groups of flags in a program's help, by argument. A program's own that stand in none of them are
-# in a group of its own.
+# The groups of a program's help, by argument. The program's own flags that are not listed here form
+# another group.
 _GROUPS = {
     "model": (
         *("model", "tokenizer", "dtype", "adapter_path", "no_generation_config", "force"),
@@ -100,10 +103,10 @@ _GROUPS = {
 def add_flags(
     parser: argparse.ArgumentParser, program: Program, own: Mapping[str, Option]
 ) -> argparse._ArgumentGroup:
-    """Add the flags of a program, in groups; returns the group of its own.
+    """Add the flags of a program, in groups; returns the group of its own flags.
 
     Args:
-        own: its options that other programs don't have.
+        own: the options that only this program has.
     """
     groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, "further ones")}
     groups[program] = parser.add_argument_group(f"the {program}")
@@ -119,7 +122,7 @@ def add_flags(
         _add_flag(group_of(name), name, option, default, option.says or default)
     for name, param in SAMPLING_PARAMS.items():
         if param.flag is not None and program in param.flag.programs:
-            # One that is not given is None, if the model may set it.
+            # A parameter that the model may set is None if its flag is not given.
             says = param.flag.says or getattr(SamplingParams(), name)
             _add_flag(group_of(name), name, param, param.flag.default, says)
     return groups[program]
@@ -128,14 +131,14 @@ def add_flags(
 def _add_flag(
     group: argparse._ArgumentGroup, name: str, argument: Argument, default: object, says: object
 ) -> None:
-    """Add the flag of a declared argument; its value has the argument's name.
+    """Add the flag of a declared argument, whose name is its ``dest``.
 
-    A switch has a flag that turns it on or off, whichever is not the default, and one that has no
-    default both. What has several values is a list of them.
+    A bool has a flag for the value that is not its default, or flags for both if it has no default.
+    An argument with the default ``()`` may be given several times.
 
     Args:
-        default: where the flag is not given.
-        says: of the default, or that itself.
+        default: the value without the flag.
+        says: what the help says about the default.
     """
     flag = argument.flag
     assert flag is not None
@@ -166,12 +169,12 @@ def _add_flag(
 
 
 def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``SamplingParams``: what the flags of sampling say wins over the model's own.
+    """Fields of ``SamplingParams``: the sampling flags override the model's recommendation.
 
     Args:
         own: what the model's ``generation_config.json`` recommends, by field.
     """
-    # The model does not decide where an answer ends, nor its seed.
+    # The model decides neither the length of an answer nor its seed.
     names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
     given = {name: getattr(args, name, None) for name in names}
     chosen = {**own, **{name: value for name, value in given.items() if value is not None}}

@@ -1,9 +1,9 @@
-"""``import_first``: what a program runs with is imported in less time.
+"""``import_first``: imports the libraries of a program in less time.
 
-MLX, mlx-lm, transformers and the libraries of the server are 1,100 modules with 200,000 objects,
-all of which stay. While they are imported, and from then on whenever it looks everywhere, Python
-looks through them for cycles that nothing uses: a tenth of the CPU time of a start. Twice as much
-goes into transformers' search of its own files, which it does twice.
+MLX, mlx-lm, transformers and the libraries of the server are 1,100 modules with 200,000 objects
+that are never freed. Python's garbage collector scans them while they are imported, and in each
+full collection from then on: a tenth of the CPU time of a start. Twice as much goes into the two
+scans that transformers makes of its own files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 
 def import_first(*names: str) -> None:
-    """Import modules with all that they import, and take them for needed until the process ends.
+    """Import modules without garbage collection, and exempt their objects from it (``gc.freeze``).
 
-    Where MLX is imported already, as when a program is called from another one, they are only
-    imported: objects of the other program have to be found when they are not used any more.
+    If MLX is imported already, as when a program is called from another one, they are only
+    imported: the other program's objects must remain collectable.
     """
     is_first = "mlx.core" not in sys.modules
     if is_first:
@@ -37,10 +37,10 @@ def import_first(*names: str) -> None:
 
 
 def import_transformers() -> None:
-    """Import ``transformers`` and ``transformers.models``, either of which reads 3,300 source files
-    to find out what is in them: 170 ms of CPU time. The second finds it known here.
+    """Import ``transformers`` and ``transformers.models``, each of which reads 3,300 source files
+    to list their contents: 170 ms of CPU time. Here the second import reuses the first one's list.
 
-    transformers means to keep it, too, but for 128 folders (``lru_cache``), and it has 550.
+    transformers caches it, too (``lru_cache``), but for 128 folders, and it has 550.
     """
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # as mlx-lm does before it imports it
     import transformers
@@ -50,7 +50,7 @@ def import_transformers() -> None:
     if search is None:  # another version
         return
     root = Path(str(transformers.__file__)).parent / "models"
-    found = search(root)  # kept: the last folder that was searched
+    found = search(root)  # cached: this was the last search of the first import
 
     def known(path: str | Path) -> object:
         return found if Path(path) == root / "__init__.py" else search(path)

@@ -1,4 +1,4 @@
-"""An argument parser that reports an error in one line, and errors that name flags."""
+"""An argument parser with errors of one line, and errors that name flags."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ from mlx_paged.errors import one_line
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
 from mlx_paged.standard_streams import write
 
-_MAX_ERROR = 2000  # characters
+MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line and exits with status 2, and for flags
-    of other programs what is here instead.
-
-    It has ``--version``, and takes no abbreviated flags.
+    """An argument parser that reports an error in one line, exits with status 2, and advises which
+    flag to use instead of another project's. It accepts no abbreviated flags.
 
     Args:
-        flags: arguments of the library, and names that other programs have for them; and the flags
-            that stand for them here, of which a program may lack some.
-        usage: the first line of the help, where all flags would be too many for it.
-
-    Attributes:
-        mistake: what was wrong with the arguments, in one line.
+        flags: the flags by argument of the library, or by another project's name for it. The
+            program may lack some.
+        usage: the first line of the help, for programs with too many flags for it.
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
         self._flags = {} if flags is None else flags
-        self.mistake = ""
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -66,8 +60,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         for word in words[: words.index("--")] if "--" in words else words:
-            # Python 3.11 takes such a value for the end of the options, and makes an empty list of
-            # it.
+            # Python 3.11 takes such a value for the end of the options, and returns an empty list.
             flag = _DASHES_AS_VALUE.fullmatch(word)
             if flag:
                 self.error(f"argument {flag[1] or flag[2]}: the value can't be '--'")
@@ -82,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         return known  # type: ignore[no-any-return]
 
     def _advice(self, word: str) -> str:
-        """What is here instead of another program's flag."""
+        """What to use instead of another project's flag."""
         name = word.split("=")[0].lstrip("-").replace("-", "_")
         ours = self._flags.get(name) or self._flags.get(OTHER_NAMES.get(name, ""))
         if ours in self._option_string_actions:
@@ -90,20 +83,19 @@ class Parser(argparse.ArgumentParser):
         return f"; {ADVICE[name]}" if name in ADVICE and word.startswith("--") else ""
 
     def print_help(self, file: Any = None) -> None:
-        # argparse would swallow the error of an output that is full.
+        # argparse would ignore an error, such as a full disk.
         if file is None:
             write(self.format_help())
         else:
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        # The values in the message are the user's, and may hold line ends.
-        self.mistake = one_line(message, _MAX_ERROR)
-        self.exit(2, f"{self.prog}: error: {self.mistake} (see --help)\n")
+        # The values in the message are the user's, and may contain line breaks.
+        self.exit(2, f"{self.prog}: error: {one_line(message, MAX_ERROR)} (see --help)\n")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Breaks no word, such as the name of a model or a file, in a narrow terminal."""
+    """Breaks no words, such as names of models and files, in a narrow terminal."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         words = " ".join(text.split())
@@ -111,9 +103,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _VersionAction(argparse.Action):
-    """Writes ``const`` and leaves. argparse's own would swallow the error of an output that is
-    full.
-    """
+    """Writes ``const`` and exits. argparse's own would ignore an error, such as a full disk."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         write(f"{self.const}\n")
@@ -121,16 +111,15 @@ class _VersionAction(argparse.Action):
 
 
 def error_line(error: BaseException, flags: Mapping[str, str]) -> str:
-    """The text of an error, on one line, with flags in the place of arguments, if it is about one.
+    """The text of an error on one line. If it is about an argument, flags replace arguments in it.
 
     Args:
-        flags: arguments of the library, and the flags that are passed on as them.
+        flags: the flags by argument of the library.
     """
-    text = one_line(error, _MAX_ERROR)
+    text = one_line(error, MAX_ERROR)
     argument = getattr(error, "argument", None)
     if argument not in flags:
         return text
-    # A name without "_" may be an ordinary word, so it stays where it is not what the error is
-    # about.
+    # A name without "_" may be an ordinary word, so it is replaced only if the error is about it.
     names = [name for name in flags if name == argument or "_" in name]
     return re.sub(rf"\b({'|'.join(names)})\b", lambda match: flags[match[1]], text)

@@ -1,4 +1,4 @@
-"""How a program that prints what it found runs: from arguments to output and an exit status."""
+"""``run_program``: runs a program from its arguments to its exit status."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def run_program(
     run: Callable[[argparse.Namespace], int],
     flags: Mapping[str, str],
     lost: int = 1,
+    mistakes: tuple[type[Exception], ...] = (ValueError,),
 ) -> int:
     """Run a program and return its exit status: that of ``run``, 2 for the user's mistakes, 130
     when Ctrl-C ended it, or ``lost`` when its output was lost. Each error is a line on stderr.
 
     Args:
         argv: the arguments, without the program's name; those of this process by default.
-        run: is given the arguments; a ``verb`` among them belongs to the program's name.
-        flags: arguments of the library, and the flags that stand for them in errors.
+        run: called with the parsed arguments; a ``verb`` among them is part of the program's name.
+        flags: the flag for each argument of the library that an error may name.
+        mistakes: the errors that are the user's mistakes. Others are raised.
     """
     open_closed_streams()
     name = parser.prog
@@ -43,13 +45,13 @@ def run_program(
         discard_output()
         say(f"{name}: error: {error}")
         return lost
-    except ValueError as error:  # the user's mistake
+    except mistakes as error:
         say(f"{name}: error: {error_line(error, flags)}")
         return 2
     except KeyboardInterrupt:
         say("")
         return 130
     except BrokenPipeError:
-        # The reader of our output left (| head): nothing more to say, and nowhere to say it.
+        # The reader of the output has left (| head).
         discard_output()
         return lost

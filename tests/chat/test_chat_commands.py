@@ -79,7 +79,7 @@ def test_the_commands_of_the_chat(chat_with):
     )
     assert status == 0 and len(out.strip().splitlines()) == 2
     assert "messages: 2, tokens held: " in err and "messages: 0, tokens held: 0" in err
-    assert re.search(r"^/reset +forget the conversation", err, re.M)
+    assert re.search(r"^/reset +start a new conversation", err, re.M)
     assert "[unknown command /wat; /help lists them, and // begins a message with a slash]" in err
     assert [reused for reused in re.findall(r"\((\d+) reused\)", err)] == ["0", "0"]
 
@@ -118,7 +118,7 @@ def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_bega
     if kind == "paged":
         # The conversation's blocks are the branch's first ones.
         long, taken = map(
-            int, re.findall(r"1 branch are (\d+) blocks long and take (\d+)$", err, re.M)[0]
+            int, re.findall(r"1 branch have (\d+) blocks, (\d+) of them distinct$", err, re.M)[0]
         )
         assert long - taken == held // 16 > 0
 

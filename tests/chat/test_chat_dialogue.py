@@ -134,12 +134,12 @@ def test_a_budget_larger_than_the_memory_is_questioned_in_one_line(talk):
     _, out, err = talk("hello", argv=("--kv-cache-bytes", "1000T"))
     assert len(out) == 1
     assert re.search(
-        r"^\[is a K/V budget of 1,099,511\.6 GB meant\? This machine has [\d.]+ GB of memory; "
+        r"^\[the K/V budget of 1,099,511\.6 GB exceeds this machine's memory of [\d.]+ GB; "
         "see --kv-",
         err,
         re.M,
     )
-    assert "meant?" not in talk("hello", argv=("--kv-cache-bytes", "64M"))[2]
+    assert "exceeds" not in talk("hello", argv=("--kv-cache-bytes", "64M"))[2]
 
 
 @pytest.mark.parametrize("kind", ["paged", "basic"])
@@ -212,7 +212,7 @@ def test_regenerate_replaces_the_last_answer(talk, tmp_path: Path):
     _, out, err = talk("/regenerate", "hello", "/regenerate", f"/save {file}")
     assert "there is no message of the user yet" in err
     assert len(out) == 2 and messages_of(file) == [("user", "hello"), ("assistant", out[1])]
-    assert "[greedy: the same answer each time; /set temp 0.7 brings others]" in err
+    assert "[greedy: the same answer each time; /set temp 0.7 varies it]" in err
     _, out, _ = talk("/set temp 5", "/set max-tokens 20", "hello", "/regenerate")
     assert len(out) >= 2 and out[0] != out[-1]
 
@@ -229,7 +229,7 @@ def test_edit_replaces_the_last_message_and_its_answer(talk, tmp_path: Path):
     ]
     _, out, err = talk(*lines)
     assert out[-1] == "Your name is Ann."
-    assert "there is no message of yours to edit yet" in err and "/edit needs the new text" in err
+    assert "there is no message to edit yet" in err and "/edit needs the new text" in err
     assert [text for role, text in messages_of(file) if role == "user"] == [
         "My name is Ann.",
         "What is my name?",
@@ -261,9 +261,9 @@ def test_the_system_prompt_is_shown_set_and_removed_and_stays_over_a_reset(talk,
     said = [line for line in err.splitlines() if "system prompt" in line]
     assert said == [
         "[no system prompt]",
-        "[the system prompt is set]",
+        "[system prompt set]",
         "[system prompt: Be brief.]",
-        "[the system prompt is removed]",
+        "[system prompt removed]",
     ]
     system = ("system", "Be brief.")
     assert messages_of(files[0]) == [system, ("user", "hello"), ("assistant", out[0])]
@@ -288,7 +288,7 @@ def test_settings_are_listed_and_changed_and_a_wrong_one_is_one_line(talk):
     assert "[temp 0]\n[temp 0.7]\n[top-p 0.5]\n[top-k 3]\n" in err
     assert "temp              0.7\ntop-p             0.5\ntop-k             3\n" in err
     no_mood = (
-        "[no setting is called 'mood'; there are temp, top-p, top-k, min-p, xtc-probability, "
+        "[unknown setting 'mood'; the settings are temp, top-p, top-k, min-p, xtc-probability, "
         "xtc-threshold, max-tokens, seed, thinking]"
     )
     for line, said in {
@@ -336,7 +336,7 @@ def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, t
     file.write_text(json.dumps([{"role": "user", "content": parts}]))
     _, out, err = talk(f"/load {file}", "/regenerate")
     assert out == ["Hello! How can I help you?"]
-    assert "messages: 1; /regenerate answers the last]" in err
+    assert "messages: 1; /regenerate answers the last one]" in err
 
 
 @pytest.mark.parametrize(
@@ -347,11 +347,11 @@ def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, t
         (b"\xff\xfe", "is not a conversation: "),
         (b"[" * 100_000, "is not a conversation: "),
         (b"{}", "is not a conversation: it has no list of messages"),
-        (b'{"version": 2, "messages": []}', "is of version 2, and only 1 can be read"),
-        (b"[]", "can't be gone on with: messages is empty"),
+        (b'{"version": 2, "messages": []}', "has version 2, and only version 1 can be read"),
+        (b"[]", "can't be continued: messages is empty"),
         (
             b'[{"role": "user", "content": 7}]',
-            "can't be gone on with: the content of messages[0] must be a text",
+            "can't be continued: the content of messages[0] must be a text",
         ),
         (
             b'[{"role": "user", "content": [{"type": "image"}]}]',
@@ -415,7 +415,7 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
         "/save",
     )
     assert len(messages_of(saved)) == 4 and link.is_symlink()
-    assert f"[{link} exists; /save! {link} writes over it]" in err
+    assert f"[{link} exists; /save! {link} overwrites it]" in err
     assert notes.read_text() == "precious"
     assert f"[{notes} exists and is not a saved conversation; choose another name]" in err
     assert f"[{tmp_path} exists and is not a saved conversation; choose another name]" in err

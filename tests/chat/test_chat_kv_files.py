@@ -69,12 +69,12 @@ def test_a_basic_cache_saves_and_loads_the_messages_alone(talk, tmp_path: Path):
     file, argv = tmp_path / "talk.json", ("--kv", "basic")
     _, through, _ = talk(*QUESTIONS, LAST, argv=argv)
     _, _, err = talk(*QUESTIONS, f"/save {file}", argv=argv)
-    assert "[the K/V are not saved: " in err and "need blocks" in err
+    assert "[the K/V were not saved: " in err and "need blocks" in err
     assert f"[saved to {file}: messages: 4]" in err
     assert os.listdir(tmp_path) == ["talk.json"]
     talk(*QUESTIONS, f"/save! {file}")  # with its K/V
     _, out, err = talk(f"/load {file}", LAST, argv=argv)
-    assert "[the K/V are not loaded, and computed again: " in err and "need blocks" in err
+    assert "[the K/V were not loaded, and will be recomputed: " in err and "need blocks" in err
     assert out == through[-1:] and reused(err) == [0]
 
 
@@ -101,9 +101,9 @@ def test_kv_that_can_not_be_used_are_said_and_the_messages_load(
     def loaded(*argv: str) -> tuple[list[str], str]:
         _, out, err = talk(f"/load {file}", LAST, argv=argv)
         assert f"[loaded from {file}: messages: 4]" in err
-        lines = [line for line in err.splitlines() if "computed again" in line]
+        lines = [line for line in err.splitlines() if "recomputed" in line]
         assert len(lines) == 1 and reused(err) == [0]
-        return out, lines[0].removeprefix("[the K/V are not loaded, and computed again: ")
+        return out, lines[0].removeprefix("[the K/V were not loaded, and will be recomputed: ")
 
     kv_file.write_bytes(content[:-1])
     out, why = loaded()
@@ -146,7 +146,7 @@ def test_messages_are_saved_where_kv_can_not_be(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "save_snapshot", full)
         _, _, err = talk(QUESTIONS[0], f"/save {file}")
-    assert "[the K/V are not saved: No space left on device]" in err
+    assert "[the K/V were not saved: No space left on device]" in err
     assert f"[saved to {file}: messages: 2]" in err and len(saved_messages(file)) == 2
     assert os.listdir(tmp_path) == ["talk.json"]
     # Another file in the place of the K/V.
@@ -232,12 +232,12 @@ def test_what_can_not_follow_a_prompt_cache_is_said(talk, cached, tmp_path: Path
     file, saved = cached(STORY), tmp_path / "talk.json"
     argv = ("--prompt-cache-file", str(file))
     _, _, err = talk("What is my name?", "/system Be brief.", f"/save {saved}", argv=argv)
-    assert "[a system prompt can't follow a prompt cache, in which" in err
-    assert "[the K/V are not saved: the conversation follows a prompt cache" in err
+    assert "[a system prompt can't follow a prompt cache, which already begins" in err
+    assert "[the K/V were not saved: the conversation continues a prompt cache" in err
     assert len(saved_messages(saved)) == 2
     talk("hello", f"/save! {saved}")
     _, _, err = talk(f"/load {saved}", "What is my name?", argv=argv)
-    assert "[the K/V are not loaded, and computed again: the conversation follows" in err
+    assert "[the K/V were not loaded, and will be recomputed: the conversation continues" in err
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):

@@ -238,10 +238,10 @@ def test_save_asks_before_it_writes_over_a_conversation(tmp_path: Path):
         terminal.send("hello")
         for key, num_messages in (("n", 0), (CTRL_C, 0), (CTRL_D, 0), ("y", 2)):
             terminal.type(f"/save {file}\r")
-            terminal.wait_for("write over it?")
+            terminal.wait_for("overwrite it?")
             terminal.type(key)
             said = terminal.wait_for_prompt()
-            assert ("[saved to" in said, "[nothing is saved]" in said) == (
+            assert ("[saved to" in said, "[not saved]" in said) == (
                 key == "y",
                 key in ("n", CTRL_D),
             )

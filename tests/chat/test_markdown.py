@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import count
 
 import pytest
-from helpers.terminal import screen_lines
+from helpers.terminal import ScreenThatReflows, screen_lines
 
 from mlx_paged.chat.markdown import MarkdownWriter
 
@@ -142,18 +142,31 @@ def test_a_table_that_is_taller_than_the_screen_shows_each_row_once():
     assert [line.split() for line in lines if "wide" in line] == [["a", "wide", "cell", "x"]]
 
 
-def test_a_terminal_that_is_made_narrower_has_its_finished_blocks_left_alone():
-    sizes, written = [os.terminal_size((80, 24))], list[str]()
+@pytest.mark.parametrize("columns", [20, 40, 120])
+@pytest.mark.parametrize("rows", [6, 24])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "And one more line of more than forty columns, whose end is not there y",
+        "- one that is longer than the narrow terminal has columns\n- two\n- thre",
+        "模型模型模型模型模型模型模型模型模型模型模型模型模型模型模型模型模型模",
+    ],
+)
+def test_a_terminal_that_is_resized_during_an_answer_has_no_stray_lines(
+    columns: int, rows: int, block: str
+):
+    screen, sizes = ScreenThatReflows(80, rows), [os.terminal_size((80, rows))]
     clock = (float(reading // 2) for reading in count())
-    writer = MarkdownWriter(written.append, lambda: sizes[-1], clock.__next__)
-    writer.add("One line of more than forty columns, and no less than that.\n\nTwo.\n")
-    sizes.append(os.terminal_size((40, 24)))
-    writer.add("And one more line of more than forty columns.")
-    assert written == [
-        "One line of more than forty columns, and no less than that.\n",
-        "\nTwo.\n",
-        "And one more line of more than forty\ncolumns.\n",
-    ]
+    writer = MarkdownWriter(screen.feed, lambda: sizes[-1], clock.__next__)
+    writer.add("One line of more than forty columns, and no less than that.\n\nTwo.\n\n")
+    writer.add(block)
+    sizes.append(os.terminal_size((columns, rows)))
+    screen.resize(columns, rows)
+    finished = screen.lines()[: screen.lines().index("Two.") + 1]
+    writer.add("et.")
+    writer.finish()
+    unfinished = screen_lines("".join(Written(answer(f"{block}et."), columns)), columns)
+    assert screen.lines() == [*finished, "", *unfinished]
 
 
 def test_a_finished_block_is_not_written_again():

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers.terminal import CTRL_C, Terminal
 
-from mlx_paged.chat.terminal import PromptProgress, Screen
+from mlx_paged import Engine, demo_model_path, load
+from mlx_paged.chat.command_line import Settings, setup_arg_parser
+from mlx_paged.chat.conversation import Conversation
+from mlx_paged.chat.dialogue import Dialogue
+from mlx_paged.chat.terminal import PipeReader, PromptProgress, Screen
 
 
 class Clock:
@@ -18,6 +26,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def sized(columns: int) -> Callable[[object], os.terminal_size]:
+    """The size of each stream's terminal."""
+    return lambda stream: os.terminal_size((columns, 24))
 
 
 def test_a_long_prompt_is_said_from_its_first_token_to_its_last():
@@ -81,9 +94,9 @@ def test_a_line_is_never_wider_than_the_terminal(
     clock.now += 8.0
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: columns or 80)
+    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(columns or 80))
     screen.show_progress(*progress.words(64_000, 128_000))
-    assert capsys.readouterr().err == f"\r{shown}\x1b[K\r"
+    assert capsys.readouterr().err == f"\r{shown}\x1b[J\r"
 
 
 def test_progress_does_not_clear_a_line_of_the_answer(capsys: pytest.CaptureFixture):
@@ -96,12 +109,60 @@ def test_progress_does_not_clear_a_line_of_the_answer(capsys: pytest.CaptureFixt
         assert capsys.readouterr().err == ""
 
 
-def test_a_plain_terminal_shows_no_line_that_is_replaced(capsys: pytest.CaptureFixture):
-    screen = Screen({"TERM": "xterm"})
+def test_a_plain_terminal_gets_a_line_of_progress_every_five_seconds_that_stays(
+    capsys: pytest.CaptureFixture,
+):
+    clock = Clock()
+    screen = Screen({"TERM": "xterm"}, clock)
     screen.stderr_is_terminal = screen.is_plain = True
-    screen.show_progress("[loading]")
-    screen.clear_progress()
-    assert capsys.readouterr().err == ""
+    for _ in range(2):  # the second wait is like the first
+        for number in range(13):
+            screen.show_progress(f"[prompt {number}]", "[short]")
+            clock.now += 1.0
+        screen.clear_progress()
+    assert capsys.readouterr().err == "[prompt 5]\n[prompt 10]\n" * 2
+
+
+def test_a_plain_terminal_gets_no_progress_within_a_line_of_the_answer(
+    capsys: pytest.CaptureFixture,
+):
+    clock = Clock()
+    screen = Screen({"TERM": "xterm"}, clock)
+    screen.stdout_is_terminal = screen.stderr_is_terminal = screen.is_plain = True
+    screen.answer("How can I")
+    for _ in range(9):
+        screen.show_progress("[thinking ...]")
+        screen.announce("[stopping]")
+        clock.now += 1.0
+    assert capsys.readouterr() == ("How can I", "")
+
+
+def test_a_plain_terminal_is_told_at_once_what_begins(capsys: pytest.CaptureFixture):
+    screen = Screen({"TERM": "xterm"}, Clock())
+    screen.stderr_is_terminal = screen.is_plain = True
+    screen.announce("[loading a model ...]", "[loading ...]")
+    assert capsys.readouterr().err == "[loading a model ...]\n"
+    screen.is_plain = False
+    screen.announce("[loading a model ...]", "[loading ...]")
+    assert capsys.readouterr().err == "\r[loading a model ...]\x1b[J\r"
+
+
+def test_a_long_prompt_of_a_plain_chat_is_reported_on_stderr(capsys: pytest.CaptureFixture):
+    """A step takes two seconds, by a clock that each report reads."""
+    clock = (2.0 * reading for reading in count())
+    screen = Screen({"TERM": "xterm"}, lambda: next(clock))
+    screen.stderr_is_terminal = screen.is_plain = True
+    settings = Settings(setup_arg_parser().parse_args(["--max-tokens", "3"]), {})
+    model, tokenizer = load(demo_model_path())
+    with closing(Engine(model, tokenizer, max_num_seqs=1, max_num_batched_tokens=64)) as engine:
+        dialogue = Dialogue([Conversation(engine, tokenizer)], settings, screen, PipeReader())
+        dialogue.ask("The code of apple is 4821. " * 60)
+    out, err = capsys.readouterr()
+    # Reports come before each step of 64 tokens: every third one is six seconds after the last.
+    form = r"^\[prompt (\d+)/675 tokens, .* left\]$"
+    assert re.findall(form, err, re.MULTILINE) == ["192", "384", "576"]
+    assert "\x1b" not in err and "\r" not in err
+    assert len(out.splitlines()) == 1
 
 
 SLOW = """
@@ -133,7 +194,7 @@ def test_a_slow_model_shows_its_progress_and_ctrl_c_stops_it_after_a_step(
     terminal.paste("The code of apple is 4821. " * 60)
     terminal.type("\r")
     seen = terminal.wait_for(lambda text: len(re.findall(r"(?:s|min) left]", text)) >= 3)
-    lines = re.findall(r"\r(\[[^\r]*?])\x1b\[K\r", seen)
+    lines = re.findall(r"\r(\[[^\r]*?])\x1b\[J\r", seen)
     form = (
         r"\[(\d+)/675, \d+ tokens/s, \d+ s left]"
         if columns == 40
@@ -160,12 +221,12 @@ def test_a_line_of_wide_characters_is_measured_in_columns(
 ):
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: 20)
+    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(20))
     # 10 characters, of which 9 take two columns each.
     screen.show_progress("[模型模型模型模型模", "[loading]")
     screen.show_progress("[模型模型模型模型模]", "[loading]")
     err = capsys.readouterr().err
-    assert err == "\r[模型模型模型模型模\x1b[K\r\r[loading]\x1b[K\r"
+    assert err == "\r[模型模型模型模型模\x1b[J\r\r[loading]\x1b[J\r"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +249,6 @@ def test_rows_are_folded_into_what_is_left_of_the_width(
 ):
     screen = Screen({})
     screen.stderr_is_terminal = columns is not None
-    monkeypatch.setattr("mlx_paged.chat.terminal.num_columns", lambda stream: columns)
+    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(columns or 80))
     screen.say_rows([("/save FILE", "write the conversation to a file"), ("/help", "this text")])
     assert capsys.readouterr().err == shown

@@ -138,8 +138,28 @@ def screen_lines(text: str, columns: int, rows: int = 24) -> list[str]:
     """What a terminal of this size shows when it has been sent a text, as its tty hands it on; the
     lines that have left its screen stand first.
     """
-    screen = pyte.HistoryScreen(columns, rows, history=10_000)
-    screen.set_mode(pyte.modes.LNM)
-    pyte.Stream(screen).feed(text)
-    above = ["".join(line[column].data for column in range(columns)) for line in screen.history.top]
-    return "\n".join(line.rstrip() for line in [*above, *screen.display]).rstrip().split("\n")
+    screen = ScreenThatReflows(columns, rows)
+    screen.feed(text)
+    return screen.lines()
+
+
+class ScreenThatReflows:
+    """A terminal that wraps its lines again when it is resized, as most do. pyte cuts them."""
+
+    def __init__(self, columns: int, rows: int = 24):
+        self.resize(columns, rows)
+
+    def resize(self, columns: int, rows: int = 24) -> None:
+        before = self.lines() if hasattr(self, "_screen") else []
+        self._screen = pyte.HistoryScreen(columns, rows, history=10_000)
+        self._screen.set_mode(pyte.modes.LNM)
+        self.feed("".join(f"{line}\n" for line in before))
+
+    def feed(self, text: str) -> None:
+        pyte.Stream(self._screen).feed(text)
+
+    def lines(self) -> list[str]:
+        columns, above = range(self._screen.columns), self._screen.history.top
+        cells = ["".join(line[column].data for column in columns) for line in above]
+        text = "\n".join(line.rstrip() for line in [*cells, *self._screen.display])
+        return text.rstrip().split("\n")

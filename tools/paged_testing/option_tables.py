@@ -1,13 +1,14 @@
-"""The tables of options, sampling parameters, flags, endpoints and metrics in `docs/guide/`, from
-what is declared: ``python -m paged_testing.option_tables`` writes them between their markers.
+"""The tables of options, sampling parameters, commands, flags, endpoints and metrics in
+`docs/guide/`, from what is declared: ``python -m paged_testing.option_tables`` writes them between
+their markers.
 
     <!-- engine options -->                 all, with their types and other projects' names
     <!-- engine options: window, kv -->     these, in short
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
-The other tables are ``sampling parameters``, ``chat flags``, ``server flags``, ``fit flags``,
-``list flags``, ``endpoints`` and ``metrics``.
+The other tables are ``sampling parameters``, ``chat commands``, ``chat flags``, ``server flags``,
+``cache verbs``, ``cache flags``, ``fit flags``, ``list flags``, ``endpoints`` and ``metrics``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_paged import AsyncEngine, Engine, demo_model_path, load
+from mlx_paged.cache_tool.command_line import setup_arg_parser as cache_parser
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
+from mlx_paged.chat.loop import COMMAND_TABLE
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
@@ -47,8 +50,11 @@ _COLUMNS = {
         ("name", "type", "default", "", "flag", "also called"),
         ("parameter", ""),
     ),
+    "chat commands": (("command", ""), ("command", "")),
     "chat flags": (("flag", ""), ("flag", "")),
     "server flags": (("flag", ""), ("flag", "")),
+    "cache verbs": (("verb", ""), ("verb", "")),
+    "cache flags": (("flag", "of", ""), ("flag", "of", "")),
     **dict.fromkeys(("fit flags", "list flags"), (("flag", ""), ("flag", ""))),
     "endpoints": (("path", ""), ("path", "")),
     "metrics": (("metric", "type", ""), ("metric", "type", "")),
@@ -107,8 +113,16 @@ def _tables() -> dict[str, dict[str, Row]]:
     return {
         "engine options": options,
         "sampling parameters": params,
+        "chat commands": {
+            each.name: {"command": f"`{each.usage}`", "": each.help} for each in COMMAND_TABLE
+        },
         "chat flags": _flags(chat_parser("chat")),
         "server flags": _flags(server_parser("serve")),
+        "cache verbs": {
+            each.dest: {"verb": _usage(each.dest, _cache_verbs().choices[each.dest]), "": each.help}
+            for each in _cache_verbs()._choices_actions
+        },
+        "cache flags": _cache_flags(),
         "fit flags": _flags(fit_parser("fit")),
         "list flags": _flags(list_parser("list")),
     }
@@ -156,6 +170,30 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, Row]:
         flag = f"{names[:-1]} {value}`" if value else names
         text = (action.help or "") % {**vars(action), "prog": parser.prog}
         rows[action.option_strings[0]] = {"flag": flag, "": _help(text)}
+    return rows
+
+
+def _cache_verbs() -> Any:
+    [verbs] = (each for each in cache_parser("cache")._actions if each.dest == "verb")
+    return verbs
+
+
+def _usage(name: str, verb: argparse.ArgumentParser) -> str:
+    """A verb with its positional arguments."""
+    forms = {"+": "{0} ...", "*": "[{0} ...]", None: "{0}"}
+    positional = [each for each in verb._actions if not each.option_strings]
+    words = [forms[each.nargs].format(each.metavar) for each in positional]  # type: ignore[index]
+    return f"`{' '.join((name, *words))}`"
+
+
+def _cache_flags() -> dict[str, Row]:
+    """The flags of the verbs; one that several verbs have for the same is one row."""
+    rows: dict[str, Row] = {}
+    for name, verb in _cache_verbs().choices.items():
+        for row in _flags(verb).values():
+            key = f"{row['flag']}: {row['']}"
+            verbs = f"{rows[key]['of']}, `{name}`" if key in rows else f"`{name}`"
+            rows[key] = {**row, "of": verbs}
     return rows
 
 
