@@ -26,7 +26,7 @@ def demo() -> nn.Module:
 
 def run(engine: Engine) -> list[int]:
     """The answer to a prompt that needs more blocks than a cache begins with by default."""
-    engine.add_request("a", prompt(2000), greedy(8))
+    engine.add_request("a", prompt(1100), greedy(8))
     while engine.has_unfinished_requests():
         outputs = engine.step()
     return outputs[0].outputs[0].token_ids

@@ -321,7 +321,7 @@ def test_masks_of_a_batch_are_each_mask_alone(compiler: GrammarCompiler):
     sampled_tokens = sample(logits, [0, 1, 2, 3], batch).read()
     everything = set(range(PADDED_SIZE))
     assert seen == [{0, 5, END, OTHER_END}, everything, {0, 2}, {0}]
-    assert [each.token_id in wanted for each, wanted in zip(sampled_tokens, seen, strict=True)]
+    assert all(each.token_id in wanted for each, wanted in zip(sampled_tokens, seen, strict=True))
     assert (np.array(logits) == before).all(), "the logits are the model's, for their probabilities"
     assert plain.sampling_state.grammar is None
 

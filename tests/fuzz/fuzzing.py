@@ -121,8 +121,8 @@ def is_left(thread: threading.Thread) -> bool:
     those of an event loop's executor, and those that prepare requests, are the server's, which all
     cases share.
     """
-    if thread.name == "mlx_paged engine":
-        # It ends soon after its engine was dropped.
+    if thread.name in ("mlx_paged engine", "mlx_paged block reader"):
+        # They end soon after their engine was dropped or closed.
         gc.collect()
         thread.join(timeout=10)
     servers = ("asyncio_", "mlx_paged prompts", "mlx_paged grammars")

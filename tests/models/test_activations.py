@@ -90,7 +90,7 @@ MODELS = {
     "experts, sinks": lambda: mlx_lm_model(GPT_OSS),
     "experts, latents": lambda: mlx_lm_model(DEEPSEEK_V3),
 }
-IN_THE_FAST_LANE = ("demo", "experts, sinks")
+IN_THE_FAST_LANE = ("demo", "llama")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,6 @@ def num_tokens(agent: Any, new: list[dict[str, Any]]) -> int:
         (opencode, False, False),
         (codex, True, True),
         (codex, True, False),
-        (codex, False, False),
     ],
     quick=(2,),
 )
