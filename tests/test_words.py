@@ -46,6 +46,21 @@ WORDS = {
     r"(is|are|be) dear": "is expensive",
     r"go(es)? on without(?! (end|limit))": "continues without it",
     r"(any|that) \w+ will do": "works, is enough",
+    r"knows no rights": "has no permissions",
+    r"takes? note of": "records",
+    r"have come by|whose time is over": "have expired",
+    r"the other way round": "the reverse",
+    r"broken off": "truncated",
+    r"keeps? out of sight": "freeze, hide",
+    r"are the most": "at most ... are allowed",
+    r"there is no \w+ of that name": "there is no model 'x'",
+    r"did not happen": "is rolled back",
+    r"has (said nothing|taken no message)": "has sent nothing, has accepted no message",
+    r"where \w+ was due": "instead of",
+    r"has no say|asks no one|what came of": "name what it does",
+    r"(is|are) told": "receives",
+    r"gone on with": "continued",
+    r"asking the keys": "the queries of a key",
 }
 
 
