@@ -45,7 +45,7 @@ def read_outline(path_or_hf_repo: str | Path, revision: str | None = None) -> Ou
     repo = str(path_or_hf_repo)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        with load_errors(f"no folder {one_line(repr(repo))}, and the hub does not say"):
+        with load_errors(f"no folder {one_line(repr(repo))}, and the lookup on the hub failed"):
             num_bytes = _write_headers(repo, revision, folder)
         return Outline(_outline_of(folder), repo, num_bytes)
 

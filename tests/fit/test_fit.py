@@ -370,13 +370,13 @@ def test_a_repository_is_judged_before_it_is_downloaded(tmp_path: Path):
         assert 0 < found["bytes_to_download"] - size < 2**20
         missing = run("owner/missing", home=tmp_path / "home", endpoint=endpoint)
     assert missing.returncode == 2
-    assert "no folder 'owner/missing', and the hub does not say" in missing.stderr
+    assert "no folder 'owner/missing', and the lookup on the hub failed" in missing.stderr
 
 
 def test_without_a_network_what_is_unknown_is_said(tmp_path: Path):
     done = run("owner/large", home=tmp_path, endpoint=None)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no folder 'owner/large', and the hub does not say" in done.stderr
+    assert "no folder 'owner/large', and the lookup on the hub failed" in done.stderr
 
 
 def test_a_repository_that_is_on_this_machine_needs_no_network(tmp_path: Path):
