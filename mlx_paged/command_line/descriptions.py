@@ -96,11 +96,12 @@ def describe_disk_tier(engine: Engine) -> list[str]:
     stats, store = tier.stats(), tier.store
     if stats.failure is not None:
         return [f"disk: off, {stats.failure}"]
-    ttl = "" if store.ttl is None else f", unused ones for {describe_duration(store.ttl)}"
-    return [
-        f"disk: {stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of "
-        f"{format_nbytes(store.max_nbytes)}{ttl}, in {store.layout.folder}"
-    ]
+    # A folder is listed while the first requests run; until then its blocks are not counted.
+    known = f"{stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of"
+    held = known if stats.num_blocks else "up to"
+    ttl = "" if store.ttl is None else f", unused blocks for {describe_duration(store.ttl)}"
+    limit = format_nbytes(store.max_nbytes)
+    return [f"disk: {held} {limit}{ttl}, in {store.layout.folder}"]
 
 
 def describe_duration(seconds: float) -> str:

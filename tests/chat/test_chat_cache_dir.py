@@ -23,11 +23,11 @@ def test_a_chat_that_starts_again_reads_its_conversation_from_disk(run_chat, tmp
     flags = [*BUDGET, "--cache-dir", str(tmp_path / "kv"), "--cache-dir-ttl", "7d"]
     status, first, error = run_chat(*flags, QUESTION)
     assert status == 0 and "from disk" not in error
-    assert f"disk: 0 blocks, 0 MB of 21.5 GB, unused ones for 7 days, in {tmp_path}/kv" in error
+    assert f"disk: up to 21.5 GB, unused blocks for 7 days, in {tmp_path}/kv" in error
     status, second, error = run_chat(*flags, "--cache-dir-size", "1G", QUESTION)
     assert (status, second) == (0, first)
     assert "| 48 of 55 prompt tokens reused, 48 of them from disk |" in error
-    assert "of 1.1 GB, unused ones for 7 days" in error
+    assert " 1.1 GB, unused blocks for 7 days" in error
     status, third, error = run_chat(*flags, "--verbose", QUESTION)
     assert third == first and "Prompt: 55 tokens (48 reused, 48 of them from disk)" in error
     assert "\n[disk: " in error

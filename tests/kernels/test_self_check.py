@@ -153,6 +153,7 @@ def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(
     assert backend.name == "reference"
 
 
+@pytest.mark.slow
 def test_a_shape_is_tried_once_per_process(metal, demo):
     make_kv_cache(demo[0], backend="metal", kv_cache_bytes="9blocks")
     num_calls = len(metal)

@@ -160,7 +160,7 @@ def test_users_find_their_own_prompts_after_a_restart_and_a_failure_is_a_line_of
         return num_cached(answer.json()["usage"])
 
     with running(*flags, *keys) as program:
-        assert f"disk: 0 blocks, 0 MB of 1.1 GB, in {folder} |" in program.said[1]
+        assert f"disk: up to 1.1 GB, in {folder} |" in program.said[1]
         assert ask_program(program.url, "first-key") == 0
         program.signal(signal.SIGTERM)
         assert program.end() == 0
