@@ -39,11 +39,11 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         options["draft_model"] = large_kv_model
     num_drafts = 5 if kind in ("look-up", "draft model") else 0
     soak = Soak(large_kv_model, int(swap), num_drafts=num_drafts, engine_options=options)
-    soak.run(0, 60)
-    soak.run(60, 60)
+    soak.run(0, 50)
+    soak.run(50, 50)
     soak.check_end()
     counts, stats = soak.counts, soak.engine.stats()
-    assert counts["requests"] == len(soak.outputs) == 120
+    assert counts["requests"] == len(soak.outputs) == 100
     # All that it is about has happened.
     for kind in (
         "length",
@@ -62,7 +62,7 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         and stats.num_evictions > 10
         and stats.num_hit_tokens > 1000
     )
-    for number in random.Random(0).sample(range(120), 16):
+    for number in random.Random(0).sample(range(100), 12):
         soak.check_tokens(make_request(soak.seed, number, 61))
 
 
