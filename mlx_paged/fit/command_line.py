@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 
 from mlx_paged.command_line.parser import Parser
-from mlx_paged.config import KV_FORMAT, NBYTES
+from mlx_paged.config import KV_FORMAT, NBYTES, KVBits
 from mlx_paged.domains import AT_LEAST_1
-
-_KV_BITS = "bits of K and V: 8, 4 or K:8,V:4 (default: those of the model's activations)"
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -25,7 +23,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="a folder, a GGUF file, or a repo on the Hugging Face hub; demo is the bundled model",
     )
     parser.add_argument("--revision", help="branch, tag or commit of the repo")
-    parser.add_argument("--kv-bits", type=KV_FORMAT.read_flag, metavar="N", help=_KV_BITS)
+    _add_kv_bits(parser)
     parser.add_argument(
         "--context",
         type=AT_LEAST_1.read_flag,
@@ -59,10 +57,19 @@ def setup_list_parser(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="*",
         help="a folder of models, or a model's own folder",
     )
-    parser.add_argument("--kv-bits", type=KV_FORMAT.read_flag, metavar="N", help=_KV_BITS)
+    _add_kv_bits(parser)
     _add_machine(parser)
     parser.add_version()
     return parser
+
+
+def _add_kv_bits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-bits",
+        type=lambda text: KVBits.parse(KV_FORMAT.read_flag(text)),
+        metavar="N",
+        help="bits of K and V: 8, 4 or K:8,V:4 (default: those of the model's activations)",
+    )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.command_line.imports import import_first
 from mlx_paged.command_line.program import run_program
-from mlx_paged.config import KVBits
 from mlx_paged.fit.command_line import setup_arg_parser, setup_list_parser
 from mlx_paged.standard_streams import say, warnings_as_lines, write
 
@@ -43,7 +42,7 @@ def _list(args: argparse.Namespace) -> int:
     from mlx_paged.fit.listing import list_models
 
     machine = _machine(args.memory, args.chip)
-    for line in list_models(args.folders, machine, KVBits.parse(args.kv_bits)):
+    for line in list_models(args.folders, machine, args.kv_bits):
         write(line + "\n")
     return 0
 
@@ -57,8 +56,7 @@ def _judge(args: argparse.Namespace) -> int:
 
     machine = _machine(args.memory, args.chip)
     outline = read_outline(args.model, args.revision)
-    kv_bits = KVBits.parse(args.kv_bits)
-    fit = Fit.of(outline.model, machine, kv_bits, args.context, args.parallel)
+    fit = Fit.of(outline.model, machine, args.kv_bits, args.context, args.parallel)
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:
         import json
