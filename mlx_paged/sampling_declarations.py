@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -120,13 +120,10 @@ class DeclaredSamplingParams:
     )
     top_p: float = param(
         1.0,
-        "keep the most likely tokens that together reach this probability, above 0; 1 keeps all.",
-        number(0, 1, "a number above 0, at most 1", is_open=True),
-        # 0 is off, as in mlx-lm.
-        Flag(
-            domain=replace(SHARE, parse=lambda text: float(text) or 1.0),
-            says=f"{_FROM_MODEL} 1",
-        ),
+        "keep the most likely tokens that together reach this probability; 1 keeps all, and 0 only "
+        "the most likely one.",
+        SHARE,
+        Flag(says=f"{_FROM_MODEL} 1"),
         per_row=True,
     )
     top_k: int = param(

@@ -84,7 +84,8 @@ class SamplingParams(DeclaredSamplingParams):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        """Whether the most likely token is taken."""
+        return self.temperature == 0 or self.top_p == 0
 
     @cached_property
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:

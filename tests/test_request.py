@@ -29,7 +29,7 @@ NAN, INF = math.nan, math.inf
     [
         ("n", [0, -1, 1.0, True, "1", None]),
         ("temperature", [-0.1, NAN, INF, "0", None, True, 10**400]),
-        ("top_p", [0, -0.1, 1.1, NAN, "1", None]),
+        ("top_p", [-1e-9, -0.1, 1.1, NAN, "1", None]),
         ("top_k", [-2, 1.5, True, None]),
         ("min_p", [-0.1, 1.1, NAN, None]),
         ("seed", [1.5, "1", True]),
@@ -93,7 +93,7 @@ def test_the_message_says_what_is_right_and_what_was_given():
 
 def test_values_at_the_ends_of_their_ranges_are_taken():
     for values in (
-        {"top_p": 1e-9, "min_p": 0, "top_k": 0, "temperature": 0, "logprobs": 0, "max_tokens": -1},
+        {"top_p": 0, "min_p": 0, "top_k": 0, "temperature": 0, "logprobs": 0, "max_tokens": -1},
         {"top_p": 1, "min_p": 1, "n": 1, "logprobs": MAX_LOGPROBS, "max_tokens": 1, "seed": 0},
         {
             "presence_penalty": -2,

@@ -177,10 +177,7 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
     # The model decides neither the length of an answer nor its seed.
     names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
     given = {name: getattr(args, name, None) for name in names}
-    chosen = {**own, **{name: value for name, value in given.items() if value is not None}}
-    if chosen.get("top_p") == 0:
-        chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
-    return chosen
+    return {**own, **{name: value for name, value in given.items() if value is not None}}
 
 
 def engine_flags(program: Program) -> dict[str, str]:

@@ -158,7 +158,7 @@ class RequestState:
         }
 
     def _text_of(self, token_id: int) -> str | None:
-        return None if self._texts is None else self._texts.decode([token_id])
+        return None if self._texts is None else self._texts.text_of(token_id)
 
 
 def _num_left_out(request: Request) -> int:

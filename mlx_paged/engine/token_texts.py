@@ -5,19 +5,27 @@ that join them.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
+    NewlineTokenizer,
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
+from tokenizers import Tokenizer, decoders
 
 _SPACE = "▁"  # a space in SentencePiece
 # The last tokens of a prompt, which affect how the next token is decoded, as in vLLM.
 _NUM_CONTEXT = 5
+# Text in which vocabularies differ: runs of spaces, code, several bytes per character.
+_PROBE = (
+    "a  b   c    d\n\n\n    return\tx[0] != 'it' ;\r\n\t\t\tif (a && b) { } // \u00a0e\u0301 ñ Ω ж "
+    "— “東京” 한국어 עברית 🙂👩‍👩‍👧‍👦🇯🇵 <b>&amp;</b> ▁x▁ Ġy <0x41> 1,234.50 … ,  ."
+)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -27,6 +35,49 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {
         chr(0x100 + number): byte for number, byte in enumerate(others)
     }
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(name: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary. One with another character is plain text."""
+    try:
+        return bytes(map(_ALPHABET.__getitem__, name))
+    except KeyError:
+        return name.encode()
+
+
+def _sentence_piece(name: str) -> bytes:
+    """The bytes of a token of a SentencePiece vocabulary with a token for each byte."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return bytes([int(name[3:5], 16)])
+        except ValueError:
+            pass
+    return name.replace(_SPACE, " ").encode()
+
+
+def _kinds(component: object) -> list[str]:
+    """The types of a component of a tokenizer, of its parts if it is a sequence."""
+    if component is None:
+        return []
+    state: dict[str, Any] = json.loads(component.__getstate__())  # type: ignore[arg-type]
+    parts = state.get("decoders", state.get("pretokenizers", [state]))
+    return [str(part["type"]) for part in parts]
+
+
+def decoder_of(backend: Tokenizer) -> Any:
+    """The decoder that fits the vocabulary of a fast tokenizer; ``None`` if it has none.
+
+    It is the tokenizer's own, except for a vocabulary of GPT-2's letters under a decoder of
+    SentencePiece, as Mistral's conversions of Tekken have it (Devstral Small 2): their own decoder
+    leaves ``Ġ`` in the place of spaces. The pre-tokenizer shows which letters the vocabulary has.
+    """
+    is_byte_level = "ByteLevel" in _kinds(backend.pre_tokenizer)
+    if is_byte_level and "ByteFallback" in _kinds(backend.decoder):
+        return decoders.ByteLevel()
+    return backend.decoder
 
 
 class Detokenizer(Protocol):
@@ -44,40 +95,46 @@ class Detokenizer(Protocol):
 class TokenTexts:
     """The bytes and texts of a tokenizer's tokens.
 
+    Where the decoder of a tokenizer maps each token to bytes on its own (byte-level and
+    SentencePiece vocabularies), these are looked up. A text and all added tokens are decoded both
+    ways when the tokenizer is read; if they differ, and for all other decoders, a token's text is
+    what decoding it after other tokens adds.
+
     Args:
-        tokenizer: in mlx-lm's wrapper, whose detokenizer shows how its vocabulary is encoded.
+        tokenizer: in mlx-lm's wrapper.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self.tokenizer = tokenizer
-        detokenizer = tokenizer.detokenizer
-        kind = type(detokenizer)
-        self._is_sentence_piece = issubclass(kind, SPMStreamingDetokenizer)
-        self._alphabet = _byte_alphabet() if issubclass(kind, BPEStreamingDetokenizer) else {}
-        self._keeps_first_space = (
-            isinstance(detokenizer, SPMStreamingDetokenizer) and not detokenizer.trim_space
-        )
-        # Added tokens are plain text, even if the others use the byte alphabet.
-        self._added = frozenset(getattr(tokenizer, "added_tokens_decoder", ()))
+        inner = tokenizer._tokenizer
+        self._backend: Tokenizer | None = getattr(inner, "backend_tokenizer", None)
+        if isinstance(inner, NewlineTokenizer):  # replaces text after it has decoded
+            self._backend = None
+        self._decoder = None if self._backend is None else decoder_of(self._backend)
         self._known_bytes: dict[int, bytes] = {}  # of tokens that were requested
+        self._anchor = self._encode("a")[-1:]
+        self._read: Callable[[str], bytes] | None = self._reader()
+        if self._read is not None and not self._agree():
+            self._read = None
+            self._known_bytes.clear()
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for the text after a prompt, which is ``decode(prompt + answer)`` without
         ``decode(prompt)``: a leading space is part of it.
         """
-        if self._is_sentence_piece or self._alphabet:
-            return _FromBytes(self)
-        return _FromDecode(self, prompt_token_ids)
+        return _FromDecode(self, prompt_token_ids) if self._read is None else _FromBytes(self)
 
     def without_first_space(self, text: str, token_ids: Sequence[int]) -> str:
         """The text of these tokens in mlx-lm's form: its detokenizers omit a leading space unless
         the tokenizer itself would write it.
         """
-        if not text.startswith(" ") or self._keeps_first_space:
+        detokenizer = self.tokenizer.detokenizer
+        is_sentence_piece = isinstance(detokenizer, SPMStreamingDetokenizer)
+        if not text.startswith(" ") or (is_sentence_piece and not detokenizer.trim_space):
             return text
-        if self._alphabet:
+        if isinstance(detokenizer, BPEStreamingDetokenizer):
             return text[1:]
-        if self._is_sentence_piece:
+        if is_sentence_piece:
             # mlx-lm omits it at each token while the text is empty.
             spaces = takewhile(lambda token_id: self.bytes_of(token_id) == b" ", token_ids)
             num_spaces = 1 + sum(1 for _ in spaces)
@@ -90,17 +147,11 @@ class TokenTexts:
         return self._name_of(token_id) is not None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, as the tokenizer decodes it."""
-        text: str = self.tokenizer.decode(list(token_ids))
-        return text
-
-    def _name_of(self, token_id: int) -> str | None:
-        # Tokenizers written in Python raise, where the fast ones return None.
-        try:
-            name: str | None = self.tokenizer.convert_ids_to_tokens(token_id)
-        except (LookupError, OverflowError):
-            return None
-        return name
+        """The text of tokens, special ones included, as the tokenizer's decoder joins them."""
+        if self._decoder is None:  # transformers joins words with spaces, and takes some out
+            return str(self.tokenizer.decode(list(token_ids)))
+        names = map(self._name_of, token_ids)
+        return str(self._decoder.decode([name for name in names if name is not None]))
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token within a text; empty for one that the tokenizer lacks."""
@@ -109,25 +160,53 @@ class TokenTexts:
             known = self._known_bytes[token_id] = self._read_bytes(token_id)
         return known
 
+    def text_of(self, token_id: int) -> str:
+        """The token as text, with ``"\\ufffd"`` for an incomplete character."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def _name_of(self, token_id: int) -> str | None:
+        # Tokenizers written in Python raise, where the fast ones return None.
+        try:
+            name: str | None = (
+                self.tokenizer.convert_ids_to_tokens(token_id)
+                if self._backend is None
+                else self._backend.id_to_token(token_id)
+            )
+        except (LookupError, OverflowError):
+            return None
+        return name
+
     def _read_bytes(self, token_id: int) -> bytes:
         name = self._name_of(token_id)
         if name is None:
             return b""
-        if token_id in self._added:
-            return name.encode()
-        if self._is_sentence_piece:
-            if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-                return bytes([int(name[3:5], 16)])
-            return name.replace(_SPACE, " ").encode()
-        if self._alphabet:
-            if all(character in self._alphabet for character in name):
-                return bytes(self._alphabet[character] for character in name)
-            return name.encode()
-        return self.decode([token_id]).encode(errors="replace")
+        if self._read is not None:
+            return self._read(name)
+        # The first token of a text may lose its space.
+        before = self.decode(self._anchor)
+        return self.decode([*self._anchor, token_id])[len(before) :].encode(errors="replace")
 
-    def text_of(self, token_id: int) -> str:
-        """The token as text, with ``"\\ufffd"`` for an incomplete character."""
-        return self.bytes_of(token_id).decode(errors="replace")
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _reader(self) -> Callable[[str], bytes] | None:
+        """What gives the bytes of a token by its name, if the kind of the decoder allows that."""
+        kinds = _kinds(self._decoder)
+        if kinds == ["ByteLevel"]:
+            return _byte_level
+        if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and set(kinds[3:]) <= {"Strip"}:
+            return _sentence_piece
+        return None
+
+    def _agree(self) -> bool:
+        """Whether joined bytes are what the decoder makes of the probe and of all added tokens."""
+        assert self._backend is not None
+        added = sorted(self._backend.get_added_tokens_decoder())
+        probe = self._encode(_PROBE)
+        token_ids = [*self._anchor, *probe, *self._anchor, *added, *self._anchor, *probe]
+        decoded = self.decode(token_ids)[len(self.decode(self._anchor)) :]
+        joined = b"".join(map(self.bytes_of, token_ids[len(self._anchor) :]))
+        return joined.decode(errors="replace") == decoded
 
 
 class _FromBytes:

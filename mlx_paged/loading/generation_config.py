@@ -71,7 +71,7 @@ def _read_top_k(value: Any) -> int | None:
 _DOMAINS: dict[str, Domain[Any]] = {
     "do_sample": Domain("true or false", BOOL.read),
     "temperature": SAMPLING_PARAMS["temperature"].domain,
-    "top_p": SHARE,  # 0 is off
+    "top_p": SHARE,
     "top_k": Domain("a whole number, at least 0, or -1", _read_top_k),
     "min_p": SHARE,
 }

@@ -7,7 +7,9 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from tokenizers import Tokenizer
 
+from mlx_paged.engine.token_texts import decoder_of
 from mlx_paged.loading.folder import load_errors
 
 # The cache size of a tokenizer that does not split texts into words, instead of 10,000 texts.
@@ -39,20 +41,20 @@ def read_tokenizer(
     warned = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(warned, dict):
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
-    _bound_text_cache(tokenizer)
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.decoder = decoder_of(backend)
+        _bound_text_cache(backend)
     return tokenizer
 
 
-def _bound_text_cache(tokenizer: TokenizerWrapper) -> None:
+def _bound_text_cache(backend: Tokenizer) -> None:
     """Shrink the cache of a tokenizer that encodes whole texts, as SentencePiece's do.
 
     tokenizers caches the tokens of the first 10,000 different words of fewer than 255 characters,
     per thread, and does not free them with the tokenizer. Words recur. Whole texts seldom do, and
     take some 3 KB each: 34 MB per thread.
     """
-    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return
     cut = backend.pre_tokenizer
     cuts_words = cut is not None and len(cut.pre_tokenize_str("some words")) > 1
     resize = getattr(backend.model, "_resize_cache", None)

@@ -219,15 +219,15 @@ def test_the_logits_above_tell_the_order_of_the_filters(monkeypatch):
         assert np.flatnonzero(right).tolist() != np.flatnonzero(np.array(wrong[0]) > -INF).tolist()
 
 
-def test_a_top_p_below_float32_keeps_the_most_likely_token():
+def test_a_top_p_of_0_or_below_float32_keeps_the_most_likely_token():
     logits = make_logits(scale=0.1)
     requests = [
         make_request(temperature=1.0, top_p=top_p, seed=s)
         for s in range(9)
-        for top_p in (1e-40, 5e-324)
+        for top_p in (0, 1e-40, 5e-324)
     ]
-    results = sample(logits, *requests, rows=[0] * 18)
-    assert [result.token_id for result in results] == [logits.argmax().item()] * 18
+    results = sample(logits, *requests, rows=[0] * 27)
+    assert [result.token_id for result in results] == [logits.argmax().item()] * 27
 
 
 def test_top_k_of_the_whole_vocabulary_and_more_keeps_all():

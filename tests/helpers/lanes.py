@@ -15,6 +15,7 @@ import pytest
 GATE = (
     "tools/metal-emulator/tests/*",
     "tests/fuzz/*",
+    "tests/real/*",
     "tests/block_store/test_killed_writers.py",
     "tests/server/test_page_in_a_browser.py",
     "tests/demo_model/test_demo_model_training.py",

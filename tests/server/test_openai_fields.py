@@ -248,7 +248,7 @@ def test_no_field_of_openais_client_is_forgotten():
         ({"temperature": -1}, "temperature"),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),

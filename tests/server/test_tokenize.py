@@ -9,6 +9,7 @@ from dataclasses import replace
 import openai
 import pytest
 from helpers.servers import ask, make_service, running_service, serving
+from tokenizers import processors
 
 import mlx_paged
 from mlx_paged.chat_template import encode_chat
@@ -141,3 +142,20 @@ def test_the_server_is_ill_once_its_engine_has_stopped():
         assert answer.status == 503
         assert int(answer.headers["retry-after"]) > 0
         assert answer.body["error"]["message"] == "the engine stopped; retry later"
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one_as_in_a_completion():
+    """The demo model's tokenizer adds none; a Llama's does."""
+    with running_service() as (service, url):
+        tokenizer = service.tokenizer._tokenizer
+        tokenizer.bos_token = bos = tokenizer.eos_token
+        bos_id = tokenizer.convert_tokens_to_ids(bos)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+        )
+        for text in ("Hello", f"{bos}Hello"):
+            status, body = post(url, "/tokenize", prompt=text)
+            assert (status, body["tokens"].count(bos_id)) == (200, 1)
+            completion = ask(url, "/v1/completions", {"prompt": text, "max_tokens": 1}).body
+            assert completion["usage"]["prompt_tokens"] == body["count"]
+        assert post(url, "/tokenize", prompt="\ud800")[0] == 400

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from mlx_paged.engine.prompts import encode_prompt
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.fair_threads import Work
@@ -69,7 +70,10 @@ def _tokens(
     tokenizer = service.tokenizer
     if isinstance(body, TokenizeText):
         service.length_limit(work).check(body.prompt)
-        token_ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        if body.add_special_tokens:
+            token_ids = encode_prompt(tokenizer, body.prompt)
+        else:
+            token_ids = tokenizer.encode(body.prompt, add_special_tokens=False)
     else:
         assert isinstance(body, TokenizeChat)
         job = ChatJob(
