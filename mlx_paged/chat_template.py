@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError
 from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.errors import one_line, reason, shown
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+NO_TOOLS = (
+    "the model's chat template does not show tools to the model; leave them out, or load a model "
+    "or template that takes tools"
+)
 NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate for plain text"
 
 
@@ -32,13 +37,19 @@ def render_chat(
             ``add_generation_prompt``, which is true by default, ends the text with the beginning
             of the assistant's turn.
 
+    Messages are merged, moved or written otherwise where the template would refuse them or leave
+    them out (:class:`TemplateTraits`).
+
     Raises:
-        ChatTemplateError: the tokenizer has no chat template, a message has a wrong form, or the
-            template raises anything (``raise_exception`` too).
+        ChatTemplateError: the tokenizer has no chat template, a message has a wrong form, the
+            template can't write a message or the tools, or raises anything (``raise_exception``
+            too).
     """
     if not tokenizer.has_chat_template:
         raise ChatTemplateError(NO_TEMPLATE)
     normal = normalise_messages(messages)
+    if template_options.get("chat_template") is None:
+        normal = _adapted(tokenizer, normal, bool(template_options.get("tools")))
     from jinja2.exceptions import TemplateError
 
     options = {"add_generation_prompt": True, **template_options}
@@ -56,6 +67,19 @@ def render_chat(
             f"[chat template] the model's chat template returned {kind_of(text)} instead of text"
         )
     return text
+
+
+def _adapted(
+    tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], has_tools: bool
+) -> list[dict[str, Any]]:
+    """The messages in the form that the template takes."""
+    traits = TemplateTraits.of(tokenizer)
+    if has_tools and not traits.shows_tools:
+        raise ChatTemplateError(f"[chat template] {NO_TOOLS}")
+    try:
+        return traits.adapt(messages)
+    except UnsayableError as error:
+        raise ChatTemplateError(f"[chat template] {error}") from error
 
 
 def encode_chat(

@@ -53,6 +53,7 @@ def test_imports_go_one_way():
         "llm_arguments",
         "conversation_encoder",
         "chat_template",
+        "answers",
         "model_dialect",
         "loading",
     ]

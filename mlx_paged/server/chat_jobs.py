@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.answers.template_traits import TemplateTraits
+from mlx_paged.chat_template import NO_TOOLS, ChatTemplateError
 from mlx_paged.conversation_encoder import Prompt
 from mlx_paged.errors import ArgumentError
 from mlx_paged.model_dialect import ModelDialect, ToolFormat
@@ -76,13 +77,14 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     """
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
-    if job.tools:
+    if job.tools and (job.tool_choice != "none" or TemplateTraits.of(tokenizer).shows_tools):
         options["tools"] = list(job.tools)
     try:
         check = service.length_limit(work).check
         prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
     except ChatTemplateError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        param = "tools" if NO_TOOLS in str(error) else "messages"
+        raise ApiError(400, str(error), param=param) from error
     dialect = ModelDialect.of(tokenizer)
     try:
         calls = _grammar_of_calls(dialect.tools, job)

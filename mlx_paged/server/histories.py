@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_paged.answers.template_traits import REMINDER
 from mlx_paged.errors import shown
 from mlx_paged.server.schemas import refused
 
@@ -40,7 +41,7 @@ class History:
 
     def remind(self, text: str) -> None:
         """Add a system message in the middle of the conversation, which few templates support."""
-        self.message("user", f"<system-reminder>\n{text}\n</system-reminder>")
+        self.message("user", REMINDER.format(text))
 
     def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """Add a tool call of the assistant."""

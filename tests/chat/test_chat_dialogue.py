@@ -21,6 +21,7 @@ TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"
     "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}{% endif %}"
     "{% if 'stop' in m.content %}{{ m.content.nothing.at_all }}{% endif %}"
+    "{% if 'never' in m.content %}{{ raise_exception('no never') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 
@@ -437,12 +438,21 @@ def test_a_template_that_refuses_is_one_line_and_the_conversation_lives_on(
     talk, model_folder: Callable[..., Path]
 ):
     folder = model_folder(texts={"chat_template.jinja": TEMPLATE_FOR_TWO})
-    lines = ["My name is Tom.", "/system Be brief.", "stop", "What is my name?", "/stats"]
+    lines = ["My name is Tom.", "never", "stop", "What is my name?", "/stats"]
     status, out, err = talk(*lines, argv=("--model", str(folder)))
     assert status == 0 and out[-1] == "Your name is Tom." and "messages: 4," in err
-    assert "[the model's chat template refuses the messages: no system]" in err.splitlines()
+    assert "[the model's chat template refuses the messages: no never]" in err.splitlines()
     assert "[[" not in err
     assert "[the model's chat template fails: UndefinedError: " in err
+
+
+def test_a_system_prompt_begins_the_question_for_a_template_that_takes_none(
+    talk, model_folder: Callable[..., Path]
+):
+    folder = model_folder(texts={"chat_template.jinja": TEMPLATE_FOR_TWO})
+    argv = ("--model", str(folder), "--system", "My name is Tom.")
+    status, out, _ = talk("What is my name?", argv=argv)
+    assert (status, out) == (0, ["Your name is Tom."])
 
 
 def test_a_template_that_refuses_the_one_message_is_the_programs_error(
@@ -511,7 +521,7 @@ def test_xtc_spares_the_line_ends_and_the_end_of_an_answer():
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, "greedy (the model's)"),
         ({"do_sample": True}, "temp 1 (the model's)"),
         ({"temperature": 0.5, "top_k": -1, "top_p": None}, "temp 0.5 (the model's)"),
-        ({"temperature": 0.5, "top_p": 0}, "temp 0.5 (the model's)"),
+        ({"temperature": 0.5, "top_p": 0}, "greedy (the model's)"),
         ({}, "greedy"),
     ],
 )

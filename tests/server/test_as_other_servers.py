@@ -72,7 +72,7 @@ def test_mlx_lm_chat_with_fragments_of_content(server_url, service):
     assert plain["usage"]["prompt_tokens"] == fragments["usage"]["prompt_tokens"]
 
 
-def test_mlx_lm_chat_with_a_call_whose_content_is_null(server_url, service):
+def test_mlx_lm_chat_with_a_call_whose_content_is_null(server_url, agent_url):
     function = {"name": "add", "arguments": '{"a": 2, "b": 3}'}
     messages = [
         {"role": "user", "content": "what is 2+3?"},
@@ -83,8 +83,13 @@ def test_mlx_lm_chat_with_a_call_whose_content_is_null(server_url, service):
         },
         {"role": "tool", "content": "5", "tool_call_id": "123"},
     ]
-    answer = ask(server_url, CHAT, {"max_tokens": 10, "messages": messages})
+    body = {"max_tokens": 10, "messages": messages}
+    answer = ask(agent_url, CHAT, body)
     assert answer.status == 200 and answer.body["choices"]
+    # mlx-lm renders a template that leaves the call out.
+    refusal = ask(server_url, CHAT, body)
+    assert (refusal.status, refusal.body["error"]["param"]) == (400, "messages")
+    assert "messages[1] has calls of tools" in refusal.body["error"]["message"]
 
 
 def test_mlx_lm_a_prompt_that_begins_like_another_uses_its_cache(server_url, service):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import openai
 import pytest
@@ -297,12 +298,35 @@ def test_formats_that_cannot_be_kept_are_refused_by_name(agent, fields, param):
     assert param is None or caught.value.param == param
 
 
-def test_a_model_without_a_format_for_calls_says_so_unless_one_must_be_made(client):
+SHOWS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+def test_a_model_without_a_format_for_calls_says_so_unless_one_must_be_made():
     fields = {"model": "demo", "messages": ASK, "tools": [ADD], "max_tokens": 200}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**fields)
-    assert caught.value.param == "tools"
-    fields |= {"tool_choice": "required", "parallel_tool_calls": False}
-    [choice] = client.chat.completions.create(**fields).choices
+    client_of = partial(openai.OpenAI, api_key="none", max_retries=0)
+    with running_service() as (service, url), client_of(base_url=f"{url}/v1") as client:
+        service.tokenizer.chat_template = SHOWS_TOOLS
+        with pytest.raises(openai.BadRequestError, match="format of calls is unknown") as caught:
+            client.chat.completions.create(**fields)
+        assert caught.value.param == "tools"
+        fields |= {"tool_choice": "required", "parallel_tool_calls": False}
+        [choice] = client.chat.completions.create(**fields).choices
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     assert {each.function.name for each in choice.message.tool_calls} == {"add"}
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "add"}}]
+)
+def test_tools_that_the_template_does_not_show_are_refused_and_left_out_if_none_is_chosen(
+    client, choice
+):
+    """A call would be forced of which the model knows nothing."""
+    fields = {"model": "demo", "messages": ASK, "tools": [ADD], "max_tokens": 5}
+    with pytest.raises(openai.BadRequestError, match="does not show tools to the model") as caught:
+        client.chat.completions.create(**fields, tool_choice=choice)
+    assert caught.value.param == "tools"
+    assert client.chat.completions.create(**fields, tool_choice="none").choices[0].message.content

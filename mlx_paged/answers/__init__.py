@@ -1,0 +1,1 @@
+"""What models read and write: chat templates, tool calls and reasoning."""
