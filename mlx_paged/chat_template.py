@@ -37,8 +37,8 @@ def render_chat(
             ``add_generation_prompt``, which is true by default, ends the text with the beginning
             of the assistant's turn.
 
-    Messages are merged, moved or written otherwise where the template would refuse them or leave
-    them out (:class:`TemplateTraits`).
+    Messages that the template would refuse or leave out are merged, moved or put into another form
+    (:class:`TemplateTraits`).
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template, a message has a wrong form, the

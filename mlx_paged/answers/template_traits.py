@@ -269,7 +269,7 @@ Render: TypeAlias = "Callable[[Sequence[Message], Mapping[str, Any]], object]"
 
 def find_traits(render: Render) -> TemplateTraits:
     """Find out what a template takes. One that can't write a single question is taken to take
-    everything: its own error says more than any of ours.
+    everything: its own error is the clearest one.
     """
     trial = _Trial(render, {})
     if not trial.shows([_QUESTION]):
