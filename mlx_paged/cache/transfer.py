@@ -55,13 +55,13 @@ def loaded(tier: Tier, header: BlockHeader) -> bytes:
 
 
 def load_prefix(
-    cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader], is_foreign: bool
+    cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader], is_foreign: bool = True
 ) -> int:
     """Load missing blocks of a prefix from a tier into the prefix cache. No step may be open.
 
     Args:
         headers: of full blocks, under their hashes.
-        is_foreign: whether they are neither computed here nor known to equal what would be.
+        is_foreign: unless they are known to equal what would be computed here.
 
     Returns:
         How many blocks were loaded.

@@ -187,6 +187,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     )
 
     facts = None
+    if args.allow_other_model and args.prompt_cache_file is None:
+        raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
     if args.prompt_cache_file is not None:
         if args.system_prompt is not None:
             raise ValueError(

@@ -388,7 +388,7 @@ class DiskTier:
         if header.group != STATES:
             return self._cache.pool.get_cached_block(BlockHash(header.block_hash)) is not None
         assert self._states is not None, "states are saved only if there are some"
-        return header.block_hash[:HASH_NBYTES] in self._states.checkpoints
+        return BlockHash(header.block_hash[:HASH_NBYTES]) in self._states.checkpoints
 
     def _offer(self, header: BlockHeader, found: KVCacheBlock | Checkpoint) -> None:
         """Copy a block or a state out, and queue it."""

@@ -299,6 +299,9 @@ def test_another_model_than_the_file_names_can_be_allowed(run_chat, cached, tmp_
     status, out, err = run_chat("What is my name?", *argv, "--allow-other-model")
     assert status == 0, err
     assert out == run_chat("What is my name?", *argv[:2])[1] != ""
+    status, out, err = run_chat("hi", "--allow-other-model")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "--allow-other-model is of no use without --prompt-cache-file" in err
 
 
 def test_files_that_are_no_prompt_cache_are_refused_in_a_line(run_chat, tmp_path: Path):

@@ -35,10 +35,12 @@ from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.core import hash_token_blocks, state_key
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, HostMemory
+from mlx_paged.engine import kv_fingerprint
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, CacheFullError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
+from mlx_paged.ops.reference import ReferenceBackend
 from mlx_paged.request import RequestOutput
 from mlx_paged.snapshots import SnapshotError, save_snapshot
 from mlx_paged.snapshots.tensor_file import TensorFile, written_tensor_file
@@ -185,6 +187,20 @@ def test_a_snapshot_of_another_origin_is_used_and_stays_out_of_the_folder(
     model, token_ids = models[0], prompt(40)
     path = rewritten(snapshot_of(tmp_path / "a", model, token_ids), unchanged, **metadata)
     assert stored_after(path, model, tmp_path / "kv", token_ids) == 0
+
+
+def test_a_snapshot_of_another_mlx_or_another_backend_stays_out_of_the_folder(
+    models: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, token_ids = models[0], prompt(40)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(kv_fingerprint, "version", lambda name: "0.1")
+        snapshot_of(tmp_path / "earlier", model, token_ids)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ReferenceBackend, "name", "metal")
+        snapshot_of(tmp_path / "elsewhere", model, token_ids)
+    for name in ("earlier", "elsewhere"):
+        assert stored_after(tmp_path / name, model, tmp_path / "kv", token_ids) == 0
 
 
 def test_a_snapshot_whose_arrays_were_altered_is_refused(models: tuple[Any, Any], tmp_path: Path):
