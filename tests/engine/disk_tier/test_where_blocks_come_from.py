@@ -371,6 +371,25 @@ def test_states_of_this_engine_go_from_a_file_to_the_folder(name: str, tmp_path:
     assert output.outputs[0].token_ids == greedy_answer(name, token_ids, 12)
 
 
+def test_a_foreign_state_is_not_written_when_it_is_evicted_from_memory(tmp_path: Path):
+    model, token_ids = adapted_model("qwen3_next"), prompt(70)
+    path = snapshot_of(tmp_path / "a", model, token_ids)
+    rewritten(path, scale, version="1", computed_by=None)
+    with tiered(model, tmp_path / "kv", **OPTIONS) as engine:
+        # The state after 64 tokens is worth a file when it is evicted, and not before.
+        engine.disk_tier._states._num_tokens_per_state = 100
+        answer(engine, token_ids, greedy(1))
+        assert engine.reset_prefix_cache()
+        engine.load_snapshot(path)
+        checkpoints = engine.manager.states.checkpoints
+        assert [checkpoints.get(each).is_foreign for each in checkpoints._kept] == [True]
+        checkpoints.on_eviction(checkpoints.get(next(iter(checkpoints._kept))))
+        flush(engine)
+        assert tier_stats(engine).num_saved_states == 0
+    kv = kv_of(tmp_path / "kv")
+    assert not [key for key in kv if group_of(key) == STATES]
+
+
 # Everything at random
 
 Payloads = dict[bytes, bytes]
