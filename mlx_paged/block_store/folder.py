@@ -17,7 +17,6 @@ from mlx_paged.block_store.errors import (
 from mlx_paged.block_store.files import check_is_ours
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import (
-    FINGERPRINT_NAME,
     BlockLayout,
     BlockName,
     block_hash_of,
@@ -130,7 +129,7 @@ class CacheFolder:
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` if the description next to the blocks is missing or unreadable."""
-        return {digest: self._fingerprint(digest) for digest in self._shards.digests()}
+        return {digest: self._shards.fingerprint(digest) for digest in self._shards.digests()}
 
     def entries(self) -> list[Entry]:
         """All blocks, for each fingerprint parents before children. Reads all headers, and skips
@@ -234,14 +233,6 @@ class CacheFolder:
                 *name, block.parent_hash, block.first_token, len(block.token_ids), block.group,
                 nbytes, header.created, header.ttl, used, is_pinned,
             )  # fmt: skip
-
-    def _fingerprint(self, digest: str) -> Fingerprint | None:
-        try:
-            text = self._shards.folder(digest).read(FINGERPRINT_NAME).decode()
-            fingerprint = Fingerprint.from_json(text)
-        except (OSError, ValueError, BadBlockFileError):
-            return None
-        return fingerprint if fingerprint.digest == digest else None
 
     def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
         """A block and its ancestors, first block first, as far as their files exist."""

@@ -73,6 +73,15 @@ class Shards:
             self._folders[digest] = folder
         return folder
 
+    def fingerprint(self, digest: str) -> Fingerprint | None:
+        """The description next to the blocks; ``None`` if it is missing or unreadable."""
+        try:
+            text = self.folder(digest).read(FINGERPRINT_NAME).decode()
+            fingerprint = Fingerprint.from_json(text)
+        except (OSError, ValueError, BadBlockFileError):
+            return None
+        return fingerprint if fingerprint.digest == digest else None
+
     def files(self, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:
         """The blocks of a fingerprint and the status of their files, in any order. Links, folders,
         files of other users and folders that can't be read are skipped. Temporary files of dead

@@ -20,6 +20,7 @@ def model(tree: PrefixTree) -> dict[str, Any]:
     return {
         "fingerprint": tree.digest,
         "depends_on": _fingerprint(tree.fingerprint),
+        "is_outdated": tree.is_outdated,
         "num_prefixes": tree.num_leaves,
         "num_blocks": len(tree.blocks),
         "num_tokens": tree.num_tokens,

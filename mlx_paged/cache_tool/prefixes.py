@@ -147,6 +147,11 @@ class PrefixTree:
         return "an unknown model" if self.fingerprint is None else self.fingerprint.model_name
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the blocks are of an earlier version, and no engine uses them any more."""
+        return self.fingerprint is not None and self.fingerprint.is_outdated
+
+    @property
     def num_leaves(self) -> int:
         """How many prefixes have no successor."""
         return sum(self.num_prefixes[root.block_hash] for root in self.children.get(None, ()))

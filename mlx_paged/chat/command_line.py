@@ -30,6 +30,11 @@ OPTIONS = {
         "continue the prompt whose K/V are in this file: of mlx_lm.cache_prompt, or a snapshot",
         replace(_TEXT, metavar="FILE"),
     ),
+    "allow_other_model": Option(
+        "use --prompt-cache-file with --model even if the file names another model",
+        BOOL,
+        default=False,
+    ),
     "hide_thinking": Option("hide the model's reasoning (<think>)", BOOL, default=False),
     "prefill_step_size": Option(
         "prompt tokens computed at a time",

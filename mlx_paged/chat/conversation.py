@@ -337,13 +337,16 @@ def read_facts(path: str) -> PromptCacheFacts:
     return PromptCacheFacts(file, metadata.get(MODEL) or None, config, TOKEN_IDS in metadata)
 
 
-def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
+def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: bool) -> str | None:
     """The model to load, which the file or ``--model`` names.
 
+    Args:
+        allow_other_model: whether they may name different ones.
+
     Raises:
-        ArgumentError: they name different models.
+        ArgumentError: they name different models, and may not.
     """
-    if model is None or facts.model is None:
+    if model is None or facts.model is None or allow_other_model:
         return model or facts.model
     # A file that this package exported may have only the folder's name.
     if facts.model in (model, Path(model).name):
@@ -353,7 +356,8 @@ def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
         return model
     raise ArgumentError(
         f"[chat] --prompt-cache-file {facts.path} was made with the model {facts.model}, and "
-        f"--model is {model}; leave --model out, or create the file again",
+        f"--model is {model}; leave --model out, create the file again, or use "
+        "--allow-other-model if they are the same",
         "model",
     )
 
@@ -368,9 +372,10 @@ def put_before(engine: Engine, facts: PromptCacheFacts) -> PromptPrefix:
     """
     if is_snapshot(facts.path):
         return PromptPrefix(engine.load_snapshot(facts.path))
+    # The model was chosen by the file (chosen_model).
     if facts.has_token_ids:
-        return PromptPrefix(engine.import_prompt_cache(facts.path))
-    return PromptPrefix(*engine.pin_prompt_cache(facts.path))
+        return PromptPrefix(engine.import_prompt_cache(facts.path, allow_other_model=True))
+    return PromptPrefix(*engine.pin_prompt_cache(facts.path, allow_other_model=True))
 
 
 def behind_prefix(

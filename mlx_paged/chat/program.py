@@ -187,6 +187,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     )
 
     facts = None
+    if args.allow_other_model and args.prompt_cache_file is None:
+        raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
     if args.prompt_cache_file is not None:
         if args.system_prompt is not None:
             raise ValueError(
@@ -194,7 +196,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
                 "the conversation; make it part of the cached prompt"
             )
         facts = read_facts(args.prompt_cache_file)
-        args.model = chosen_model(facts, args.model)
+        args.model = chosen_model(facts, args.model, args.allow_other_model)
     folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
     defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)

@@ -90,6 +90,7 @@ _GROUPS = {
     ),
     "what is kept": (
         *("cache_dir", "cache_dir_size", "cache_dir_ttl", "prompt_cache_file"),
+        "allow_other_model",
         *("enable_prefix_caching", "num_history_tokens"),
     ),
     "speed": (

@@ -207,12 +207,19 @@ class BlockPool:
         """The block that holds this content, None on a miss. It may be free: ``touch`` it first."""
         return self.prefix_index.get(block_hash)
 
+    def get_storable_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """A block that holds this content and may go to a tier, because it is not foreign; None if
+        there is none.
+        """
+        return self.prefix_index.get_storable(block_hash)
+
     def cache_full_blocks(
         self,
         blocks: Sequence[KVCacheBlock],
         block_hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         num_full_blocks: int,
+        is_foreign: bool = False,
     ) -> None:
         """Enter ``blocks[num_cached_blocks:num_full_blocks]`` into the prefix index, which freezes
         them.
@@ -225,6 +232,7 @@ class BlockPool:
             num_cached_blocks: how many blocks are in the index already.
             num_full_blocks: how many blocks are full. The pool can't check this;
                 ``BlockTable.cache_full_blocks`` does.
+            is_foreign: whether the new ones hold foreign K/V (:class:`KVCacheBlock`).
 
         Raises (nothing has changed then):
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
@@ -256,6 +264,7 @@ class BlockPool:
                 )
         for block, block_hash in entering.values():
             block.block_hash = block_hash
+            block.is_foreign = is_foreign
             self.prefix_index.add(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -293,6 +302,7 @@ class BlockPool:
         self.free_block_queue.popleft_n(self.num_free_blocks)
         for block in self.blocks:
             block.block_hash = None
+            block.is_foreign = False
         self.free_block_queue.append_n(self.blocks[1:])
         self._num_free_cached_blocks = 0
         return True
@@ -347,5 +357,6 @@ class BlockPool:
     def _uncache(self, block: KVCacheBlock) -> None:
         self.prefix_index.remove(block)
         block.block_hash = None
+        block.is_foreign = False
         self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1

@@ -27,15 +27,22 @@ INTERVAL = 512
 
 
 class Checkpoint(NamedTuple):
-    """The recurrent state after a block."""
+    """The recurrent state after a block.
+
+    Attributes:
+        is_foreign: whether it came from a file or was computed after foreign K/V, as blocks are
+            foreign (:class:`KVCacheBlock`).
+    """
 
     block_hash: BlockHash
     content: Any
+    is_foreign: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
     content: Any
+    is_foreign: bool
     num_lost_tokens: int
     is_junction: bool
     num_hits: int = 0
@@ -79,6 +86,11 @@ class Checkpoints:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._kept
 
+    def has_storable(self, block_hash: BlockHash) -> bool:
+        """Whether there is a checkpoint after this block that is not foreign."""
+        kept = self._kept.get(block_hash)
+        return kept is not None and not kept.is_foreign
+
     def is_shared(self, block_hash: BlockHash) -> bool:
         """Whether at least two prompts have continued from this checkpoint; a junction counts as
         one.
@@ -88,7 +100,8 @@ class Checkpoints:
 
     def get(self, block_hash: BlockHash) -> Checkpoint:
         """The checkpoint after this block; ``KeyError`` if there is none."""
-        return Checkpoint(block_hash, self._kept[block_hash].content)
+        kept = self._kept[block_hash]
+        return Checkpoint(block_hash, kept.content, kept.is_foreign)
 
     def put(
         self, checkpoint: Checkpoint, num_lost_tokens: int = 0, is_junction: bool = False
@@ -103,7 +116,7 @@ class Checkpoints:
             return
         kept = self._kept.get(checkpoint.block_hash)
         if kept is None:
-            kept = _Kept(checkpoint.content, num_lost_tokens, is_junction)
+            kept = _Kept(checkpoint.content, checkpoint.is_foreign, num_lost_tokens, is_junction)
             self._kept[checkpoint.block_hash] = kept
         kept.is_junction |= is_junction
         self._renew(kept)

@@ -152,7 +152,7 @@ class KVCacheManager:
         state = None
         if self.states is not None:
             state = SequenceState(num_tokens, self.states.get(request_id, num_tokens))
-        return SequenceTables(tables, state), block_ids
+        return SequenceTables(tables, state, self._tables[request_id].is_foreign), block_ids
 
     def resumed(self, held: SequenceTables, hit: ComputedBlocks) -> ComputedBlocks:
         """The computed blocks of a request that resumes after a preemption.
@@ -330,6 +330,9 @@ class KVCacheManager:
         else:
             self._loads[request_id] = self._resume(tables, computed, computed.resumed)
             num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
+        if computed.is_foreign:
+            for table in tables:
+                table.is_foreign = True
         self._groups[request_id], self._tables[request_id] = tables, tables[0]
         if self.states is not None:
             self.states.begin(

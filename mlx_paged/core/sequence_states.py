@@ -233,7 +233,8 @@ class SequenceStates:
             if block_hash is None:
                 self._pending[seq] = pending[place:]
                 return
-            self._keep(self._beginnings[seq], cut, Checkpoint(block_hash, content))
+            checkpoint = Checkpoint(block_hash, content, table.is_foreign)
+            self._keep(self._beginnings[seq], cut, checkpoint)
 
     def _keep(self, beginning: _Beginning, cut: Cut, checkpoint: Checkpoint) -> None:
         if cut.is_of_answer:

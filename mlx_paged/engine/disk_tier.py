@@ -260,6 +260,8 @@ class DiskTier:
         assert self._states is not None, "it is called by states"
         key = state_key(checkpoint.block_hash)
         due = self._unsaved.pop(key, None)
+        if checkpoint.is_foreign:
+            return
         evicted = self._states.evicted(checkpoint.block_hash, self._is_kept)
         if self._is_closed or self.store.failure is not None:
             return
@@ -359,9 +361,9 @@ class DiskTier:
         for block_hash in block_hashes:
             header = self._unsaved[block_hash]
             found = self._find(header)
-            if found is None:  # It was evicted.
+            if found is None:
                 del self._unsaved[block_hash]
-                self._num_unsaved_dropped += 1
+                self._num_unsaved_dropped += not self._is_foreign(header)
                 continue
             if isinstance(found, KVCacheBlock) and found.block_id in unready:
                 continue
@@ -375,11 +377,18 @@ class DiskTier:
             self._offer(header, found)
 
     def _find(self, header: BlockHeader) -> KVCacheBlock | Checkpoint | None:
-        """The block or state of a header, if it is still in memory."""
+        """The block or state of a header, unless it was evicted or is foreign."""
         if header.group != STATES:
-            return self._cache.pool.get_cached_block(BlockHash(header.block_hash))
+            return self._cache.pool.get_storable_block(BlockHash(header.block_hash))
         assert self._states is not None, "states are saved only if there are some"
         return self._states.in_memory(header)
+
+    def _is_foreign(self, header: BlockHeader) -> bool:
+        """Whether all that memory has of a header is foreign. It never goes to the tier."""
+        if header.group != STATES:
+            return self._cache.pool.get_cached_block(BlockHash(header.block_hash)) is not None
+        assert self._states is not None, "states are saved only if there are some"
+        return BlockHash(header.block_hash[:HASH_NBYTES]) in self._states.checkpoints
 
     def _offer(self, header: BlockHeader, found: KVCacheBlock | Checkpoint) -> None:
         """Copy a block or a state out, and queue it."""
@@ -394,7 +403,7 @@ class DiskTier:
         """Put a state that was read into memory. Without K/V, it restores the blocks before it."""
         assert self._states is not None, "states are read only if the model has some"
         try:
-            state = state_from_bytes(read.payload)
+            state = state_from_bytes(read.payload, self._cache.config.state_layout)
         except ValueError:  # From a tier of the caller's: the folder verifies what it reads.
             self.store.count("num_corrupt")
             return
@@ -439,7 +448,7 @@ class DiskTier:
                 self._cache.write_blocks(group, ids, payloads)
 
         try:
-            put_cached_blocks(pool, hashes, fill)
+            put_cached_blocks(pool, hashes, fill, is_foreign=False)
         except RuntimeError as error:  # MLX's, when memory runs out
             self._fail_to_use(error)
             return []

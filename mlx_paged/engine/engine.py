@@ -307,20 +307,25 @@ class Engine(EngineParts):
         token_ids: Sequence[int] | None = None,
         *,
         cache_salt: str | None = None,
+        allow_other_model: bool = False,
     ) -> list[int]:
         """Load the K/V of a prompt cache of mlx-lm into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self.snapshots.open_prompt_cache(path, token_ids, cache_salt))
+        opened = self.snapshots.open_prompt_cache
+        return self._put(opened(path, token_ids, cache_salt, allow_other_model))
 
     hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
-    def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
+    def pin_prompt_cache(
+        self, path: str | Path, *, allow_other_model: bool = False
+    ) -> PinnedPrompt:
         """Pin the K/V of a prompt cache of mlx-lm whose tokens are unknown, for requests that begin
         with the returned ``token_ids`` and have its ``cache_salt``. They stay in host memory until
-        the engine ends. Errors: :meth:`Snapshots.pin_prompt_cache`.
+        the engine ends. Arguments and errors: :meth:`Snapshots.pin_prompt_cache`.
         """
-        return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
+        read = self.snapshots.pin_prompt_cache
+        return self.thread.call(partial(read, path, self.swap_space, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call a function that reads K/V, between two steps."""

@@ -49,7 +49,7 @@ def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedP
     prompt = PinnedPrompt(
         [PLACEHOLDER_TOKEN] * file.num_tokens, f"prompt cache {secrets.token_hex()}"
     )
-    held = SequenceTables([TableState(len(headers), 0, file.num_tokens)])
+    held = SequenceTables([TableState(len(headers), 0, file.num_tokens)], is_foreign=True)
     swap_space.pin(prompt.cache_salt, held)
     (stored_as,) = swap_space.headers(prompt.cache_salt)
     for header, stored in zip(headers, stored_as, strict=True):

@@ -209,6 +209,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         ],
         "what is kept": [
             "--prompt-cache-file",
+            "--allow-other-model",
             "--cache-dir",
             "--cache-dir-size",
             "--cache-dir-ttl",
