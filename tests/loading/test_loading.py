@@ -11,6 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from helpers.hybrid_folders import make_folder
+from helpers.model_zoo import config_of
 from helpers.qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,7 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_paged
-from mlx_paged import Sequences, demo_model_path, run_step
+from mlx_paged import LLM, SamplingParams, Sequences, demo_model_path, run_step
+from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError, load
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
@@ -356,6 +359,26 @@ def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, mon
     write_config(folder, model_type="olmo")
     message = load_error(folder)
     assert "mlx-lm can't load model type 'olmo': To run olmo install ai2-olmo" in message
+
+
+def test_a_model_that_fails_the_check_at_load_runs_with_skip_check(tmp_path):
+    """plamo3's logits in mlx-lm depend on where a prompt is cut."""
+    folder = make_folder(tmp_path / "plamo3", config_of("plamo3"))
+    with pytest.raises(LoadError, match="model type 'plamo3' fails the check at load: ") as refused:
+        load(folder)
+    assert refused.value.argument == "skip_check"
+    assert str(refused.value).endswith("; to run it all the same, load it with skip_check")
+    assert load(folder, skip_check=True)[0].description == "plamo3 of mlx-lm, per sequence"
+    llm = LLM(folder, skip_check=True)
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert len(llm.generate("hello", greedy)[0].outputs[0].token_ids) == 8
+    with pytest.raises(ArgumentError, match=r"to run it all the same, mlx_paged.load\(..., skip_c"):
+        LLM(*mlx_lm.load(str(folder))[:2])
+    with pytest.raises(LoadError, match=r"draft_model: .* load it with skip_check") as refused:
+        LLM("demo", draft_model=folder)
+    assert refused.value.argument == "draft_model"
+    with pytest.raises(LoadError, match="skip_check must be True or False, got 1"):
+        load(folder, skip_check=1)
 
 
 @pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])
