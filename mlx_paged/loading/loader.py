@@ -24,6 +24,7 @@ from mlx_paged.loading.folder import (
     find_tokenizer,
     load_errors,
     read_json_object,
+    without_marks,
 )
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
@@ -271,10 +272,10 @@ def build_model(
     check_generation_config(path / "generation_config.json")
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
-    with load_errors(f"the model in {path} is broken"):
+    with load_errors(f"the model in {path} is broken"), without_marks(path) as readable:
         classes = noting_classes(path, model_classes)
         model, config = load_model(
-            path, lazy=True, model_config=model_config, get_model_classes=classes
+            readable, lazy=True, model_config=model_config, get_model_classes=classes
         )
     _check_weights(model, path)
     return model, config
@@ -289,8 +290,8 @@ def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
     from mlx_lm.tuner.dora import DoRAEmbedding  # slow: imports everything that trains
 
     what = f"the adapters in {one_line(adapter_path)} can't be used"
-    with load_errors(what):
-        adapted: Module = load_adapters(model, str(adapter_path))
+    with load_errors(what), without_marks(Path(adapter_path)) as readable:
+        adapted: Module = load_adapters(model, str(readable))
     adapted.eval()
     for name, module in adapted.named_modules():
         # mlx-lm mistakes the packed integers for the weights, and fails when the model runs.
