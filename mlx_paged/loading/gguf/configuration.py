@@ -8,24 +8,45 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.metadata import Metadata
-from mlx_paged.loading.gguf.rope import rope_scaling
+from mlx_paged.loading.gguf.rope import ROPE_KEYS, rope_scaling
 
 # general.architecture -> the model type of Hugging Face's configuration
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
-# Metadata that changes what a model computes, and that these models do not support.
-_UNKNOWN_HERE = (
-    "expert_count",
-    "attention.max_alibi_bias",
-    "attention.clamp_kqv",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-    "attention.sliding_window",
-    "nextn_predict_layers",
-)
+# Keys under the architecture's name that are known here: unlike llama.cpp, which ignores others,
+# this reader refuses them, since they may stand for something that the model computes.
+_READ = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length",
+    "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.layer_norm_rms_epsilon", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", *(f"rope.{name}" for name in ROPE_KEYS),
+}  # fmt: skip
+# They change no logits of these architectures: the vocabulary's size is that of its tensor, rows of
+# q and k are always in llama.cpp's order, there is no layer norm with a mean, and pooling is for
+# embeddings.
+_IGNORED = {
+    "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "pooling_type",
+    "rope.scaling.finetuned",
+}  # fmt: skip
+# Features that these architectures lack, with the values that turn them off.
+_OFF = {
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
 
 
 def read_configuration(file: GGUFFile) -> dict[str, Any]:
@@ -73,13 +94,14 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
 
 
 def _refuse_unknown_features(metadata: Metadata, architecture: str) -> None:
-    for name in _UNKNOWN_HERE:
-        value = metadata.values.get(f"{architecture}.{name}")
-        if value:
-            raise LoadError(
-                f"[load] {metadata.file}: {architecture}.{name} is {shown(value)}, which is not "
-                f"supported for the architecture {architecture} as a GGUF file"
-            )
+    for key, value in metadata.values.items():
+        name = key.removeprefix(f"{architecture}.")
+        if name == key or name in _READ or name in _IGNORED or value in _OFF.get(name, ()):
+            continue
+        raise LoadError(
+            f"[load] {metadata.file}: {key} is {shown(value)}, which is not supported for the "
+            f"architecture {architecture} as a GGUF file; try the model's folder with safetensors"
+        )
     if not metadata.flag(f"{architecture}.attention.causal", True):
         raise LoadError(f"[load] {metadata.file} is not a causal language model")
 
