@@ -6,20 +6,22 @@ import errno
 import os
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.catalogue import Catalogue, Pause
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
+    BlockStoreError,
     OtherVersionError,
     refusals,
 )
 from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.layout import BlockLayout, BlockName
+from mlx_paged.block_store.layout import BlockLayout, BlockName, shard_name_of
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.config import DURATION, NBYTES
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
@@ -35,6 +37,14 @@ _LISTINGS_PER_TTL = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # The process lacks a resource, or only this file can't be used: the next access may succeed.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
+# The disk or the server of a network folder can't be reached. The files are as they were.
+_AWAY = frozenset(
+    {errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
+)
+
+# Seconds from a failure to the next try, which double with each try that fails.
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
+_MAX_PROBE_NBYTES = 4 * 2**20
 
 
 class BlockStore(Tier):
@@ -44,8 +54,10 @@ class BlockStore(Tier):
     listing; ``store``, ``maintain`` and ``close`` may take long, and are called by the writer.
 
     No method raises for errors of the disk. A bad file is removed and counts as a miss. When the
-    disk itself fails, ``failure`` has the reason, and from then on nothing is found or written. A
-    full disk is a failure only if evicting blocks doesn't help.
+    disk itself fails, ``failure`` has the reason, and nothing is found or written until
+    ``maintain`` has written a file there as a probe, which it tries after a second, then after
+    longer and longer times, up to a minute. A full disk is a failure only if evicting blocks
+    doesn't help.
 
     Args:
         folder: made, with mode 0700, if it doesn't exist.
@@ -80,8 +92,12 @@ class BlockStore(Tier):
         with refusals(self.layout.folder):
             self._shards.make_fingerprint_folder(fingerprint)
         self._uses: deque[tuple[tuple[bytes, ...], int]] = deque()  # not in the files yet
-        self._is_off = False
-        self._lock = threading.Lock()  # of the counters
+        self._is_closed = False
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._retry_at = self._worked_again_at = -float("inf")
+        self._probe_nbytes = 0
+        self._blocked: set[str] = set()  # shards
+        self._lock = threading.Lock()  # of the counters and the failure
         self._counts: Counter[str] = Counter()
         self._writing = threading.RLock()
 
@@ -103,7 +119,9 @@ class BlockStore(Tier):
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno in _AWAY:
+                self._fail_for("a block could not be read", error)
+            elif error.errno not in _PASSING:
                 self._discard(key, "num_corrupt")
             return None
         except BadBlockFileError:
@@ -126,7 +144,7 @@ class BlockStore(Tier):
         if self.has(header.block_hash):
             return True
         is_written = False
-        with self._writing, self._failing("a block could not be written"):
+        with self._writing, self._failing("a block could not be written", header.block_hash):
             is_written = self._write(header, content)
         self.count("num_written" if is_written else "num_dropped")
         return is_written
@@ -147,7 +165,7 @@ class BlockStore(Tier):
             pause: called every few milliseconds of long work, without a lock. An exception that it
                 raises interrupts the work, which the next call resumes.
         """
-        if self._is_off:
+        if self._is_off and not self._works_again():
             return
         # The first listing may take long: finish it before taking the lock that ``store`` takes.
         with self._failing("the files could not be listed"):
@@ -164,7 +182,7 @@ class BlockStore(Tier):
         Args:
             timeout: the most seconds to wait for a write of another thread.
         """
-        was_off, self._is_off = self._is_off, True
+        was_off, self._is_closed = self._is_off, True
         if was_off or not self._writing.acquire(timeout=timeout):
             return
         try:
@@ -174,10 +192,14 @@ class BlockStore(Tier):
             self._writing.release()
 
     def fail(self, why: str) -> None:
-        """Turn the store off. The first reason is kept."""
+        """Turn the store off until ``maintain`` finds that the folder works again. The first reason
+        is kept.
+        """
         with self._lock:
-            self._is_off = True
-            self._failure = self._failure or f"[block store] {self.layout.folder}: {why}"
+            if self._failure is None:
+                self._failure = f"[block store] {self.layout.folder}: {why}"
+                has_just_worked = time.monotonic() - self._worked_again_at < _MAX_RETRY_SECONDS
+                self._retry_later(2 * self._retry_seconds if has_just_worked else 0.0)
 
     def stats(self) -> TierStats:
         """The current figures. Sums are of the whole folder, in multiples of 4,096 bytes per file.
@@ -194,6 +216,35 @@ class BlockStore(Tier):
         with self._lock:
             self._counts[name] += number
 
+    @property
+    def _is_off(self) -> bool:
+        return self._is_closed or self._failure is not None
+
+    def _retry_later(self, seconds: float) -> None:
+        self._retry_seconds = min(max(seconds, _FIRST_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        self._retry_at = time.monotonic() + self._retry_seconds
+
+    def _works_again(self) -> bool:
+        """After a failure, and if it is time to try: whether a file can be written again, of the
+        size of the last block.
+        """
+        if self._is_closed or time.monotonic() < self._retry_at:
+            return False
+        try:
+            with self._writing:
+                self._shards.refresh()
+                self._shards.blocks()  # A folder that was removed is not made again.
+                make_folder(self.layout.folder)
+                self._shards.probe(self.fingerprint, min(self._probe_nbytes, _MAX_PROBE_NBYTES))
+        except (OSError, BlockStoreError):
+            with self._lock:
+                self._retry_later(2 * self._retry_seconds)
+            return False
+        self._catalogue.list_again()
+        with self._lock:
+            self._failure, self._worked_again_at = None, time.monotonic()
+        return True
+
     def _name(self, block_hash: bytes) -> BlockName:
         return self._digest, block_hash
 
@@ -209,11 +260,12 @@ class BlockStore(Tier):
             if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
         except OSError as error:
-            self.fail(f"a bad block could not be removed: {system_reason(error)}")
+            if not self._is_alone(block_hash, error):
+                self._fail_for("a bad block could not be removed", error)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
-        nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
+        nbytes = self._probe_nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
         if nbytes > self.max_nbytes:
             return False
         self._note_uses()
@@ -265,10 +317,36 @@ class BlockStore(Tier):
             self._catalogue.use(self._digest, *self._uses.popleft())
 
     @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """Turn an error of the disk into ``failure``, or ignore it if it is temporary."""
+    def _failing(self, what: str, block_hash: bytes | None = None) -> Iterator[None]:
+        """Turn an error of the disk into ``failure``, or ignore it if it is temporary, or if only
+        the folder of this block can't be used.
+        """
         try:
             yield
         except OSError as error:
-            if error.errno not in _PASSING:
-                self.fail(f"{what}: {system_reason(error)}")
+            is_alone = block_hash is not None and self._is_alone(block_hash, error)
+            if error.errno not in _PASSING and not is_alone:
+                self._fail_for(what, error)
+
+    def _is_alone(self, block_hash: bytes, error: OSError) -> bool:
+        """Whether only the shard of this block can't be used, of which a warning tells once."""
+        name = self._name(block_hash)
+        if not self._shards.is_blocked(name):
+            return False
+        shard = str(self.layout.of(name[0]) / shard_name_of(block_hash))
+        if shard not in self._blocked:
+            self._blocked.add(shard)
+            why = system_reason(error)
+            where = "" if shard in why else f"{shard}: "
+            # If warnings are errors, this one would end the thread.
+            with suppress(Warning):
+                warnings.warn(
+                    f"[block store] {where}{why}; the blocks that belong there are not kept",
+                    stacklevel=2,
+                )
+        return True
+
+    def _fail_for(self, what: str, error: OSError) -> None:
+        path = error.filename
+        where = f" ({path})" if isinstance(path, str) and os.path.isabs(path) else ""
+        self.fail(f"{what}: {system_reason(error)}{where}")

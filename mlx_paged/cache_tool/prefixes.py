@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES
+from mlx_paged.errors import one_line
 
+MAX_NAME = 200  # characters of a model's name
 MAX_LEVELS = 8
 """Levels of the tree that are drawn, the innermost ones: a conversation may fork at each turn."""
 
@@ -143,8 +145,9 @@ class PrefixTree:
 
     @property
     def name(self) -> str:
-        """The name of the model."""
-        return "an unknown model" if self.fingerprint is None else self.fingerprint.model_name
+        """The name of the model on one line. Another user's folder may name anything."""
+        known = self.fingerprint
+        return "an unknown model" if known is None else one_line(known.model_name, MAX_NAME)
 
     @property
     def num_leaves(self) -> int:

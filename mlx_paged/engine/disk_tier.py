@@ -70,7 +70,7 @@ class DiskTier:
     to know which requests have to wait (:class:`BlockTier`).
 
     All methods but ``stats`` are called by the stepping thread. A failure of the disk fails no
-    request: the engine continues without it, and warns once.
+    request: the engine continues without it until it can be used again, and warns of both.
 
     Args:
         cache: the cache of the blocks.
@@ -454,17 +454,19 @@ class DiskTier:
         return self._is_closed or self.store.failure is not None
 
     def _report_failure(self) -> None:
-        """Warn once that the disk is not used any more."""
-        if self.store.failure is None or self._is_closed or self._has_said_why:
+        """Warn when the disk fails, and when it can be used again."""
+        failure = self.store.failure
+        if self._is_closed or (failure is not None) == self._has_said_why:
             return
-        self._has_said_why = True
-        self._unsaved.clear()
+        self._has_said_why = failure is not None
+        text = "[engine] the disk works again, and K/V are kept there"
+        if failure is not None:
+            self._unsaved.clear()
+            kept = "from now on K/V are kept in memory only, until it works again"
+            text = f"[engine] {failure}; {kept}"
         # If warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
-            warnings.warn(
-                f"[engine] {self.store.failure}; from now on K/V are kept in memory only",
-                stacklevel=2,
-            )
+            warnings.warn(text, stacklevel=2)
 
 
 _open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
