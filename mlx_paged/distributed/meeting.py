@@ -20,6 +20,7 @@ from mlx_paged.errors import one_line
 
 MEETING_SECONDS = 30.0
 MAX_CALLERS = 32
+_HEARD = b"heard"
 _POLL_SECONDS = 0.02
 _ADDRESS_BYTES = 1024
 
@@ -69,25 +70,29 @@ def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, sock
     that strangers can't use up the descriptors of this process: one more replaces the oldest.
     """
     met: dict[int, socket.socket] = {}
+    meeting = threading.Lock()  # No caller is admitted and hung up on at once.
     callers: list[socket.socket] = []  # not authenticated yet, the oldest first
     deadline = time.monotonic() + MEETING_SECONDS
     listener.settimeout(_POLL_SECONDS)
     while len(met) < size - 1 and time.monotonic() < deadline:
+        caller: socket.socket | None
         try:
             caller, _ = listener.accept()
         except TimeoutError:
             continue
         except OSError:  # The process has no descriptor left, or the caller has gone.
-            _hang_up(callers[:1])
+            caller = None
+        with meeting:
+            callers = [each for each in callers if each.fileno() >= 0 and each not in met.values()]
+            _hang_up(callers[: 1 if caller is None else max(0, len(callers) - MAX_CALLERS + 1)])
+        if caller is None:
             time.sleep(_POLL_SECONDS)
             continue
-        ranks = list(met.values())
-        callers = [each for each in callers if each.fileno() >= 0 and each not in ranks]
-        _hang_up(callers[: len(callers) - MAX_CALLERS + 1])
         callers.append(caller)
-        threading.Thread(target=_admit, args=(caller, secret, size, met), daemon=True).start()
-    ranks = list(met.values())
-    _hang_up(each for each in callers if each not in ranks)
+        arguments = caller, secret, size, met, meeting
+        threading.Thread(target=_admit, args=arguments, daemon=True).start()
+    with meeting:
+        _hang_up(each for each in callers if each not in met.values())
     missing = [str(rank) for rank in range(1, size) if rank not in met]
     if missing:
         raise ConnectionError(
@@ -104,17 +109,27 @@ def _hang_up(callers: Iterable[socket.socket]) -> None:
         caller.close()
 
 
-def _admit(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
+def _admit(
+    caller: socket.socket,
+    secret: bytes,
+    size: int,
+    met: dict[int, socket.socket],
+    meeting: threading.Lock,
+) -> None:
     """Record an authenticated caller by its rank; hang up on anyone else."""
     with contextlib.suppress(Exception):  # A stranger can send anything.
         connection = connection_over(caller)
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
         rank = int(connection.recv_bytes(8))
-        if 0 < rank < size:
-            met.setdefault(rank, caller)
-    if caller not in list(met.values()):
-        _hang_up([caller])
+        with meeting:
+            if caller.fileno() >= 0:
+                connection.send_bytes(_HEARD)
+                if 0 < rank < size:
+                    met.setdefault(rank, caller)
+    with meeting:
+        if caller not in met.values():
+            _hang_up([caller])
 
 
 def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
@@ -126,6 +141,7 @@ def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
                 answer_challenge(connection, secret)
                 deliver_challenge(connection, secret)
                 connection.send_bytes(str(rank).encode())
+                connection.recv_bytes(len(_HEARD))
                 return sock.dup()
         except Exception as error:  # Another program can listen there, and send anything.
             # Rank 0 hangs up when too many strangers call.
