@@ -24,7 +24,7 @@ from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import BlockLayout, BlockName, shard_name_of
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.config import DURATION, NBYTES
-from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
+from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason
 
 # The files are listed again, to find what other processes have written and removed: after this many
@@ -130,23 +130,27 @@ class BlockStore(Tier):
         if self._is_over(key, last_used, header.ttl):
             self._discard(key, "num_evicted")
             return None
-        self.count("num_hits")
+        if header.block.group != ANSWERS:
+            self.count("num_hits")
         return payload
 
     def store(self, header: BlockHeader, content: Payload) -> bool:
-        """Write a block unless it exists, after evicting others if necessary.
+        """Write a block unless it exists, after evicting others if necessary. An answer replaces an
+        earlier one to the same conversation.
 
         Returns:
             Whether it is in the folder now.
         """
         if self._is_off:
             return False
-        if self.has(header.block_hash):
+        is_answer = header.group == ANSWERS
+        if not is_answer and self.has(header.block_hash):
             return True
         is_written = False
         with self._writing, self._failing("a block could not be written", header.block_hash):
             is_written = self._write(header, content)
-        self.count("num_written" if is_written else "num_dropped")
+        if not (is_written and is_answer):
+            self.count("num_written" if is_written else "num_dropped")
         return is_written
 
     def note_used(self, keys: Iterable[bytes]) -> None:
@@ -274,7 +278,9 @@ class BlockStore(Tier):
         if not self._make_room(nbytes):
             return False
         name = self._name(header.block_hash)
-        if self.ttl is not None and self._catalogue.remove(name):  # an expired one
+        if header.group == ANSWERS:
+            self._catalogue.remove(name)
+        elif self.ttl is not None and self._catalogue.remove(name):  # an expired one
             self.count("num_evicted")
         self._write_file(header.block_hash, [prefix, payload], nbytes, used)
         self._catalogue.added(name, used, nbytes)

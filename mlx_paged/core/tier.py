@@ -12,6 +12,8 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 MOST_HASH_BYTES = 64
 STATES = 0xFFFF
 """The group of the recurrent layers. Their state after a block is stored under a separate key."""
+ANSWERS = 0xFFFE
+"""The group of answers that conversations continue from: tokens and text, and no rows of layers."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 
@@ -25,7 +27,8 @@ class BlockHeader:
         parent_hash: the hash of the previous block, ``None`` for the first one of a sequence.
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds, below 65,535, or :data:`STATES`.
+        group: the group of layers whose rows it holds, below 65,534, or :data:`STATES` or
+            :data:`ANSWERS`.
 
     Raises:
         ValueError: a hash is too long or empty, or the two hashes are equal.

@@ -69,8 +69,9 @@ class DiskTier:
     other cached block. So this class does not depend on block tables, and the scheduler only needs
     to know which requests have to wait (:class:`BlockTier`).
 
-    All methods but ``stats`` are called by the stepping thread. A failure of the disk fails no
-    request: the engine continues without it until it can be used again, and warns of both.
+    All methods but ``stats`` and those for answers are called by the stepping thread. A failure of
+    the disk fails no request: the engine continues without it until it can be used again, and warns
+    of both.
 
     Args:
         cache: the cache of the blocks.
@@ -254,6 +255,30 @@ class DiskTier:
             if self.store.failure is None:
                 self._save_all()
             self._writer.finish()
+
+    # For kept answers. Any thread may call these.
+
+    def has_answer(self, key: bytes) -> bool:
+        """Whether an answer is on disk or about to be written."""
+        return self._writer.is_queued(key) or self.has(BlockHash(key))
+
+    def load_answer(self, key: bytes) -> bytes | None:
+        """An answer that :meth:`keep_answer` has stored, in this process or another."""
+        if not self.has(BlockHash(key)):
+            return None
+        try:
+            return self.store.load(key)
+        except Exception as error:  # raised by a tier of the caller's
+            self.store.fail(f"an answer could not be read: {reason(error)}")
+            return None
+
+    def keep_answer(self, header: BlockHeader, content: bytes) -> None:
+        """Queue an answer to be written; it is dropped if the queue is full."""
+        self._writer.offer(header, content)
+
+    def note_answers_used(self, keys: Sequence[bytes]) -> None:
+        """Record the use of answers of one conversation, in order."""
+        self.store.note_used(keys)
 
     def _save_evicted(self, checkpoint: Checkpoint) -> None:
         """Save a state that is about to be evicted, if it is worth it."""
