@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
 from mlx_paged.core.block_hash import HASH_NBYTES
-from mlx_paged.core.tier import STATES
+from mlx_paged.core.tier import ANSWERS, STATES
 from mlx_paged.errors import one_line
 
 MAX_NAME = 200  # characters of a model's name
@@ -118,16 +118,20 @@ class PrefixTree:
         children: of each block, and under ``None`` the roots, whose parents are not in the folder;
             the most recently used first.
         num_prefixes: number of leaves below each block, 1 for a leaf.
+        answers: files of answers that conversations continue from.
         other_versions: files in the format of another version, which can't be read.
     """
 
     def __init__(self, digest: str, fingerprint: Fingerprint | None, entries: Iterable[Entry]):
         self.digest = digest
         self.fingerprint = fingerprint
+        self.answers: list[Entry] = []
         self.other_versions: list[Entry] = []
         files: dict[bytes, list[Entry]] = {}
         for entry in entries:
-            if entry.num_tokens == 0:
+            if entry.group == ANSWERS:
+                self.answers.append(entry)
+            elif entry.num_tokens == 0:
                 self.other_versions.append(entry)
             else:
                 files.setdefault(entry.block_hash[:HASH_NBYTES], []).append(entry)
@@ -164,11 +168,12 @@ class PrefixTree:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks.values())
+        return sum(each.nbytes for each in (*self.blocks.values(), *self.answers))
 
     @property
     def last_used(self) -> float:
-        return max((block.last_used for block in self.blocks.values()), default=-math.inf)
+        files = (*self.blocks.values(), *self.answers)
+        return max((each.last_used for each in files), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""

@@ -117,7 +117,7 @@ def rm(args: argparse.Namespace) -> int:
         more = "; pinned blocks are kept" if left > args.shrink_to else ""
         print_lines([f"removed {_in_words(removed)}; {in_bytes(left)} are left{more}"])
         return 0
-    removal = choose(args, of_model(read_trees(folder), args.model), time.time())
+    removal = choose(args, folder, of_model(read_trees(folder), args.model), time.time())
     removed = folder.remove((entry.digest, entry.block_hash) for entry in removal.entries)
     kept = f"; {removal.num_kept:,} pinned ones are kept (see --pinned)" if removal.num_kept else ""
     print_lines(_left(removed))

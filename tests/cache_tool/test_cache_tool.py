@@ -89,6 +89,7 @@ def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
         "num_blocks": 7,
         "num_tokens": 112,
         "num_states": 0,
+        "num_answers": 0,
         "nbytes": 7 * NBYTES,
         "num_files_of_other_versions": 0,
         "nbytes_of_other_versions": 0,
