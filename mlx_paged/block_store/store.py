@@ -23,7 +23,8 @@ from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import BlockLayout, BlockName, shard_name_of
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
-from mlx_paged.config import DURATION, NBYTES
+from mlx_paged.block_store.written import WrittenBytes
+from mlx_paged.config import DURATION, NBYTES, NBYTES_A_DAY
 from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason
 
@@ -45,6 +46,7 @@ _AWAY = frozenset(
 # Seconds from a failure to the next try, which double with each try that fails.
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 _MAX_PROBE_NBYTES = 4 * 2**20
+_MAX_USES = 2**31
 
 
 class BlockStore(Tier):
@@ -68,10 +70,14 @@ class BlockStore(Tier):
         ttl: seconds after its last use when a block expires. It applies to the blocks written here,
             in all processes, and in this process to all blocks of the fingerprint, which it removes
             within a quarter of the time. Pinned blocks don't expire.
+        max_nbytes_a_day: the most bytes that all processes write to the folder in 24 hours, as far
+            as they know of each other; ``None`` for no limit. When half of it is written, blocks
+            are stored at their second use, and then not at all.
 
     Raises:
         BlockStoreError: the folder can't be used.
-        ArgumentError: a limit is invalid (``cache_dir_size``, ``cache_dir_ttl``).
+        ArgumentError: a limit is invalid (``cache_dir_size``, ``cache_dir_ttl``,
+            ``cache_dir_writes``).
     """
 
     def __init__(
@@ -80,10 +86,16 @@ class BlockStore(Tier):
         max_nbytes: int,
         fingerprint: Fingerprint,
         ttl: float | None = None,
+        max_nbytes_a_day: str | int | None = None,
     ) -> None:
         self.layout = BlockLayout(folder)
         self.max_nbytes = NBYTES.check("block store", "cache_dir_size", max_nbytes)
         self.ttl = None if ttl is None else DURATION.check("block store", "cache_dir_ttl", ttl)
+        self.max_nbytes_a_day: int | None = None
+        if max_nbytes_a_day is not None:
+            self.max_nbytes_a_day = NBYTES_A_DAY.check(
+                "block store", "cache_dir_writes", max_nbytes_a_day
+            )
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
         make_folder(self.layout.folder)
@@ -99,6 +111,8 @@ class BlockStore(Tier):
         self._blocked: set[str] = set()  # shards
         self._lock = threading.Lock()  # of the counters and the failure
         self._counts: Counter[str] = Counter()
+        self._written = WrittenBytes(self.layout)
+        self._has_told_limit = False
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
@@ -177,6 +191,7 @@ class BlockStore(Tier):
         with self._writing, self._failing("the folder could not be maintained"):
             self._shards.refresh()
             self._note_uses()
+            self._written.update(is_due=False)
             self._list_if_due(pause)
             self._make_room(0, pause)
 
@@ -192,6 +207,7 @@ class BlockStore(Tier):
         try:
             with self._failing("the folder could not be maintained"):
                 self._note_uses()
+            self._written.update()
         finally:
             self._writing.release()
 
@@ -219,6 +235,16 @@ class BlockStore(Tier):
         """Add to a counter of ``stats``."""
         with self._lock:
             self._counts[name] += number
+
+    @property
+    def min_uses(self) -> int:
+        """See :class:`Tier`."""
+        if self.max_nbytes_a_day is None:
+            return 1
+        num_left = self.max_nbytes_a_day - self._written.now().nbytes_last_day
+        if num_left < self._probe_nbytes or num_left <= 0:
+            return _MAX_USES
+        return 1 if num_left > self.max_nbytes_a_day // 2 else 2
 
     @property
     def _is_off(self) -> bool:
@@ -270,7 +296,7 @@ class BlockStore(Tier):
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
         nbytes = self._probe_nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
-        if nbytes > self.max_nbytes:
+        if nbytes > self.max_nbytes or self._is_over_limit_of_day(nbytes):
             return False
         self._note_uses()
         self._list_if_due()
@@ -284,6 +310,25 @@ class BlockStore(Tier):
             self.count("num_evicted")
         self._write_file(header.block_hash, [prefix, payload], nbytes, used)
         self._catalogue.added(name, used, nbytes)
+        self._written.add(nbytes)
+        self._written.update(is_due=False)
+        self.count("nbytes_written", nbytes)
+        return True
+
+    def _is_over_limit_of_day(self, nbytes: int) -> bool:
+        """Whether so much more may not be written today, of which a warning tells."""
+        limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
+        if limit is None or written + nbytes <= limit:
+            # A smaller block may still fit: that does not make a second warning due.
+            self._has_told_limit &= limit is not None and written > limit // 2
+            return False
+        if not self._has_told_limit:
+            self._has_told_limit = True
+            _warn(
+                f"[block store] {self.layout.folder}: as much was written in the last 24 hours as "
+                f"cache_dir_writes allows ({limit:,} bytes); until there is less, new K/V are kept "
+                "in memory only"
+            )
         return True
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int, used: int) -> None:
@@ -344,15 +389,15 @@ class BlockStore(Tier):
             self._blocked.add(shard)
             why = system_reason(error)
             where = "" if shard in why else f"{shard}: "
-            # If warnings are errors, this one would end the thread.
-            with suppress(Warning):
-                warnings.warn(
-                    f"[block store] {where}{why}; the blocks that belong there are not kept",
-                    stacklevel=2,
-                )
+            _warn(f"[block store] {where}{why}; the blocks that belong there are not kept")
         return True
 
     def _fail_for(self, what: str, error: OSError) -> None:
         path = error.filename
         where = f" ({path})" if isinstance(path, str) and os.path.isabs(path) else ""
         self.fail(f"{what}: {system_reason(error)}{where}")
+
+
+def _warn(text: str) -> None:
+    with suppress(Warning):  # If warnings are errors, this one would end the thread.
+        warnings.warn(text, stacklevel=3)

@@ -168,12 +168,14 @@ class PrefixTree:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self.blocks.values(), *self.answers))
+        nbytes = sum(block.nbytes for block in self.blocks.values())
+        return nbytes + sum(answer.nbytes for answer in self.answers)
 
     @property
     def last_used(self) -> float:
-        files = (*self.blocks.values(), *self.answers)
-        return max((each.last_used for each in files), default=-math.inf)
+        blocks = (block.last_used for block in self.blocks.values())
+        answers = (answer.last_used for answer in self.answers)
+        return max((*blocks, *answers), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""

@@ -89,8 +89,8 @@ _GROUPS = {
         *("wired_limit", "preallocate", "block_size", "kv", "swap_bytes"),
     ),
     "what is kept": (
-        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "prompt_cache_file"),
-        *("enable_prefix_caching", "num_history_tokens"),
+        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "cache_dir_writes"),
+        *("prompt_cache_file", "enable_prefix_caching", "num_history_tokens"),
     ),
     "speed": (
         *("draft_model", "num_draft_tokens", "prefill_step_size", "prefill_step_seconds"),

@@ -101,6 +101,13 @@ class Tier:
         """Add to a counter of ``stats``, such as ``"num_dropped"``."""
 
     @property
+    def min_uses(self) -> int:
+        """How many requests have to use a block before it is stored: 1 for at once, 2 for when a
+        second request finds it in memory, and more for not at all.
+        """
+        return 1
+
+    @property
     def failure(self) -> str | None:
         """Why the tier stopped storing, in one line; ``None`` while it works."""
         return self._failure
@@ -129,6 +136,7 @@ class TierStats:
         num_dropped: blocks that were not stored because the queue or the storage was full.
         num_corrupt: damaged blocks that were deleted.
         num_evicted: blocks that were deleted to stay within the limits.
+        nbytes_written: size of what was stored.
     """
 
     num_blocks: int = 0
@@ -138,6 +146,7 @@ class TierStats:
     num_dropped: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
+    nbytes_written: int = 0
 
 
 class HostMemory(Tier):

@@ -319,6 +319,7 @@ class DiskTier:
             num_evicted_blocks=store.num_evicted,
             num_read_states=self._num_read_states,
             num_saved_states=self._num_saved_states,
+            nbytes_written=store.nbytes_written,
             failure=None if self._is_closed else self.store.failure,
         )
 
@@ -339,25 +340,31 @@ class DiskTier:
             max(request.num_saved_blocks, num_full_blocks),
         )
         hashes, block_size = request.block_hashes, self._block_size
+        num_hit_blocks, min_uses = request.num_cached_tokens // block_size, self.store.min_uses
+        # The blocks that may be saved: all, or those that another request has left in memory.
+        end = num_full_blocks if min_uses == 1 else num_hit_blocks if min_uses == 2 else 0
         if num_full_blocks > begin:
             for group in self._groups:
-                self._note_blocks(request, group, begin, num_full_blocks)
+                self._note_blocks(request, group, range(begin, num_full_blocks), end)
         if self._states is not None:
-            for header in self._states.note(request, begin, num_full_blocks, self._is_kept):
+            end = min(end, num_full_blocks)
+            for header in self._states.note(request, begin, end, self._is_kept):
                 self._unsaved.setdefault(BlockHash(header.block_hash), header)
-            num_hit_blocks = request.num_cached_tokens // block_size
             if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
                 self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
-    def _note_blocks(self, request: Request, group: int, begin: int, num_full_blocks: int) -> None:
-        """Mark the full blocks from ``begin`` on to be saved, or as used if they are on disk."""
+    def _note_blocks(self, request: Request, group: int, blocks: range, end: int) -> None:
+        """Mark full blocks as used if they are on disk, or those before ``end`` to be saved."""
         hashes, block_size = request.block_hashes, self._block_size
         used: list[BlockHash] = []
+        begin = blocks.start
         parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
-        new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
+        new_hashes = group_hashes(hashes[begin : blocks.stop], group)
         for index, block_hash in enumerate(new_hashes, begin):
             if self._writer.is_queued(block_hash) or self.has(block_hash):
                 used.append(block_hash)
+            elif index >= end:
+                pass
             elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
                 start = index * block_size
                 tokens = tuple(request.token_ids[start : start + block_size])
