@@ -241,7 +241,7 @@ class BlockStore(Tier):
         """See :class:`Tier`."""
         if self.max_nbytes_a_day is None:
             return 1
-        num_left = self.max_nbytes_a_day - self._written.now().nbytes_last_day
+        num_left = self.max_nbytes_a_day - self._written.nbytes_last_day
         if num_left < self._probe_nbytes or num_left <= 0:
             return _MAX_USES
         return 1 if num_left > self.max_nbytes_a_day // 2 else 2

@@ -42,6 +42,9 @@ class WrittenBytes:
 
     The file is updated every ten seconds while something is written. A killed process loses what it
     has not added yet, and a damaged file begins with zero again. Failures are ignored.
+
+    Attributes:
+        nbytes_last_day: the bytes of all processes in the last 24 hours, as of the last call.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -50,19 +53,21 @@ class WrittenBytes:
         self._new: Counter[int] = Counter()  # by hour, not in the file yet
         self._known = _Sums(0, time.time(), Counter())  # what the file had
         self._updated = -float("inf")
+        self.nbytes_last_day = 0
         self.update()
 
     def add(self, nbytes: int) -> None:
         """This process has written so much more."""
         with self._lock:
             self._new[_hour()] += nbytes
+        self.now()
 
     def now(self) -> Written:
         """The sums, with those of other processes as of the last update."""
         with self._lock:
-            hours = self._known.hours + self._new
+            self.nbytes_last_day = _of_last_day(self._known.hours + self._new).total()
             nbytes = self._known.nbytes + self._new.total()
-            return Written(nbytes, _of_last_day(hours).total(), self._known.since)
+            return Written(nbytes, self.nbytes_last_day, self._known.since)
 
     def update(self, is_due: bool = True) -> None:
         """Add the new bytes to the file, and read what others have added.
@@ -74,22 +79,24 @@ class WrittenBytes:
             return
         self._updated = time.monotonic()
         with contextlib.suppress(OSError):
-            top = Directory.at(self._layout.folder)
-            if not self._new:
-                known = _read(top) or self._known
-                with self._lock:
-                    self._known = known
-                return
+            self._exchange()
+        self.now()
+
+    def _exchange(self) -> None:
+        top = Directory.at(self._layout.folder)
+        with self._lock:
+            new = self._new.copy()
+        if not new:
+            known = _read(top) or self._known
+        else:
             with top.locked(fcntl.LOCK_EX):
                 known = _read(top) or _Sums(0, self._known.since, Counter())
-                with self._lock:
-                    new = self._new.copy()
                 hours = _of_last_day(known.hours + new)
                 known = _Sums(known.nbytes + new.total(), known.since, hours)
                 top.write_aside(WRITTEN_NAME, [known.as_json()])
-            with self._lock:
-                self._new -= new
-                self._known = known
+        with self._lock:
+            self._new -= new
+            self._known = known
 
 
 class _Sums(NamedTuple):

@@ -297,6 +297,7 @@ def test_no_link_in_the_place_of_a_file_is_followed(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     do_all(store)
     assert tree(other) == before and store.failure is None
+    store.close()
     # Blocks that are links are no blocks; all else was made again.
     assert not any(path.is_symlink() for path in (tmp_path / "cache").rglob("*"))
 

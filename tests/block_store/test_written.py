@@ -109,8 +109,9 @@ def test_a_damaged_file_costs_only_the_sums(tmp_path: Path, content: bytes | Non
 
 
 def test_a_limit_of_a_day_first_asks_for_a_second_use_and_then_stops_writing(
-    tmp_path: Path, clock: list[float]
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(written, "_SECONDS_BETWEEN_UPDATES", 0.0)
     store = open_store(tmp_path, max_nbytes_a_day=f"{6 * UNIT}/day")
     uses = []
     with pytest.warns(UserWarning, match="cache_dir_writes allows .24,576 bytes.") as caught:
@@ -126,6 +127,7 @@ def test_a_limit_of_a_day_first_asks_for_a_second_use_and_then_stops_writing(
     clock[0] += 24 * 3600
     assert not put(store, "g")
     clock[0] += 3600
+    store.maintain()
     assert store.min_uses == 1 and put(store, "g")
 
 
