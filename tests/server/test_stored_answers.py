@@ -18,7 +18,7 @@ import pytest
 from helpers.agent_models import make_agent_model
 from helpers.block_stores import block_files, make_older, open_store
 from helpers.server_programs import running
-from helpers.servers import make_service, serving, wait_until
+from helpers.servers import ScriptedEngine, make_service, serving, wait_until
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store import BlockStore, CacheFolder
@@ -66,7 +66,8 @@ class Process:
         self.tokenizer = tokenizer
         self.store = open_store(folder, **options)
         self.kept = ConversationEncoder()
-        self.kept.stored = StoredAnswers(OnDisk(self.store), tokenizer, ReadAnswer.of)
+        self.tier = OnDisk(self.store)
+        self.kept.stored = StoredAnswers(self.tier, tokenizer, ReadAnswer.of)
 
     def prompt(self, messages: Sequence[dict[str, Any]], salt: str | None = None):
         return self.kept.encode(self.tokenizer, messages, {"tools": TOOLS}, salt)
@@ -247,7 +248,7 @@ def test_any_content_of_a_tier_of_ones_own_is_a_miss(tokenizer, tmp_path: Path, 
     process = Process(tokenizer, tmp_path)
     messages, _ = talk(process)
     again = Process(tokenizer, tmp_path)
-    again.kept.stored._tier.load_answer = lambda key: content
+    again.tier.load_answer = lambda key: content
     assert again.prompt(messages).answers == ()
 
 
@@ -368,6 +369,7 @@ def test_a_service_stores_answers_beside_its_blocks_for_each_user(tmp_path: Path
     for number in range(2):
         service = make_service(model, cache_dir=folder)
         tokens = service.tokenizer.encode(answer_of(0), add_special_tokens=False)
+        assert isinstance(service.engine, ScriptedEngine)
         service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
         with service.engine, serving(App(service)) as address:
             body = {"messages": [QUESTION], "tools": TOOLS, "max_tokens": 500}
