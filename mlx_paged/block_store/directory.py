@@ -88,11 +88,16 @@ class Directory:
         return Directory(fd, path, self.owner)
 
     def make_folder(self, name: str) -> Directory:
-        """A folder in this one, made with mode 0700 if it doesn't exist. Raises as ``folder``."""
+        """A folder in this one, made with mode 0700 if it doesn't exist. Raises as ``folder``, or
+        OSError with its path as ``filename`` if it can't be made.
+        """
         try:
             os.mkdir(name, FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             return self.folder(name)
+        except OSError as error:
+            error.filename = f"{self.path}/{name}"
+            raise
         # A umask may remove permissions of the owner, too.
         os.chmod(name, FOLDER_MODE, dir_fd=self._fd)
         made = self.folder(name)

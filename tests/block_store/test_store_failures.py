@@ -338,6 +338,14 @@ def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp
     assert len(CacheFolder(tmp_path / "cache").entries()) == 4
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    Refusal(monkeypatch, "mkdir", errno.EROFS)
+    assert not put(store, "a")
+    shard = file_of(store, "a").parent
+    assert store.failure.endswith(f"could not be written: Read-only file system ({shard})")
+
+
 def test_a_folder_in_the_place_of_the_tag_costs_only_the_tag(tmp_path):
     store = open_store(tmp_path / "cache")
     put_chain(store, "a")
