@@ -340,9 +340,9 @@ def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
-    Refusal(monkeypatch, "mkdir", errno.EROFS)
-    assert not put(store, "a")
     shard = file_of(store, "a").parent
+    Refusal(monkeypatch, "mkdir", errno.EROFS, end=shard.name)
+    assert not put(store, "a")
     assert store.failure.endswith(f"could not be written: Read-only file system ({shard})")
 
 
