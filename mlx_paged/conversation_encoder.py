@@ -117,7 +117,7 @@ class KeptAnswer:
     token_ids: array[int]
     is_private: bool = False
     num_tokens: int = field(init=False)
-    _hash: Any = field(init=False, repr=False)
+    _hash: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         before = self.before
