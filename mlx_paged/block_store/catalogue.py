@@ -206,9 +206,10 @@ class Catalogue:
         number = max(_LEAST_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
         oldest = Oldest(number, self._place)
         with contextlib.suppress(OSError):
-            blocks = self.shards.blocks()
-            blocks.remove_abandoned(blocks.entries())
-            yield from take_over(Directory.at(self._layout.folder), self.shards)
+            top, blocks = Directory.at(self._layout.folder), self.shards.blocks()
+            for folder in (top, blocks):
+                folder.remove_abandoned(folder.entries())
+            yield from take_over(top, self.shards)
         for digest in self.shards.digests():
             pinned = self.pins.kept(digest)
             fingerprint = self.shards.fingerprint(digest)

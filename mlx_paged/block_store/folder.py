@@ -24,6 +24,7 @@ from mlx_paged.block_store.layout import (
     shard_name_of,
 )
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
+from mlx_paged.block_store.written import Written, WrittenBytes
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 
@@ -208,6 +209,10 @@ class CacheFolder:
             self._catalogue.list_again()
             self._catalogue.list_files()
             return FolderSize(self._catalogue.num_blocks, self._catalogue.nbytes)
+
+    def written(self) -> Written:
+        """What all engines have written to the folder."""
+        return WrittenBytes(self._layout).now()
 
     def shrink(self, max_nbytes: int) -> FolderSize:
         """Evict until the folder takes at most ``max_nbytes``, except for pinned blocks."""

@@ -25,6 +25,7 @@ def model(tree: PrefixTree) -> dict[str, Any]:
         "num_blocks": len(tree.blocks),
         "num_tokens": tree.num_tokens,
         "num_states": tree.num_states,
+        "num_answers": len(tree.answers),
         "nbytes": tree.nbytes,
         "num_files_of_other_versions": len(tree.other_versions),
         "nbytes_of_other_versions": sum(entry.nbytes for entry in tree.other_versions),

@@ -106,11 +106,12 @@ def model_heading(tree: PrefixTree) -> str:
     block_size = "" if known is None else f" of {known.block_size}"
     states = f", {counted(tree.num_states, 'state')}" if tree.num_states else ""
     outdated = f"; {OUTDATED}" if tree.is_outdated else ""
+    answers = f", {counted(len(tree.answers), 'answer')}" if tree.answers else ""
     return (
         f"{in_a_line(tree.name, _MAX_TEXT)} ({tree.digest[:SHOWN_DIGITS]}{kv_format}): "
         f"{counted(tree.num_leaves, 'prefix', 'prefixes')}, "
         f"{counted(len(tree.blocks), 'block')}{block_size}, "
-        f"{counted(tree.num_tokens, 'token')}{states}, {in_bytes(tree.nbytes)}{outdated}"
+        f"{counted(tree.num_tokens, 'token')}{states}{answers}, {in_bytes(tree.nbytes)}{outdated}"
     )
 
 

@@ -406,7 +406,7 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
             f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
             f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
-            f"{tier.num_evicted_blocks} evicted",
+            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
         ]
     if stats.num_drafted_tokens:
         lines.append(

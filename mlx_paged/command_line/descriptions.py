@@ -100,8 +100,9 @@ def describe_disk_tier(engine: Engine) -> list[str]:
     known = f"{stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of"
     held = known if stats.num_blocks else "up to"
     ttl = "" if store.ttl is None else f", unused blocks for {describe_duration(store.ttl)}"
-    limit = format_nbytes(store.max_nbytes)
-    return [f"disk: {held} {limit}{ttl}, in {store.layout.folder}"]
+    limit, a_day = format_nbytes(store.max_nbytes), store.max_nbytes_a_day
+    writes = "" if a_day is None else f", {format_nbytes(a_day)} written a day"
+    return [f"disk: {held} {limit}{ttl}{writes}, in {store.layout.folder}"]
 
 
 def describe_duration(seconds: float) -> str:

@@ -12,6 +12,8 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 MOST_HASH_BYTES = 64
 STATES = 0xFFFF
 """The group of the recurrent layers. Their state after a block is stored under a separate key."""
+ANSWERS = 0xFFFE
+"""The group of answers that conversations continue from: tokens and text, and no rows of layers."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 
@@ -25,7 +27,8 @@ class BlockHeader:
         parent_hash: the hash of the previous block, ``None`` for the first one of a sequence.
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds, below 65,535, or :data:`STATES`.
+        group: the group of layers whose rows it holds, below 65,534, or :data:`STATES` or
+            :data:`ANSWERS`.
 
     Raises:
         ValueError: a hash is too long or empty, or the two hashes are equal.
@@ -98,6 +101,13 @@ class Tier:
         """Add to a counter of ``stats``, such as ``"num_dropped"``."""
 
     @property
+    def min_uses(self) -> int:
+        """How many requests have to use a block before it is stored: 1 for at once, 2 for when a
+        second request finds it in memory, and more for not at all.
+        """
+        return 1
+
+    @property
     def failure(self) -> str | None:
         """Why the tier stopped storing, in one line; ``None`` while it works."""
         return self._failure
@@ -126,6 +136,7 @@ class TierStats:
         num_dropped: blocks that were not stored because the queue or the storage was full.
         num_corrupt: damaged blocks that were deleted.
         num_evicted: blocks that were deleted to stay within the limits.
+        nbytes_written: size of what was stored.
     """
 
     num_blocks: int = 0
@@ -135,6 +146,7 @@ class TierStats:
     num_dropped: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
+    nbytes_written: int = 0
 
 
 class HostMemory(Tier):

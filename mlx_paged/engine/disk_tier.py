@@ -69,8 +69,9 @@ class DiskTier:
     other cached block. So this class does not depend on block tables, and the scheduler only needs
     to know which requests have to wait (:class:`BlockTier`).
 
-    All methods but ``stats`` are called by the stepping thread. A failure of the disk fails no
-    request: the engine continues without it, and warns once.
+    All methods but ``stats`` and those for answers are called by the stepping thread. A failure of
+    the disk fails no request: the engine continues without it until it can be used again, and warns
+    of both.
 
     Args:
         cache: the cache of the blocks.
@@ -255,6 +256,30 @@ class DiskTier:
                 self._save_all()
             self._writer.finish()
 
+    # For kept answers. Any thread may call these.
+
+    def has_answer(self, key: bytes) -> bool:
+        """Whether an answer is on disk or about to be written."""
+        return self._writer.is_queued(key) or self.has(BlockHash(key))
+
+    def load_answer(self, key: bytes) -> bytes | None:
+        """An answer that :meth:`keep_answer` has stored, in this process or another."""
+        if not self.has(BlockHash(key)):
+            return None
+        try:
+            return self.store.load(key)
+        except Exception as error:  # raised by a tier of the caller's
+            self.store.fail(f"an answer could not be read: {reason(error)}")
+            return None
+
+    def keep_answer(self, header: BlockHeader, content: bytes) -> None:
+        """Queue an answer to be written; it is dropped if the queue is full."""
+        self._writer.offer(header, content)
+
+    def note_answers_used(self, keys: Sequence[bytes]) -> None:
+        """Record the use of answers of one conversation, in order."""
+        self.store.note_used(keys)
+
     def _save_evicted(self, checkpoint: Checkpoint) -> None:
         """Save a state that is about to be evicted, if it is worth it."""
         assert self._states is not None, "it is called by states"
@@ -296,6 +321,7 @@ class DiskTier:
             num_evicted_blocks=store.num_evicted,
             num_read_states=self._num_read_states,
             num_saved_states=self._num_saved_states,
+            nbytes_written=store.nbytes_written,
             failure=None if self._is_closed else self.store.failure,
         )
 
@@ -316,25 +342,31 @@ class DiskTier:
             max(request.num_saved_blocks, num_full_blocks),
         )
         hashes, block_size = request.block_hashes, self._block_size
+        num_hit_blocks, min_uses = request.num_cached_tokens // block_size, self.store.min_uses
+        # The blocks that may be saved: all, or those that another request has left in memory.
+        end = num_full_blocks if min_uses == 1 else num_hit_blocks if min_uses == 2 else 0
         if num_full_blocks > begin:
             for group in self._groups:
-                self._note_blocks(request, group, begin, num_full_blocks)
+                self._note_blocks(request, group, range(begin, num_full_blocks), end)
         if self._states is not None:
-            for header in self._states.note(request, begin, num_full_blocks, self._is_kept):
+            end = min(end, num_full_blocks)
+            for header in self._states.note(request, begin, end, self._is_kept):
                 self._unsaved.setdefault(BlockHash(header.block_hash), header)
-            num_hit_blocks = request.num_cached_tokens // block_size
             if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
                 self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
-    def _note_blocks(self, request: Request, group: int, begin: int, num_full_blocks: int) -> None:
-        """Mark the full blocks from ``begin`` on to be saved, or as used if they are on disk."""
+    def _note_blocks(self, request: Request, group: int, blocks: range, end: int) -> None:
+        """Mark full blocks as used if they are on disk, or those before ``end`` to be saved."""
         hashes, block_size = request.block_hashes, self._block_size
         used: list[BlockHash] = []
+        begin = blocks.start
         parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
-        new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
+        new_hashes = group_hashes(hashes[begin : blocks.stop], group)
         for index, block_hash in enumerate(new_hashes, begin):
             if self._writer.is_queued(block_hash) or self.has(block_hash):
                 used.append(block_hash)
+            elif index >= end:
+                pass
             elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
                 start = index * block_size
                 tokens = tuple(request.token_ids[start : start + block_size])
@@ -463,17 +495,19 @@ class DiskTier:
         return self._is_closed or self.store.failure is not None
 
     def _report_failure(self) -> None:
-        """Warn once that the disk is not used any more."""
-        if self.store.failure is None or self._is_closed or self._has_said_why:
+        """Warn when the disk fails, and when it can be used again."""
+        failure = self.store.failure
+        if self._is_closed or (failure is not None) == self._has_said_why:
             return
-        self._has_said_why = True
-        self._unsaved.clear()
+        self._has_said_why = failure is not None
+        text = "[engine] the disk works again, and K/V are kept there"
+        if failure is not None:
+            self._unsaved.clear()
+            kept = "from now on K/V are kept in memory only, until it works again"
+            text = f"[engine] {failure}; {kept}"
         # If warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
-            warnings.warn(
-                f"[engine] {self.store.failure}; from now on K/V are kept in memory only",
-                stacklevel=2,
-            )
+            warnings.warn(text, stacklevel=2)
 
 
 _open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()

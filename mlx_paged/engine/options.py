@@ -155,7 +155,10 @@ def tier_of(
     if own is not None:
         checked_options("engine", {"tier": own})
     disk = DiskTierOptions.read(
-        options.get("cache_dir"), options.get("cache_dir_size"), options.get("cache_dir_ttl")
+        options.get("cache_dir"),
+        options.get("cache_dir_size"),
+        options.get("cache_dir_ttl"),
+        options.get("cache_dir_writes"),
     )
     if own is not None and disk is not None:
         raise ArgumentError("[engine] tier replaces cache_dir; leave one out", "tier")

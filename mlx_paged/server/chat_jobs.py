@@ -149,7 +149,7 @@ def _answered(
 ) -> None:
     """Keep a finished answer; if it has no calls, prefill the prompt of the next question."""
     kept, tokenizer = service.kept_answers, service.tokenizer
-    message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
+    message = keep_answer(kept, tokenizer, prompt, answer_format, completion, job.no_store)
     if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
         return
     computed = [*prompt.token_ids, *completion.token_ids]

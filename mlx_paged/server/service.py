@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.conversation_encoder import ConversationEncoder
+from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.answers.kept_answers import ReadAnswer
 from mlx_paged.server.fair_threads import FairThreads, Work
 from mlx_paged.server.generations import Answer, CompletionCollector, Generation, api_error
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
@@ -51,7 +52,8 @@ class Service:
             the rest of the context.
         template_options: default variables of the chat template.
         created: when the server started, in seconds since the epoch.
-        kept_answers: recent answers, so that continued conversations hit the prefix cache.
+        kept_answers: recent answers, so that continued conversations hit the prefix cache. If the
+            engine has a ``cache_dir``, they are stored there, too.
         kept_items: items of recent responses, for clients that refer to them.
         admit: takes a number of sequences and holds that many places in the queue until their
             request begins; raises an :class:`ApiError` if the queue is full. By default there is
@@ -73,6 +75,11 @@ class Service:
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
     first_part_seconds: float = 10.0
     takes_any_name: bool = False
+
+    def __post_init__(self) -> None:
+        tier = self.engine.engine.disk_tier
+        if tier is not None:
+            self.kept_answers.stored = StoredAnswers(tier, self.tokenizer, ReadAnswer.of)
 
     @cached_property
     def _threads(self) -> FairThreads:

@@ -91,6 +91,7 @@ def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
         "num_blocks": 7,
         "num_tokens": 112,
         "num_states": 0,
+        "num_answers": 0,
         "nbytes": 7 * NBYTES,
         "num_files_of_other_versions": 0,
         "nbytes_of_other_versions": 0,
@@ -321,6 +322,8 @@ def replace_by_a_folder(path: Path):
 def test_size_compares_with_a_limit(folder: Path, cache):
     put(folder, FIRST, OTHER)
     out = cache("size", folder)[1]
+    today = time.strftime("%Y-%m-%d")
+    assert f"\nwritten: 49 kB in the last 24 hours, 49 kB since {today}\n" in out
     assert out.splitlines()[0] == "12 files, 49 kB"
     assert "owner/other" in out and "20 kB" in out
     assert (
@@ -329,6 +332,7 @@ def test_size_compares_with_a_limit(folder: Path, cache):
     over = cache("size", folder, "--limit", 4096)[1]
     assert over.startswith("12 files, 49 kB, 45 kB above the limit of 4.1 kB")
     sizes = json.loads(cache("size", folder, "--json", "--limit", "1G")[1])
+    assert sizes["written"]["nbytes"] == sizes["written"]["nbytes_last_day"] == 12 * NBYTES
     assert (sizes["nbytes"], sizes["num_files"], sizes["limit"]) == (12 * NBYTES, 12, 2**30)
     assert [model["nbytes"] for model in sizes["models"]] == [7 * NBYTES, 5 * NBYTES]
 

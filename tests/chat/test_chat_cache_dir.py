@@ -40,7 +40,7 @@ def test_stats_say_what_came_from_disk_and_what_lies_there(run_chat, tmp_path: P
     assert status == 0
     assert (
         "disk cache: 48 of 55 prompt tokens found that were not in memory; blocks: 0 written, "
-        "0 dropped, 0 corrupt, 0 evicted\n" in error
+        "0 dropped, 0 corrupt, 0 evicted; 0 MB written\n" in error
     )
     _, _, error = run_chat(*BUDGET, stdin="hello\n/stats\n")
     assert "disk" not in error
@@ -58,7 +58,7 @@ def test_a_disk_that_fails_is_a_line_of_the_chat(
     assert status == 0 and out.count("The code of apple is 4821.") == 3
     said = [line for line in error.splitlines() if "No space left on device" in line]
     assert len(said) == 2, error
-    assert said[0].endswith("; from now on K/V are kept in memory only")
+    assert said[0].endswith("; from now on K/V are kept in memory only, until it works again")
     assert said[1].startswith("disk: off, ")
 
 
@@ -78,6 +78,10 @@ def test_a_disk_that_fails_is_a_line_of_the_chat(
         (
             ["--cache-dir", "kv", "--cache-dir-size", "9"],
             "--cache-dir-size of 9 bytes is too",
+        ),
+        (
+            ["--cache-dir", "kv", "--cache-dir-writes", "5G"],
+            "argument --cache-dir-writes: must be b",
         ),
         (["--cache-dir", "kv", "--cache-dir-ttl", "1y"], "argument --cache-dir-ttl: must be sec"),
         (["--cache-dir", "kv", "--kv", "basic"], "--cache-dir needs blocks, which kv='basic'"),

@@ -72,6 +72,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "cache_dir": ("~/kv", "~/kv"),
         "cache_dir_size": ("1.5M", 3 * 2**19),
         "cache_dir_ttl": ("7d", 604_800.0),
+        "cache_dir_writes": ("50G/day", 50 * 2**30),
         "kv": ("basic", "basic"),
         "kv_cache_bytes": ("64blocks", "64blocks"),
         "kv_format": ("K:8,V:4", "K:8,V:4"),

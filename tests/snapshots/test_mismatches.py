@@ -40,6 +40,19 @@ def file(model: qwen3.Model, tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
+@pytest.mark.parametrize("field", ["model_name", "model", "version", "layers"])
+def test_what_a_foreign_file_says_of_itself_is_quoted_without_controls(
+    model: qwen3.Model, field: str
+):
+    hostile = "ev\x1b]0;title\x07il\x9b31m\nnew\rline\u2028\u202etxt\ud800" + "x" * 10_000
+    facts = KVFacts.of(identities_of(model), PagedKVCache(config_of(**ALIKE)))
+    metadata = {**facts.as_metadata([1]), "model": "another", field: hostile}
+    with pytest.raises(SnapshotError) as error:
+        facts.check(Path("file"), metadata)
+    text = str(error.value)
+    assert text.isprintable() and len(text) < 1100
+
+
 @pytest.mark.parametrize(
     ("change", "what", "theirs", "ours"),
     [

@@ -19,6 +19,18 @@ from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 class ReadAnswer(Reading):
     """A kept answer, compared by its reasoning, text and calls instead of its exact text."""
 
+    @classmethod
+    def of(cls, reasoning: str, text: str, calls: Sequence[Sequence[str]]) -> ReadAnswer:
+        """The answer of these :meth:`parts`."""
+        texts = reasoning, text, *(each for call in calls for each in call)
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError("an answer consists of texts")
+        return cls(reasoning, text, tuple((name, arguments) for name, arguments in calls))
+
+    def parts(self) -> Sequence[Any]:
+        """See :class:`Said`."""
+        return tuple(self)
+
     def find_end(
         self,
         tokenizer: TokenizerWrapper,
@@ -46,11 +58,13 @@ def keep_answer(
     prompt: Prompt,
     answer_format: AnswerFormat,
     completion: CompletionOutput,
+    no_store: bool = False,
 ) -> dict[str, Any] | None:
     """Keep the answer to a prompt if clients can send it back; returns it as a message.
 
     Args:
         completion: with all of its tokens.
+        no_store: keep it in memory only.
     """
     has_ended = completion.finish_reason in ("stop", "length")
     if not has_ended or isinstance(completion.stop_reason, str):
@@ -63,7 +77,8 @@ def keep_answer(
     reading = read_answer(replace(answer_format, max_calls=None), text, completion)
     message = message_of(reading)
     if message is not None:
-        kept.keep(tokenizer, prompt, token_ids, message, ReadAnswer(*reading))
+        said = ReadAnswer(*reading)
+        kept.keep(tokenizer, prompt, token_ids, message, said, no_store)
     return message
 
 
