@@ -249,12 +249,12 @@ class AsyncEngine:
         """
         self._loop.stop()
         thread = self.engine.thread
-        if timeout is not None and not thread.is_current:
+        if timeout is not None and thread.failure is None and not thread.is_current:
             if self._loop.has_left_steps.wait(timeout):
                 timeout = SECONDS_AT_EXIT + timeout
-            elif thread.failure is None:
+            else:
                 thread.stop(StuckStepError("a step did not end when it was shut down"))
-                self._loop.tell_stopped()
+                self._loop.report_stopped()
         # One that was stopped may not end.
         has_ended = thread.join(timeout if thread.failure is None else SECONDS_TO_STOP)
         return has_ended and not isinstance(thread.failure, StuckStepError)
@@ -345,7 +345,7 @@ class _EngineLoop:
             return 0.0
         return SAVE_SECONDS if self._engine.save_more() else None
 
-    def tell_stopped(self) -> None:
+    def report_stopped(self) -> None:
         """Tell all readers that the engine has stopped."""
         # Readers of finished requests get their last output first.
         for receive in list(self.receivers.values()):
@@ -361,7 +361,7 @@ class _EngineLoop:
                 self._step()
                 self._engine.close()
         finally:
-            self.tell_stopped()
+            self.report_stopped()
 
     def _step(self) -> None:
         self.step_begin = self.clock() if self._has_answered else None

@@ -54,7 +54,8 @@ def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedP
     (stored_as,) = swap_space.headers(prompt.cache_salt)
     for header, stored in zip(headers, stored_as, strict=True):
         if not swap_space.tier.store(stored, loaded(tier, header)):
-            raise SnapshotError(f"[snapshot] {swap_space.tier.failure or 'the tier is full'}")
+            why = swap_space.tier.failure or "the tier took not all of it"
+            raise SnapshotError(file.file, f"can't be pinned: {why}")
     return prompt
 
 

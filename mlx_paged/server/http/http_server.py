@@ -237,7 +237,7 @@ class HttpServer(uvicorn.Server):
             logger.warning("%d requests are aborted", len(self.server_state.tasks))
         await self._wait_for_answers(ABORT_SECONDS, self._engine.abort_all)
         if self.server_state.tasks:
-            # If a step hangs, its requests are told that the engine has stopped.
+            # If a step hangs, its requests get an error that the engine has stopped.
             await asyncio.to_thread(self._engine.shutdown, STOP_SECONDS)
             await self._wait_for_answers(STOP_SECONDS)
         await super().shutdown(sockets)
