@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.core import BlockHash, BlockPool, KVCacheBlock
-from mlx_paged.core.tier import BlockHeader, Tier
+from mlx_paged.core.tier import BlockHeader, LostBlockError, Tier
 from mlx_paged.errors import CacheFullError
 
 Blocks: TypeAlias = Sequence[tuple[BlockHeader, int]]
@@ -30,7 +30,7 @@ def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
     """Fill blocks of a cache from a tier. No step may read them yet.
 
     Raises:
-        KeyError: a block is not in the tier.
+        LostBlockError: a block is not in the tier.
     """
     for group, part in _parts(cache, blocks):
         contents = [loaded(tier, header) for header, _ in part]
@@ -47,10 +47,10 @@ def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
 
 
 def loaded(tier: Tier, header: BlockHeader) -> bytes:
-    """The bytes of a block in a tier; raises ``KeyError`` if it is not there."""
+    """The bytes of a block in a tier; raises ``LostBlockError`` if it is not there."""
     content = tier.load(header.block_hash)
     if content is None:
-        raise KeyError(f"[tier] no block {header.block_hash.hex()}")
+        raise LostBlockError(f"[tier] no block {header.block_hash.hex()}")
     return content
 
 

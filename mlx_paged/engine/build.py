@@ -13,7 +13,7 @@ from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.config import DEFAULT_KV, SchedulerConfig
 from mlx_paged.core import KVCacheManager, SequenceStates
-from mlx_paged.core.tier import Tier
+from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
@@ -36,6 +36,7 @@ from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
@@ -246,4 +247,11 @@ def _open_tier(
         make_tier.check_holds("block", cache.config.nbytes_per_block)
         make_tier.check_holds("recurrent state", cache.config.state_nbytes)
     tier = make_tier(fingerprint_of(cache, identities()))
+    if not isinstance(make_tier, DiskTierOptions):
+        if not isinstance(tier, Tier):
+            raise ArgumentError(
+                f"[engine] tier must be a function that returns a Tier, it returned {shown(tier)}",
+                "tier",
+            )
+        tier = GuardedTier(tier)
     return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import time
 import warnings
 import weakref
@@ -115,7 +116,12 @@ class DiskTier:
         self._num_read_tokens = self._num_unsaved_dropped = 0
         self._num_read_states = self._num_saved_states = 0
         self._is_closed = self._has_said_why = False
+        # Whether a step may still use the cache at the end of Python.
+        self.is_in_use: Callable[[], bool] = lambda: False
         _open_tiers.add(self)
+        # Before the writers' handler, after which they accept no blocks; finalizers may run later.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     # For the scheduler: BlockTier
 
@@ -516,9 +522,15 @@ _open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
 def _close_all() -> None:
     deadline = time.monotonic() + SECONDS_AT_EXIT
     for tier in list(_open_tiers):
-        tier.close(max(0.0, deadline - time.monotonic()))
+        if not tier.is_in_use():
+            tier.close(max(0.0, deadline - time.monotonic()))
 
 
-# Runs before the exit handler of the writers, which accept no blocks afterwards; finalizers may run
-# later.
-atexit.register(_close_all)
+def _close_in_child() -> None:
+    """After a fork, the threads that read and write are in the other process."""
+    for tier in list(_open_tiers):
+        tier._is_closed = True
+    _open_tiers.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

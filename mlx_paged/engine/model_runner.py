@@ -13,6 +13,7 @@ from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
+from mlx_paged.core.tier import LostBlockError
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
@@ -164,5 +165,12 @@ class ModelRunner:
                 for load in transfer.loads
                 for index, block_id in zip(load.indices, load.block_ids, strict=True)
             ]
-            load_blocks(cache, self._swap_space.tier, blocks)
+            try:
+                load_blocks(cache, self._swap_space.tier, blocks)
+            except LostBlockError as error:
+                if self._swap_space.is_pinned(transfer.name):
+                    raise RuntimeError(
+                        "[engine] the K/V of a pinned prompt cache are lost; pin it again"
+                    ) from error
+                raise
             self._swap_space.release(transfer.name)
