@@ -256,11 +256,10 @@ class ClockedBudgets:
 
     def _note_prompt(self, step: Measured) -> None:
         """A step with a chunk of a prompt was measured."""
-        self.price.note(step)
-        if self._decodes is not None:
+        if self.price.note(step) and self._decodes is not None:
             # The fixed price is best measured in a step with few tokens.
             self.price.correct(self._decodes)
-            self._decodes = None
+        self._decodes = None
         self._prefill.note(step.num_tokens)
         self._mixed.note(step.num_tokens)
 
