@@ -137,6 +137,14 @@ class Admission:
             num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
         return num_needed <= num_free
 
+    def comes_first(self, waiting: Request, running: Sequence[Request]) -> bool:
+        """Whether a waiting request may be admitted before some running ones in a step."""
+        if waiting.share.rank < running[-1].share.rank:
+            is_full = len(running) >= self._config.max_num_seqs
+            if not is_full or not waiting.share.num_running:
+                return True
+        return any(self.is_preemptible(each, waiting) for each in running)
+
     @staticmethod
     def is_preemptible(running: Request, waiting: Request) -> bool:
         """Whether a running request may be preempted so that a more urgent one of its user is

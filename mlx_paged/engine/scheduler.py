@@ -320,10 +320,8 @@ class Scheduler:
         if not queues.shares.are_shared and waiting[0].order > running[-1].order:
             return None
         request = self._read_ahead.first_ready(queues.in_turn(passed))
-        if request is None or request.share.rank < running[-1].share.rank:
-            return request
-        is_preemptible = self._admission.is_preemptible
-        return request if any(is_preemptible(each, request) for each in running) else None
+        is_first = request is not None and self._admission.comes_first(request, running)
+        return request if is_first else None
 
     def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
         """Admit a waiting request before those from ``index`` on, preempting the last of them where
