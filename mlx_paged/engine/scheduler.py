@@ -219,8 +219,8 @@ class Scheduler:
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self, budgets: TokenBudgets | None) -> int:
-        max_more = self.speculation.max_more
-        return token_budget(budgets or self.limits, self.limits, self.running, max_more)
+        max_more, is_shared = self.speculation.max_more, self._queues.shares.are_shared
+        return token_budget(budgets or self.limits, self.limits, self.running, max_more, is_shared)
 
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1

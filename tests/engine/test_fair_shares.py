@@ -102,6 +102,18 @@ def test_it_has_its_token_in_the_next_step_where_blocks_are_short_and_places_are
     assert engine.counts["preempted"] <= 4
 
 
+def test_a_step_of_several_users_is_as_short_as_one_beside_answers():
+    engine = FakeEngine(400, max_num_batched_tokens=64, max_num_mixed_tokens=24)
+    engine.add("a", tokens(500), max_tokens=1, user="ann")
+    assert ran(engine.step()) == {"a": 64}
+    engine.add("b", tokens(20, 10**6), max_tokens=2, user="bob")
+    assert [ran(engine.step()) for _ in range(3)] == [
+        {"b": 20, "a": 4},
+        {"b": 1, "a": 23},
+        {"a": 64},
+    ]
+
+
 def test_a_step_in_flight_is_read_before_a_place_is_taken():
     engine = crowd("n")
     running = list(engine.scheduler.running)
