@@ -200,7 +200,8 @@ class EngineOptions(OneShotOptions, total=False):
     max_num_seqs: Annotated[
         int,
         Option(
-            "the most sequences that run at once; others wait, first come, first served.",
+            "the most sequences that run at once; others wait, first come, first served, in "
+            "fair shares of their users.",
             AT_LEAST_1,
             _SERVER,
             elsewhere="max_batch_size batch_size completion_batch_size decode_concurrency "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
 from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.fair_shares import MIN_LEAD
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.read_ahead import BlockTier
+from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.swap_space import Swapped, SwapSpace
 from mlx_paged.errors import (
     ArgumentError,
@@ -18,7 +21,7 @@ from mlx_paged.errors import (
     prompt_beyond_context,
     prompt_too_long,
 )
-from mlx_paged.request import Request
+from mlx_paged.request import Request, Share
 
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
@@ -42,11 +45,6 @@ class Found(NamedTuple):
     hit: ComputedBlocks  # in the prefix cache
     computed: ComputedBlocks  # what it begins with: the hit, or more by its swapped-out blocks
     swapped: Swapped | None  # in the swap space
-
-
-def num_seqs(requests: Iterable[Request]) -> int:
-    """The number of sequences, counting all completions of requests that are not forked yet."""
-    return sum(request.num_seqs for request in requests)
 
 
 class Admission:
@@ -139,23 +137,40 @@ class Admission:
             num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
         return num_needed <= num_free
 
+    def comes_first(self, waiting: Request, running: Sequence[Request]) -> bool:
+        """Whether a waiting request may be admitted before some running ones in a step."""
+        if waiting.share.rank < running[-1].share.rank:
+            is_full = len(running) >= self._config.max_num_seqs
+            if not is_full or not waiting.share.num_running:
+                return True
+        return any(self.is_preemptible(each, waiting) for each in running)
+
     @staticmethod
     def is_preemptible(running: Request, waiting: Request) -> bool:
-        """Whether a running request may be preempted so that a waiting one is admitted."""
+        """Whether a running request may be preempted so that a more urgent one of its user is
+        admitted.
+        """
         return (
             waiting.order < running.order
+            and waiting.share is running.share
             and waiting.priority < running.priority
             and running.num_preemptions < MAX_PREEMPTIONS
         )
 
     def requests_to_preempt(
-        self, urgent: Request, found: Found, running: Sequence[Request]
+        self, urgent: Request, found: Found, queues: RequestQueues
     ) -> list[Request] | None:
         """The requests that have to be preempted to admit a waiting one, the last in order first;
         ``None`` if preempting all eligible requests is not enough.
         """
-        num_missing_seqs = num_seqs(running) + urgent.num_seqs - self._config.max_num_seqs
+        running = queues.running
+        num_missing_seqs = queues.num_places([*running, urgent]) - self._config.max_num_seqs
         num_missing_blocks = -self.num_spare_blocks(urgent, found.computed)
+        if queues.shares.are_shared and not urgent.share.num_running:
+            if max(num_missing_seqs, num_missing_blocks) <= 0:
+                return []
+            taken = self._place_to_take(urgent, found, queues, num_missing_seqs > 0)
+            return None if taken is None else [taken]
         preempted: list[Request] = []
         num_freed = 0
         for request in [*reversed(running), None]:
@@ -165,10 +180,51 @@ class Admission:
                 return preempted
             if request is not None and self.is_preemptible(request, urgent):
                 preempted.append(request)
-                num_missing_seqs -= request.num_seqs
+                num_missing_seqs -= queues.num_places([request])
                 seq_ids = [each.seq_id for each in preempted]
                 num_freed = self._manager.num_freed_blocks(seq_ids, found.computed)
         return None
+
+    def _place_to_take(
+        self, urgent: Request, found: Found, queues: RequestQueues, lacks_place: bool
+    ) -> Request | None:
+        """The running request that makes way for one of a user of whom nothing runs; ``None`` if
+        none has to.
+
+        It is of the user with the most sequences or, if there are enough places, with the most
+        blocks: more than an equal share, and not the user's only sequence, unless much more was
+        done for that user. Of that user's requests it is the last one in order, of those that were
+        preempted least often, so that none is preempted again and again.
+
+        One is enough if places are short. If blocks are, it may take some steps with one each; none
+        is preempted if these blocks will not be enough.
+        """
+        requests: dict[Share, list[Request]] = {}
+        for request in queues.running:
+            requests.setdefault(request.share, []).append(request)
+        num_freed_blocks, num_users = self._manager.num_freed_blocks, queues.shares.num_active
+        amounts = {share: len(each) for share, each in requests.items()}
+        total = self._config.max_num_seqs
+        if not lacks_place:
+            total = self.max_num_blocks
+            amounts = {
+                share: num_freed_blocks(request.seq_id for request in each)
+                for share, each in requests.items()
+            }
+        least_work = urgent.share.work + MIN_LEAD
+        eligible = [
+            share
+            for share, each in requests.items()
+            if amounts[share] * num_users > total and (len(each) > 1 or share.work >= least_work)
+        ]
+        if not eligible:
+            return None
+        seq_ids = [request.seq_id for share in eligible for request in requests[share]]
+        num_freed = num_freed_blocks(seq_ids, found.computed)
+        if self.num_spare_blocks(urgent, found.computed) + num_freed < 0:
+            return None
+        most = max(eligible, key=lambda share: (amounts[share], share.work, share.number))
+        return min(reversed(requests[most]), key=attrgetter("num_preemptions"))
 
     @property
     def num_watermark_blocks(self) -> int:

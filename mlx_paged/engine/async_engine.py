@@ -109,7 +109,7 @@ class AsyncEngine:
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a new one.
-            options: ``priority``, ``cache_salt``, ``no_store`` and ``token_rules`` of
+            options: ``priority``, ``cache_salt``, ``no_store``, ``user`` and ``token_rules`` of
                 :meth:`Engine.add_request`.
 
         Raises:

@@ -133,6 +133,7 @@ class Engine(EngineParts):
         priority: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        user: str | None = None,
         token_rules: TokenRules | None = None,
     ) -> None:
         """Queue a request; the next steps work on it.
@@ -141,10 +142,12 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs first, as in vLLM, and preempts running requests; for the order see
-                ``priority_steps``.
+            priority: lower runs first among the requests of a user, as in vLLM, and preempts
+                running requests; for the order see ``priority_steps``.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; stored blocks are still used.
+            user: whose request this is. Users have fair shares of the engine, however many requests
+                each has. Requests without one are those of one user.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
                 prepared here.
 
@@ -162,6 +165,7 @@ class Engine(EngineParts):
             priority=priority,
             cache_salt=cache_salt,
             no_store=no_store,
+            user=user,
             token_rules=token_rules,
         )
         request = state.requests[0]

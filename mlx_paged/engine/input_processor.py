@@ -15,7 +15,14 @@ from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import ArgumentError
 from mlx_paged.reasoning import ReasoningLimit
-from mlx_paged.request import PRIORITY, REQUEST_ID, Request, TokenRules, check_cache_salt
+from mlx_paged.request import (
+    PRIORITY,
+    REQUEST_ID,
+    Request,
+    TokenRules,
+    check_cache_salt,
+    check_user,
+)
 from mlx_paged.sampling_params import SamplingParams
 
 
@@ -46,6 +53,7 @@ class InputProcessor:
         priority: int,
         cache_salt: str | None,
         no_store: bool,
+        user: str | None,
         token_rules: TokenRules | None,
     ) -> RequestState:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
@@ -53,6 +61,7 @@ class InputProcessor:
         priority = PRIORITY.check("engine", "priority", priority)
         cache_salt = check_cache_salt(cache_salt)
         no_store = BOOL.check("engine", "no_store", no_store)
+        user = check_user(user)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
@@ -74,6 +83,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             no_store=no_store,
+            user=user,
             token_rules=token_rules,
         )
         return self.state_of(request, text)

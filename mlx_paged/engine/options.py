@@ -38,6 +38,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     no_store: bool
+    user: str | None
     token_rules: TokenRules | None
 
 

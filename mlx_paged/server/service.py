@@ -37,6 +37,10 @@ MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
 DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
 
 
+def _no_limit(num_seqs: int, user: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Service:
     """What all endpoints share.
@@ -55,9 +59,9 @@ class Service:
         kept_answers: recent answers, so that continued conversations hit the prefix cache. If the
             engine has a ``cache_dir``, they are stored there, too.
         kept_items: items of recent responses, for clients that refer to them.
-        admit: takes a number of sequences and holds that many places in the queue until their
-            request begins; raises an :class:`ApiError` if the queue is full. By default there is
-            no limit.
+        admit: takes a number of sequences and a user, and holds that many places in the queue until
+            their request begins; raises an :class:`ApiError` if the queue is full. By default there
+            is no limit.
         first_part_seconds: how long a stream waits for its first part before it sends its status,
             so that an early failure can still have an HTTP status.
     """
@@ -72,7 +76,7 @@ class Service:
     created: int = 0
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
-    admit: Callable[[int], AbstractContextManager[object]] = nullcontext
+    admit: Callable[[int, str], AbstractContextManager[object]] = _no_limit
     first_part_seconds: float = 10.0
     takes_any_name: bool = False
 
@@ -179,7 +183,7 @@ class Service:
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
         with ExitStack() as places:
-            places.enter_context(self.admit(generation.params.n))
+            places.enter_context(self.admit(generation.params.n, generation.user))
             self.idle_prefill.pause()
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
@@ -188,6 +192,7 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 no_store=generation.no_store,
+                user=generation.user,
                 token_rules=rules,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
