@@ -7,6 +7,7 @@ per token on the host, in microseconds, while the device computes the logits.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ MAX_LINE_BREAKS = 2
 # Separators of JSON with or without a space, as models write them.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _FLEXIBLE = {"whitespace_flexible": True}
+
+# llguidance's errors begin with a place in its grammar, and end with lines of it.
+PLACE_IN_GRAMMAR = re.compile(r"\bat \d+\(\d+\): (failed to compile JSON schema: )?")
+_LINES_OF_GRAMMAR = re.compile(r"\n *\d+ \| ")
 
 
 class StructuredOutputError(ValueError):
@@ -277,20 +282,25 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise _GrammarError(
-            f"[structured_outputs] {kind} can't be compiled: {_message(matcher)}", kind
+            f"[structured_outputs] {kind} can't be compiled: {_message(matcher, kind)}", kind
         )
     # The first mask shows whether there is any answer, and fills caches that copies share.
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error() or not mask.any():
         raise _GrammarError(
-            f"[structured_outputs] no answer of this vocabulary is in {kind}: {_message(matcher)}",
+            f"[structured_outputs] no answer of this vocabulary is in {kind}: "
+            f"{_message(matcher, kind)}",
             kind,
         )
     return matcher
 
 
-def _message(matcher: LLMatcher) -> str:
+def _message(matcher: LLMatcher, kind: str = "grammar") -> str:
+    """The matcher's error. Only who wrote a grammar is told a place in it."""
     text = matcher.get_error().replace("<non-verbose/>", "")
+    text = _LINES_OF_GRAMMAR.split(text)[0]
+    if kind != "grammar":
+        text = PLACE_IN_GRAMMAR.sub("", text)
     return one_line(text or matcher.stop_reason())
 
 
