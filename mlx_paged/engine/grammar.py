@@ -296,7 +296,7 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
 
 
 def _message(matcher: LLMatcher, kind: str = "grammar") -> str:
-    """The matcher's error. Only who wrote a grammar is told a place in it."""
+    """The matcher's error, with a place in the grammar only if the user has written it."""
     text = matcher.get_error().replace("<non-verbose/>", "")
     text = _LINES_OF_GRAMMAR.split(text)[0]
     if kind != "grammar":
