@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
+from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
@@ -229,6 +230,13 @@ def fill_masks(
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar of a request in llguidance's notation."""
+    try:
+        return _exact_grammar_text(params)
+    except InexactError as error:
+        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
+
+
+def _exact_grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if params.kind in ("json", "json_object"):
@@ -236,6 +244,9 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         if '"oneOf"' in schema:
             schema = dumps(one_of_as_any_of(loads(schema)))
         options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
+        exact = exact_json(loads(schema), options) if schema != "true" else None
+        if exact is not None:
+            return str(LLMatcher.grammar_from_lark(exact))
         try:
             text: str = LLMatcher.grammar_from_json_schema(
                 "{}" if schema == "true" else schema,
@@ -251,7 +262,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         return "start: " + " | ".join(map(dumps, params.choice))
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
-    return str(LLMatcher.grammar_from_lark(params.grammar or ""))
+    return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar or "")))
 
 
 class _GrammarError(ArgumentError):

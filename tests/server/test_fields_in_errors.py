@@ -4,6 +4,7 @@ own field, in every protocol and whether found in the body, by the grammar or by
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -22,6 +23,14 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 BAD = {"type": "object", "properties": {"a": {"type": "strin"}}, "required": ["a"]}
+BIG = 1234567890123456789  # in float64, ...768
+EXACT = {
+    "type": "object",
+    "properties": {"id": {"const": BIG}},
+    "required": ["id"],
+    "additionalProperties": False,
+}
+INEXACT = {"properties": {"id": {"type": "integer", "minimum": BIG, "multipleOf": 3}}}
 LONG = "n" * 300_000
 
 
@@ -130,6 +139,19 @@ def refusal(url: str, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], 
         ),
         (
             CHAT,
+            {"tools": [function("f", INEXACT)], "tool_choice": "required"},
+            "tools[0].function.parameters",
+            "tools[0].function.parameters has an integer beyond 2^53 that can't be kept exactly "
+            "beside multipleOf",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": INEXACT}}},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema has an integer beyond 2^53 that can't be kept",
+        ),
+        (
+            CHAT,
             {"tools": [function(LONG)], "tool_choice": "required"},
             "tools",
             "tools has 300,",
@@ -197,3 +219,21 @@ def test_a_stream_that_can_not_go_on_ends_with_the_clients_field(server_url: str
     body = {"guided_choice": ["ab"], "allowed_token_ids": allowed, "stream": True}
     error, _ = refusal(server_url, CHAT, body)
     assert error["param"] == "allowed_token_ids"
+
+
+@pytest.mark.usefixtures("service")
+def test_integers_beyond_2_53_are_exact_in_answers_and_calls(server_url: str):
+    def message(**body: Any) -> dict[str, Any]:
+        body = {"messages": MESSAGES, "max_tokens": 60, **body}
+        response = httpx.post(server_url + CHAT, json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()["choices"][0]["message"]
+        return found
+
+    for schema in (EXACT, {"type": "integer", "minimum": BIG, "maximum": BIG}):
+        answer = message(guided_json=schema)["content"]
+        assert str(BIG) in answer
+    tools = [function("f", EXACT), function("g", {"type": "object", "additionalProperties": False})]
+    choice = {"type": "function", "function": {"name": "f"}}
+    (call,) = message(tools=tools, tool_choice=choice, parallel_tool_calls=False)["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["id"] == BIG
