@@ -154,8 +154,9 @@ def _reals(low: int | None, is_low_open: bool, high: int | None, is_high_open: b
     """
     parts = []
     if low is None or low < 0:
-        is_below_zero = high is not None and (high < 0 or (high == 0 and is_high_open))
-        least, is_open = (-high, is_high_open) if is_below_zero else (0, True)
+        least, is_open = 0, True
+        if high is not None and high < 0:
+            least, is_open = -high, is_high_open
         if part := _reals_from(least, is_open, None if low is None else -low, is_low_open):
             parts.append(f"-{part}")
     if high is None or high >= 0:

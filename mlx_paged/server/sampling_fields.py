@@ -48,7 +48,7 @@ class _SamplingFields(Body):
     best_of: int | None = None
 
     def sampling(
-        self, defaults: SamplingParams, fields: Mapping[str, str], **values: Any
+        self, defaults: SamplingParams, fields: Mapping[str, str] | None = None, **values: Any
     ) -> SamplingParams:
         """The sampling parameters.
 
@@ -87,7 +87,7 @@ else:
 
 
 def made_params(
-    defaults: SamplingParams, values: dict[str, Any], fields: Mapping[str, str]
+    defaults: SamplingParams, values: dict[str, Any], fields: Mapping[str, str] | None = None
 ) -> SamplingParams:
     """``defaults`` with some values replaced.
 

@@ -232,7 +232,7 @@ def test_as_much_as_is_allowed_is_read(service: Service):
     assert len(messages) == MAX_CHILDREN
     words, stop = ["b" * (MAX_WORDS_LEN // 4)] * 4, "c" * MAX_STOPS_LEN
     fields = SamplingFields.read({"bad_words": words, "stop": stop})
-    params = fields.sampling(service.default_params, {})
+    params = fields.sampling(service.default_params)
     assert (params.bad_words, params.stop) == (tuple(words), (stop,))
     with pytest.raises(ApiError, match="bad_words has 65,537 characters"):
         SamplingFields.read({"bad_words": [*words, "b"]})

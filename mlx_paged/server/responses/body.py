@@ -236,19 +236,19 @@ def read_responses_body(
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
     answer_format = request.text.format
-    wanted = answer_format and answer_format.wanted("text.format")
+    structured = None if answer_format is None else answer_format.wanted("text.format")
     fields = {
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
         **tool_fields(_places_of(request.tools), "parameters"),
-        **fields_of(wanted),
+        **fields_of(structured),
     }
     params = request.sampling(
         service.default_params,
         fields,
         max_tokens=first_given(request.max_output_tokens, service.max_tokens),
         logprobs=num_top_logprobs,
-        structured_outputs=wanted and wanted.params,
+        structured_outputs=structured and structured.params,
     )
     if request.stream_options is not None and not request.stream:
         raise refused("stream_options", "is given, but stream is not true")
