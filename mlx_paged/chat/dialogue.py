@@ -19,9 +19,10 @@ from mlx_paged.command_line.descriptions import (
     describe_backend,
     describe_budget_in_full,
     describe_context,
+    describe_context_briefly,
     describe_device,
     describe_disk_tier,
-    describe_engine,
+    describe_disk_tier_briefly,
     describe_memory,
     describe_model,
     in_words,
@@ -309,36 +310,49 @@ DEMO_HINT = (
 def describe_start(
     args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
 ) -> str:
-    """The model, its device and its cache: in one line, or in full with ``--verbose``."""
+    """The model, its device and its cache, for ``--verbose``."""
     cache = engine.cache
-    sampling, is_of_model = settings.describe_sampling(), bool(settings.from_model)
-    if args.verbose:
-        own = f"; {', '.join(settings.from_model)} from generation_config.json" * is_of_model
-        lines = [
-            f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
-            f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
-            f"[K/V budget: {describe_budget_in_full(cache)}]",
-            f"[{describe_memory(engine)}]",
-            *(f"[{words}]" for words in describe_disk_tier(engine)),
-            f"[context: {describe_context(engine)}; prompt and answer together]",
-            f"[sampling: {sampling}{own}]",
-            *([DEMO_HINT] if args.model is None else []),
-            *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
-        ]
-    else:
-        parts = [
-            *describe_engine(args.model, engine),
-            sampling + " (the model's)" * is_of_model,
-            *(["/help"] if is_dialogue else []),
-        ]
-        lines = [f"[{' | '.join(parts)}]"]
-    nbytes, memory = cache.config.nbytes, memory_size()
+    own = f"; {', '.join(settings.from_model)} from generation_config.json"
+    lines = [
+        f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
+        f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
+        f"[K/V budget: {describe_budget_in_full(cache)}]",
+        f"[{describe_memory(engine)}]",
+        *(f"[{words}]" for words in describe_disk_tier(engine)),
+        f"[context: {describe_context(engine)}; prompt and answer together]",
+        f"[sampling: {settings.describe_sampling()}{own * bool(settings.from_model)}]",
+        *([DEMO_HINT] if args.model is None else []),
+        *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
+    ]
+    return "\n".join(lines)
+
+
+def describe_start_briefly(
+    args: argparse.Namespace, engine: Engine, settings: Settings
+) -> list[str]:
+    """The parts of the line at the start, the most important ones first."""
+    own = " (the model's)" * bool(settings.from_model)
+    return [
+        args.model or "bundled demo model",
+        describe_device(),
+        describe_context_briefly(engine),
+        settings.describe_sampling() + own,
+        *describe_disk_tier_briefly(engine),
+    ]
+
+
+def warnings_at_start(args: argparse.Namespace, engine: Engine) -> list[str]:
+    """What a user has to know before the first message."""
+    warnings: list[str] = []
+    if engine.disk_tier is not None and engine.disk_tier.stats().failure is not None:
+        warnings += [f"[{words}]" for words in describe_disk_tier(engine) if not args.verbose]
+    nbytes, memory = engine.cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
-        lines.append(
+        warnings.append(
             f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
             f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
         )
-    return "\n".join(lines)
+    return warnings
 
 
 def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:

@@ -105,12 +105,31 @@ def describe_disk_tier(engine: Engine) -> list[str]:
     return [f"disk: {held} {limit}{ttl}{writes}, in {store.layout.folder}"]
 
 
+def describe_disk_tier_briefly(engine: Engine) -> list[str]:
+    """What is known of the tier on disk, in two words or three; empty if there is none that
+    works.
+    """
+    tier = engine.disk_tier
+    if tier is None or tier.stats().failure is not None:
+        return []
+    number = tier.stats().num_blocks
+    return [f"{number:,} blocks on disk" if number else "disk cache"]
+
+
 def describe_duration(seconds: float) -> str:
     """A duration in the largest unit that divides it."""
     for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:g} seconds"
+
+
+def describe_context_briefly(engine: Engine) -> str:
+    limit = engine.max_model_len
+    num_held = num_tokens_held(engine.cache, engine.manager)
+    if num_held >= (sys.maxsize if limit is None else limit):
+        return "context without end" if limit is None else f"context: {limit:,} tokens"
+    return f"context: {num_held:,}{'' if limit is None else f' of {limit:,}'} tokens"
 
 
 def describe_context(engine: Engine) -> str:

@@ -23,7 +23,7 @@ from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
 from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation
+from mlx_paged.server.generations import Generation, api_error
 from mlx_paged.server.grammars.tool_grammar import (
     ToolGrammar,
     format_or_calls,
@@ -32,7 +32,9 @@ from mlx_paged.server.grammars.tool_grammar import (
     strict_calls,
 )
 from mlx_paged.server.idle_prefill import Upcoming
+from mlx_paged.server.sampling_fields import made_params
 from mlx_paged.server.service import Service
+from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ChatJob:
         parallel_tool_calls: whether an answer may contain several calls.
         template_options: variables of the chat template.
         user: the name of the user.
+        fields: as of :class:`Generation`.
     """
 
     messages: list[dict[str, Any]]
@@ -60,6 +63,7 @@ class ChatJob:
     cache_salt: str | None = None
     no_store: bool = False
     user: str = "-"
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
@@ -86,26 +90,27 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         param = "tools" if NO_TOOLS in str(error) else "messages"
         raise ApiError(400, str(error), param=param) from error
     dialect = ModelDialect.of(tokenizer)
+    fields = {"grammar": "tools", "structured_outputs": "tool_choice", **job.fields}
     try:
         calls = _grammar_of_calls(dialect.tools, job)
     except ArgumentError as error:
-        raise ApiError(400, str(error), param=error.argument) from error
+        raise api_error(error, fields) from error
     structured = job.params.structured_outputs if calls is None else calls.structured_outputs
     if structured is not None:
         structured = replace(structured, **reasoning_before(dialect.reasoning, prompt.text))
     answer_format = _format_of(tokenizer, job, prompt.text)
     if calls is not None and calls.is_json:
         answer_format = replace(answer_format, tool_format=JSON_LIST, is_calls=True)
-    params = job.params.clone(
-        output_kind=RequestOutputKind.DELTA,
-        skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
-        structured_outputs=structured,
+    values = {
+        "output_kind": RequestOutputKind.DELTA,
+        "skip_special_tokens": job.params.skip_special_tokens and not answer_format.hidden,
+        "structured_outputs": structured,
         **({} if structured else _limits_of_calls(dialect.tools, job)),
-    )
+    }
     is_continued = options.get("continue_final_message", False)
     return Generation(
         prompt.token_ids,
-        params,
+        made_params(job.params, values, fields),
         job.priority,
         job.cache_salt,
         job.no_store,
@@ -113,7 +118,21 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         # A continued message comes back together with its beginning, so it is not kept.
         None if is_continued else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
+        fields,
+        partial(_parts_of, calls, job, fields),
     )
+
+
+def _parts_of(
+    calls: ToolGrammar | None, job: ChatJob, fields: Mapping[str, str]
+) -> dict[str, StructuredOutputsParams]:
+    """What the grammar of an answer that calls tools is made of, by the client's fields."""
+    if calls is None:
+        return {}
+    parts = {fields.get(path, path): part for path, part in calls.parts().items()}
+    if job.params.structured_outputs is not None:
+        parts[fields["structured_outputs"]] = job.params.structured_outputs
+    return parts
 
 
 def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGrammar | None:

@@ -27,6 +27,7 @@ from mlx_paged.server.command_line import (
     read_chat_template,
     read_settings,
     setup_arg_parser,
+    take_model,
     template_options,
 )
 from mlx_paged.server.settings import ServerSettings
@@ -93,6 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             f"the server needs {', '.join(missing)}; install it with pip install "
             "'mlx-paged[server]'"
         )
+    take_model(args)
     settings = read_settings(args)
     if is_follower():
         follow(args)

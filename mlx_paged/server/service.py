@@ -14,8 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.token_texts import TokenTexts
-from mlx_paged.errors import PromptTooLongError
+from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import ReadAnswer
@@ -27,6 +28,7 @@ from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
+from mlx_paged.structured_outputs import KINDS, StructuredOutputsParams
 
 T = TypeVar("T")
 
@@ -175,9 +177,29 @@ class Service:
         try:
             if not params.is_slow_to_prepare:
                 return prepare(params)
-            return await threads.run(generation.user, lambda _: prepare(params))
+            return await threads.run(generation.user, lambda _: self._prepared(generation))
         except Exception as error:
-            raise api_error(error) from error
+            raise api_error(error, generation.fields) from error
+
+    def _prepared(self, generation: Generation) -> TokenRules:
+        """The token rules. If the grammar is refused, the error is about the part of it that is
+        refused alone, if there is one.
+        """
+        try:
+            return self.engine.engine.prepare(generation.params)
+        except ArgumentError as error:
+            if error.argument in KINDS:
+                for field_of_part, part in generation.parts().items():
+                    self._check_part(field_of_part, part)
+            raise
+
+    def _check_part(self, field_of_part: str, part: StructuredOutputsParams) -> None:
+        try:
+            self.engine.engine.prepare(SamplingParams(structured_outputs=part))
+        except ArgumentError as error:
+            # The client has not written this grammar, so places in it would be no help.
+            words = ArgumentError(PLACE_IN_GRAMMAR.sub("", str(error)), error.argument)
+            raise api_error(words, {part.kind: field_of_part}) from error
 
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
@@ -196,7 +218,8 @@ class Service:
                 token_rules=rules,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
-            answer = Answer(outputs, places.pop_all(), self._note_of(generation))
+            note = self._note_of(generation)
+            answer = Answer(outputs, places.pop_all(), note, generation.fields)
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:

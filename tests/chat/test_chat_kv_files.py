@@ -210,7 +210,7 @@ def test_an_answer_behind_a_prompt_cache_is_that_of_mlx_lm(
         status, out, err = run_chat(message, "--prompt-cache-file", str(file), "--max-tokens", "40")
         assert status == 0, err
         assert out.rstrip("\n") == expected and expected
-    assert f"[{demo_model_path()} (qwen3, native)" in run_chat(
+    assert f"[{demo_model_path()} | CPU | " in run_chat(
         "--prompt-cache-file", str(file), stdin="/stats\n")[2]  # fmt: skip
 
 

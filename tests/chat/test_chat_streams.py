@@ -220,7 +220,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         ],
         "the chat": ["--hide-thinking", "--plain", "--json", "--verbose"],
     }
-    assert text.startswith("usage: chat [options] [message]\n")
+    assert text.startswith("usage: chat [options] [model] [message]\n")
     assert "mlx-community/Qwen3-0.6B-4bit\n" in text
 
 

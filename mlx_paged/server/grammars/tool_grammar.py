@@ -34,10 +34,22 @@ from mlx_paged.structured_outputs import StructuredOutputsParams
 
 @dataclass(frozen=True)
 class ToolGrammar:
-    """The grammar of an answer that calls tools; see the module's docstring for its format."""
+    """The grammar of an answer that calls tools; see the module's docstring for its format.
+
+    Args:
+        functions: those that it may call.
+    """
 
     structured_outputs: StructuredOutputsParams
     is_json: bool
+    functions: Sequence[Function]
+
+    def parts(self) -> dict[str, StructuredOutputsParams]:
+        """A grammar for the arguments of each function alone, by the place of their schema."""
+        return {
+            f"{each.path}.parameters": StructuredOutputsParams(grammar=f"start: {each.arguments}")
+            for each in self.functions
+        }
 
 
 def required_calls(
@@ -74,9 +86,10 @@ def required_calls(
     rules = None if call_format is None else call_rules(call_format, functions, parallel_tool_calls)
     if rules is None:
         more = ' (", " object)*' if parallel_tool_calls else ""
-        return _grammar(f'start: "[" object{more} "]"\n' + json_objects(functions), is_json=True)
+        lark = f'start: "[" object{more} "]"\n' + json_objects(functions)
+        return _grammar(lark, functions, is_json=True)
     more = " (separator call)*" if parallel_tool_calls else ""
-    return _grammar(f"start: call{more}\n{rules}", is_json=False)
+    return _grammar(f"start: call{more}\n{rules}", functions)
 
 
 def strict_calls(
@@ -111,12 +124,12 @@ def strict_calls(
     if call_format.start in call_format.token_ids:
         # Text contains no special tokens, so the mark always begins a call.
         calls = f"(call TEXT){times}" if call_format.end else f"call{times}"
-        return _grammar(f"start: TEXT {calls}\nTEXT: /(.|\\n)*/\n{rules}", is_json=False)
+        return _grammar(f"start: TEXT {calls}\nTEXT: /(.|\\n)*/\n{rules}", functions)
     mark = re.escape(call_format.start).replace("/", "\\/")
     calls = f"(text_and_mark rest_of_call){times}"
     return _grammar(
         f"start: {calls} text\ntext_and_mark[lazy]: /(.|\\n)*{mark}/\ntext: /(.|\\n)*/\n{rules}",
-        is_json=False,
+        functions,
     )
 
 
@@ -142,7 +155,7 @@ def format_or_calls(
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     rule = json_rule(schema if isinstance(schema, dict) else {})
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
-    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", is_json=False)
+    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.functions)
 
 
 def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, Any]:
@@ -156,8 +169,8 @@ def reasoning_before(marks: ReasoningMarks | None, prompt: str) -> dict[str, Any
     return {"reasoning_start": start, "begin_after": marks.end_token_ids}
 
 
-def _grammar(lark: str, is_json: bool) -> ToolGrammar:
-    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json)
+def _grammar(lark: str, functions: Sequence[Function], is_json: bool = False) -> ToolGrammar:
+    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json, functions)
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
