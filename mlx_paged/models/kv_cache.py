@@ -114,31 +114,46 @@ def make_kv_cache(
         )
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
     preallocate = _preallocates(kind, options.get("preallocate", False))
-    specs = checked.layer_specs
-    if draft_model is not None:
-        specs = [*specs, *check_model(draft_model).layer_specs]
+    models = [checked] if draft_model is None else [checked, check_model(draft_model)]
+    specs = [spec for each in models for spec in each.layer_specs]
     bits = KVBits.parse(options.get("kv_format"))
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
     if bits is not None:
         warn_if_coarse(checked, bits)
-    if draft_model is not None:
-        config = _drafted(budget, stored, block_size, streaming)
-        return _paged_cache(config, backend, preallocate)
-    groups = group_layers(stored, block_size, streaming)
+    groups = _groups(stored, block_size, streaming, draft_model is not None)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
-    config = KVCacheConfig.within(budget, stored, block_size, groups)
     config = replace(
-        config,
+        KVCacheConfig.within(budget, stored, block_size, groups),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
-        keeps_kv=checked.keeps_kv,
+        keeps_kv=any(each.keeps_kv for each in models),
     )
     return _paged_cache(config, backend, preallocate, rotate_keys)
+
+
+def _groups(
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    streaming: StreamingWindow | None,
+    is_beside_drafts: bool,
+) -> tuple[LayerGroup, ...]:
+    """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
+    need tokens that have left the model's windows.
+    """
+    if not is_beside_drafts:
+        return group_layers(layers, block_size, streaming)
+    if streaming is not None:
+        raise ArgumentError(
+            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
+            "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
+            "window",
+        )
+    return ()
 
 
 def _preallocates(kind: str, given: object) -> bool:
@@ -184,24 +199,6 @@ def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:
     """Bytes of the parameters of a model and of its draft model."""
     weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
     return sum(leaf.nbytes for each in weights for leaf in each.values())
-
-
-def _drafted(
-    budget: KVBudget,
-    layers: Sequence[LayerSpec],
-    block_size: int,
-    streaming: StreamingWindow | None,
-) -> KVCacheConfig:
-    """A single group of layers that keeps all tokens: a draft model may still need tokens that have
-    left the model's windows.
-    """
-    if streaming is not None:
-        raise ArgumentError(
-            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
-            "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
-            "window",
-        )
-    return KVCacheConfig.within(budget, layers, block_size)
 
 
 def _streaming_window(
