@@ -92,6 +92,25 @@ def make_kv_cache(
             backend is unknown; the budget is invalid or smaller than a block; or the format or
             window is invalid or not supported for this model, kind or backend.
     """
+    return make_engine_cache(model, kind, draft_model, options)
+
+
+def make_engine_cache(
+    model: Module,
+    kind: str,
+    draft_model: Module | None,
+    options: CacheOptions,
+    num_state_copies: int = 0,
+) -> KVCache:
+    """As :func:`make_kv_cache`, for an engine.
+
+    Args:
+        num_state_copies: copies of a recurrent state that one sequence needs of a budget in bytes;
+            the budget of the cache is what they leave.
+
+    Raises:
+        ValueError: as :func:`make_kv_cache`.
+    """
     checked = check_model(model)
     backend = options.get("backend", DEFAULT_BACKEND)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -128,7 +147,9 @@ def make_kv_cache(
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
     config = replace(
-        KVCacheConfig.within(budget, stored, block_size, groups),
+        KVCacheConfig.within(
+            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
+        ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
         keeps_kv=any(each.keeps_kv for each in models),
@@ -175,9 +196,11 @@ def _paged_cache(
 ) -> PagedKVCache:
     if not preallocate:
         return PagedKVCache(config, backend, rotate_keys=rotate_keys)
+    # States of further sequences and checkpoints take the other half.
+    num_blocks = -(-config.num_blocks // 2) if config.state_nbytes else config.num_blocks
     try:
-        check_available(config.nbytes)
-        return PagedKVCache(config, backend, config.num_blocks, rotate_keys)
+        check_available((num_blocks + 1) * config.nbytes_per_block)
+        return PagedKVCache(config, backend, num_blocks, rotate_keys)
     except (RuntimeError, OSError, OverflowError) as error:  # of MLX or of the system
         raise ArgumentError(
             f"[kv cache] preallocate: there is no memory for a budget of {config.nbytes:,} bytes "
