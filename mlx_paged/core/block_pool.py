@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.errors import (
@@ -48,6 +48,8 @@ class BlockPool:
         self.block_size = block_size
         self.num_evictions = 0
         """Cached blocks that were evicted since the pool was made."""
+        self.on_eviction: Callable[[BlockHash], None] | None = None
+        """Called with the hash of an evicted block, if no other block has it."""
         self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
@@ -346,6 +348,43 @@ class BlockPool:
         del self.blocks[num_blocks:]
         return True
 
+    def give_up(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Drop free blocks, those that are taken next, whatever their ids; other blocks move to
+        lower ids in their place. Copy them, and shrink the slabs afterwards.
+
+        Returns:
+            Old and new ids of the blocks that have moved, in any order. Block tables keep their
+            blocks, and have to read the ids again.
+
+        Raises:
+            ValueError: for a negative number, or more than are free.
+        """
+        if not 0 <= num_blocks <= self.num_free_blocks:
+            raise ValueError(
+                f"BlockPool.give_up: num_blocks must be 0..{self.num_free_blocks}, got {num_blocks}"
+            )
+        dropped = self.free_block_queue.popleft_n(num_blocks)
+        for block in dropped:
+            if block.block_hash is not None:
+                self._uncache(block)
+        end = len(self.blocks) - num_blocks
+        ids = {block.block_id for block in dropped}
+        moved = [block for block in self.blocks[end:] if block.block_id not in ids]
+        moves = []
+        for block, block_id in zip(moved, sorted(each for each in ids if each < end), strict=True):
+            moves.append((block.block_id, block_id))
+            self._move(block, block_id)
+        del self.blocks[end:]
+        return moves
+
+    def _move(self, block: KVCacheBlock, block_id: int) -> None:
+        is_cached = block.block_hash is not None
+        if is_cached:
+            self.prefix_index.remove(block)
+        block.block_id, self.blocks[block_id] = block_id, block
+        if is_cached:
+            self.prefix_index.add(block)
+
     def check_own(self, operation: str, block: KVCacheBlock) -> None:
         """Raise ForeignBlockError, in the name of ``operation``, for a block of another pool."""
         if not (0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
@@ -355,8 +394,12 @@ class BlockPool:
             )
 
     def _uncache(self, block: KVCacheBlock) -> None:
+        block_hash = block.block_hash
         self.prefix_index.remove(block)
         block.block_hash = None
         block.is_foreign = False
         self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1
+        told = self.on_eviction
+        if told is not None and block_hash and self.prefix_index.get(block_hash) is None:
+            told(block_hash)

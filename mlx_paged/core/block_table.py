@@ -319,6 +319,10 @@ class BlockTable:
         if self.num_cached_blocks * self.block_size >= self.retention.num_sink_tokens:
             self.num_cached_blocks += num_evicted // self.block_size
 
+    def renumber(self) -> None:
+        """Read the ids of its blocks again, after some have moved (:meth:`BlockPool.give_up`)."""
+        self._block_ids = array("i", [block.block_id for block in self._blocks])
+
     def state(self) -> TableState:
         """The table without its blocks, for ``resume``."""
         return TableState(

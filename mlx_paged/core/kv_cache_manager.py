@@ -461,6 +461,18 @@ class KVCacheManager:
             self.states.checkpoints.remove(filter(None, hashes))
         self.pool.evict_blocks(block_ids)
 
+    def give_up_blocks(self, num_blocks: int) -> list[BlockCopy]:
+        """Drop free blocks from the pool, those that would be taken next. No step may be in flight.
+
+        Returns:
+            Copies of blocks that have moved to lower ids, to be made before the slabs shrink.
+        """
+        copies = self.pool.give_up(num_blocks)
+        if copies:
+            for table in itertools.chain.from_iterable(self._groups.values()):
+                table.renumber()
+        return copies
+
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, or return False and change nothing while a block is in use."""
         if not self.pool.reset_prefix_cache():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
+from mlx_paged.core import AbsentBlock, BlockCopy, ComputedBlocks, KVCacheManager
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.fair_shares import MIN_LEAD
 from mlx_paged.engine.prefix_cache import PrefixCache
@@ -30,13 +31,29 @@ MAX_PREEMPTIONS = 8
 class BlockSupply(Protocol):
     """The part of a cache that the scheduler uses."""
 
-    @property
-    def num_growable_blocks(self) -> int:
-        """By how many blocks the pool may still grow."""
+    def max_num_blocks(self, num_seqs: int = 1) -> int:
+        """The most blocks that the budget holds while this many sequences run."""
         ...
 
-    def make_room(self, num_blocks: int) -> None:
+    def num_growable_with(self, num_new_seqs: int = 0) -> int:
+        """By how many blocks the pool may still grow if this many more sequences run; negative if
+        it has to shrink for their states.
+        """
+        ...
+
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
         """Grow until ``num_blocks`` can be taken without eviction, as far as the budget allows."""
+
+    def make_room_for_states(self, num_new_seqs: int) -> bool:
+        """Evict checkpoints for the states of more sequences; False if the pool has to shrink."""
+        ...
+
+    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+        """By how many blocks the pool has to shrink for the states of more sequences."""
+        ...
+
+    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+        """Free the memory of blocks that the pool has given up, after these copies."""
 
 
 class Found(NamedTuple):
@@ -45,6 +62,11 @@ class Found(NamedTuple):
     hit: ComputedBlocks  # in the prefix cache
     computed: ComputedBlocks  # what it begins with: the hit, or more by its swapped-out blocks
     swapped: Swapped | None  # in the swap space
+
+
+def num_seqs(requests: Iterable[Request]) -> int:
+    """The number of sequences, counting all completions of requests that are not forked yet."""
+    return sum(request.num_seqs for request in requests)
 
 
 class Admission:
@@ -71,15 +93,14 @@ class Admission:
         self._prefix_cache = prefix_cache
         self._context_length = context_length
 
-    @property
-    def _num_free_blocks(self) -> int:
-        return self._manager.num_free_blocks + self._supply.num_growable_blocks
+    def _num_free_blocks(self, num_new_seqs: int = 0) -> int:
+        """Blocks that can be taken, cached ones included, if this many more sequences run."""
+        return self._manager.num_free_blocks + self._supply.num_growable_with(num_new_seqs)
 
     @property
     def max_num_blocks(self) -> int:
-        """Blocks that the budget holds."""
-        # In this order, so that the sum is not too small if the pool grows in another thread.
-        return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
+        """Blocks that the budget holds for a single sequence."""
+        return self._supply.max_num_blocks()
 
     def max_num_tokens(self, num_blocks: int) -> int:
         """The most tokens of one request in ``num_blocks`` blocks; its last token has no K/V."""
@@ -102,8 +123,17 @@ class Admission:
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run "
                 f"at once, {self._config.max_num_seqs}; raise max_num_seqs"
             )
-        if self._block_need.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
+        num_needed = self._block_need.max_num_held_blocks(request.num_tokens)
+        if num_needed > self.max_num_blocks:
             raise self.prompt_too_long_error(request)
+        if num_needed > (num_blocks := self._supply.max_num_blocks(request.num_seqs)):
+            raise ArgumentError(
+                f"[scheduler] {request.num_seqs} completions of one prompt of "
+                f"{request.num_tokens} tokens don't fit: beside their recurrent states "
+                f"kv_cache_bytes holds {max(0, num_blocks)} blocks of K/V, and the prompt needs "
+                f"{num_needed}; ask for fewer, or raise kv_cache_bytes",
+                "n",
+            )
 
     def prompt_too_long_error(self, request: Request) -> PromptTooLongError:
         """The error of a request that the budget can't hold, with the numbers."""
@@ -122,11 +152,11 @@ class Admission:
         """Whether all tokens of waiting requests fit, without any cached blocks."""
         need = self._block_need
         num_needed = sum(need.max_num_held_blocks(each.num_tokens) for each in requests)
-        return num_needed <= self._num_free_blocks
+        return num_needed <= self._num_free_blocks(num_seqs(requests))
 
     def fits_ahead(self, running: Sequence[Request]) -> bool:
         """Whether there are blocks for all running requests in the step after the one in flight."""
-        manager, num_free = self._manager, self._num_free_blocks
+        manager, num_free = self._manager, self._num_free_blocks()
         budget = self._config.max_num_batched_tokens
         num_most = len(running) + -(-budget // self._manager.pool.block_size)
         if manager.keeps_all and num_most <= num_free:
@@ -165,24 +195,28 @@ class Admission:
         """
         running = queues.running
         num_missing_seqs = queues.num_places([*running, urgent]) - self._config.max_num_seqs
-        num_missing_blocks = -self.num_spare_blocks(urgent, found.computed)
+        num_needed = self._block_need.num_blocks_to_admit(urgent.num_tokens, found.computed)
+        num_free = self._num_free_blocks(urgent.num_seqs)
         if queues.shares.are_shared and not urgent.share.num_running:
-            if max(num_missing_seqs, num_missing_blocks) <= 0:
+            if num_missing_seqs <= 0 and num_needed <= num_free:
                 return []
+            states = self._manager.states
+            if num_missing_seqs <= 0 and states is not None and states.num_released:
+                return None  # The memory of those that made way is free soon.
             taken = self._place_to_take(urgent, found, queues, num_missing_seqs > 0)
             return None if taken is None else [taken]
         preempted: list[Request] = []
-        num_freed = 0
         for request in [*reversed(running), None]:
             is_alone = len(preempted) == len(running)
             num_left = 0 if is_alone else self.num_watermark_blocks
-            if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
+            if num_missing_seqs <= 0 and num_needed + num_left <= num_free:
                 return preempted
             if request is not None and self.is_preemptible(request, urgent):
                 preempted.append(request)
                 num_missing_seqs -= queues.num_places([request])
                 seq_ids = [each.seq_id for each in preempted]
-                num_freed = self._manager.num_freed_blocks(seq_ids, found.computed)
+                num_free = self._num_free_blocks(urgent.num_seqs - num_seqs(preempted))
+                num_free += self._manager.num_freed_blocks(seq_ids, found.computed)
         return None
 
     def _place_to_take(
@@ -202,15 +236,12 @@ class Admission:
         requests: dict[Share, list[Request]] = {}
         for request in queues.running:
             requests.setdefault(request.share, []).append(request)
-        num_freed_blocks, num_users = self._manager.num_freed_blocks, queues.shares.num_active
+        num_users = queues.shares.num_active
         amounts = {share: len(each) for share, each in requests.items()}
         total = self._config.max_num_seqs
         if not lacks_place:
             total = self.max_num_blocks
-            amounts = {
-                share: num_freed_blocks(request.seq_id for request in each)
-                for share, each in requests.items()
-            }
+            amounts = {share: self._num_freed_blocks(each) for share, each in requests.items()}
         least_work = urgent.share.work + MIN_LEAD
         eligible = [
             share
@@ -219,12 +250,22 @@ class Admission:
         ]
         if not eligible:
             return None
-        seq_ids = [request.seq_id for share in eligible for request in requests[share]]
-        num_freed = num_freed_blocks(seq_ids, found.computed)
+        freed = [request for share in eligible for request in requests[share]]
+        num_freed = self._num_freed_blocks(freed, found.computed)
         if self.num_spare_blocks(urgent, found.computed) + num_freed < 0:
             return None
         most = max(eligible, key=lambda share: (amounts[share], share.work, share.number))
         return min(reversed(requests[most]), key=attrgetter("num_preemptions"))
+
+    def _num_freed_blocks(
+        self, requests: Sequence[Request], computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Blocks that running requests would free, and those for which their recurrent states would
+        leave memory.
+        """
+        num_freed = self._manager.num_freed_blocks([each.seq_id for each in requests], computed)
+        num_of_states = self._num_free_blocks(-num_seqs(requests)) - self._num_free_blocks()
+        return num_freed + num_of_states
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -234,7 +275,24 @@ class Admission:
     def num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
         """Free blocks that are left after admitting a request; negative if there are too few."""
         num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
-        return self._num_free_blocks - num_needed
+        return self._num_free_blocks(request.num_seqs) - num_needed
+
+    def num_blocks_to_give_up(self, request: Request, queues: RequestQueues) -> int:
+        """By how many blocks the pool has to shrink so that a waiting request, which fits, and the
+        states of its sequences are admitted; 0 if it does not fit.
+        """
+        num_blocks = self._supply.num_blocks_to_give_up(request.num_seqs)
+        num_places = queues.num_places([*queues.running, request])
+        if num_blocks <= 0 or num_places > self._config.max_num_seqs:
+            return 0
+        computed = self.find(request).computed
+        num_left = self.num_watermark_blocks if request.share.num_running else 0
+        if self.num_spare_blocks(request, computed) < num_left:
+            return 0
+        num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
+        num_free = self._manager.num_free_blocks - num_needed - num_left
+        num_surplus = -self._supply.num_growable_with(request.num_seqs)
+        return max(num_surplus, min(num_blocks, num_free))
 
     def find(self, request: Request) -> Found:
         """Look up the K/V for a waiting request, without taking them."""

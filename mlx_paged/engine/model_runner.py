@@ -122,6 +122,17 @@ class ModelRunner:
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))
         return logits
 
+    def release_states(self) -> None:
+        """Free the states of sequences that have gone. No step is in flight, so the others can be
+        moved out of the stacks that they shared.
+        """
+        states = self._manager.states
+        if states is not None and states.num_released:
+            rows = [state.content for state in states.snapshot().values()]
+            stacks = {*self._stacks_before, *(row.stack for row in rows if row)}
+            self._stacks_before = WeakSet(forget_before([], stacks))
+            states.forget_released()
+
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """``[num_tokens] int32``, the packed new tokens of a batch."""
         scheduled, token_ids = batch.scheduled, batch.token_ids

@@ -184,7 +184,20 @@ class Scheduler:
             budgets: of its new tokens (:func:`token_budget`); by default ``limits``.
         """
         self._queues.rank()
+        if self.waiting and self.manager.states is not None:
+            self._give_up_blocks(only)
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
+
+    def _give_up_blocks(self, only: Request | None) -> None:
+        """Shrink the pool if it has memory that the recurrent states of the next waiting request
+        need. No step is in flight, and none is planned on the blocks that move.
+        """
+        request = only or self._read_ahead.first_ready(self._queues.in_turn())
+        if request is None or request.seq_id in self.manager.tables:
+            return
+        num_blocks = self._admission.num_blocks_to_give_up(request, self._queues)
+        if num_blocks > 0:
+            self.supply.give_up(self.manager.give_up_blocks(num_blocks))
 
     def schedule_ahead(
         self, awaited: Iterable[Request], budgets: TokenBudgets | None = None
@@ -204,6 +217,9 @@ class Scheduler:
         if not self._admission.fits_ahead(self.running):
             return None
         self._queues.rank()
+        first = next(iter(self._queues.in_turn()), None)
+        if first is not None and self._admission.num_blocks_to_give_up(first, self._queues) > 0:
+            return None
         urgent = self._first_urgent()
         if urgent is not None and self._admission.requests_to_preempt(
             urgent, self._admission.find(urgent), self._queues
@@ -268,6 +284,7 @@ class Scheduler:
             elif len(running) > 1:
                 # The last in order: no request after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
+                self.supply.make_room(num_new_tokens * len(manager.retentions))
             elif request.num_output_tokens:
                 # It runs alone, and the device has less memory than the budget allows.
                 self.finish(request, "length")
@@ -304,7 +321,7 @@ class Scheduler:
                 return
             if self._admit(plan, request, self._admission.find(request)):
                 num_running += num_places
-            elif not self.running:
+            elif not self.running and not plan.is_ahead:
                 # No running request could free blocks, so it would wait forever.
                 self._fail(plan, request)
             elif not queues.may_admit_others(plan, request, is_admitted=False):
@@ -360,13 +377,15 @@ class Scheduler:
         num_left = self._admission.num_watermark_blocks if request.share.num_running else 0
         if self._admission.num_spare_blocks(request, computed) < num_left:
             return False
+        if not self.supply.make_room_for_states(request.num_seqs):
+            return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
         # Taking blocks that were found evicts nothing.
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks)
+        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks, request.num_seqs)
         num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
         copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
         if copies is None:
@@ -374,6 +393,7 @@ class Scheduler:
         num_new_tokens -= num_slots - num_fitting
         is_new = request.status is RequestStatus.WAITING
         self._queues.run(request)
+        self.supply.make_room_for_states(0)  # A checkpoint that was found is kept again.
         num_read_tokens = self._read_ahead.end(request)
         if is_new:
             request.num_cached_tokens = num_held

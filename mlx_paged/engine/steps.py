@@ -92,6 +92,7 @@ class Steps:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
             only = self._next_to_retry()
+            self._runner.release_states()
             self._launch(self._scheduler.schedule(only, budgets))
             self._sample()
             if tier is not None and not steps:

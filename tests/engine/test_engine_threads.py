@@ -209,17 +209,17 @@ def test_a_prompt_that_fits_is_not_refused_because_the_pool_grows_meanwhile(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
     engine = make_engine(model, kv_cache_bytes="400blocks")
-    growable = PagedKVCache.num_growable_blocks.fget
+    most = PagedKVCache.max_num_blocks
     growth = iter([100])
 
-    def grows(cache: PagedKVCache) -> int:
-        before = growable(cache)
+    def grows(cache: PagedKVCache, *args: int) -> int:
+        before = most(cache, *args)
         for num_blocks in growth:
             cache.make_room(num_blocks)
         return before
 
     for _ in range(2):
-        monkeypatch.setattr(PagedKVCache, "num_growable_blocks", property(grows))
+        monkeypatch.setattr(PagedKVCache, "max_num_blocks", grows)
         engine.add_request("whole", prompt(6400), greedy(1))
         monkeypatch.undo()
         with pytest.raises(PromptTooLongError):

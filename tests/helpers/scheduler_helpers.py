@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import BlockPool, KVCacheManager
+from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
@@ -80,13 +80,24 @@ class FakeSupply:
         self.budget = num_blocks
         self.device_blocks = device_blocks
 
-    @property
-    def num_growable_blocks(self) -> int:
+    def max_num_blocks(self, num_seqs: int = 1) -> int:
+        return self.budget
+
+    def num_growable_with(self, num_new_seqs: int = 0) -> int:
         return self.budget - self.manager.pool.num_usable_blocks
 
-    def make_room(self, num_blocks: int) -> None:
+    def make_room_for_states(self, num_new_seqs: int) -> bool:
+        return True
+
+    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+        return 0
+
+    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+        raise AssertionError("it has no states that need memory of blocks")
+
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
         pool = self.manager.pool
-        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_blocks)
+        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_with())
         if num_missing <= 0:
             return
         if pool.num_usable_blocks + num_missing > self.device_blocks:
