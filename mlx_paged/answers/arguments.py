@@ -42,13 +42,16 @@ class Parameters:
         """The JSON of an argument, of which a model has written the plain text. A text that is no
         value of the parameter's type stays a text.
         """
+        wanted = _wanted(self._parts(name), text)
+        return wanted if wanted is not None else _converted(text, self.kinds(name) or _ANY)
+
+    def kinds(self, name: str) -> set[str]:
+        """The types of a parameter; empty if the schema names none."""
+        return {kind for part in self._parts(name) for kind in _kinds_of(part)}
+
+    def _parts(self, name: str) -> list[Mapping[str, Any]]:
         schema = self._properties.get(name, self._root.get("additionalProperties", True))
-        parts = list(self._alternatives(schema if isinstance(schema, Mapping) else {}))
-        wanted = _wanted(parts, text)
-        if wanted is not None:
-            return wanted
-        kinds = {kind for part in parts for kind in _kinds_of(part)}
-        return _converted(text, kinds or _ANY)
+        return list(self._alternatives(schema if isinstance(schema, Mapping) else {}))
 
     def _alternatives(self, schema: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
         """The schema, and those that it refers to or consists of."""

@@ -18,14 +18,17 @@ from mlx_paged.answers.literals import (
     Literals,
     Style,
     as_json,
+    fields_of,
     json_end,
     json_text,
+    object_end,
     object_text,
 )
 from mlx_paged.answers.marks import Marks
+from mlx_paged.answers.patterns import TagPatterns, any_end, begin_of, escaped, source_of
 
+_AROUND_JSON = " \t\r\n],;}"
 _MAX_NOISE = 200  # characters before the first call of a section
-_PLACEHOLDER = re.compile(r"\{(name|key|type|id|any)\}|\s+")
 _NAME_KEYS = ("name", "tool_name", "function_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _JSON_BEGIN = regex.compile(r"[\s\[,;]*+\{")
@@ -85,21 +88,22 @@ class CallParser:
         shape = call_format.shape
         starts = [call_format.start, *call_format.other_starts]
         if isinstance(shape, Tags):
-            self._tags = _TagPatterns(call_format, shape, marks, list(self._parameters))
+            self._tags = TagPatterns(call_format, shape, marks, list(self._parameters))
             if call_format.starts_bare or not call_format.start:
                 self._bare_start = marks.encode(shape.call.partition("{")[0])
                 starts.append(self._bare_start)
         if isinstance(shape, Headed):
             self._heads = [
-                regex.compile(rf"\s*{_source(head, marks)}\s*(?=\{{)") for head in shape.head
+                regex.compile(rf"\s*{source_of(head, marks)}\s*(?=\{{)") for head in shape.head
             ]
-            end = "|".join(_source(end, marks) for end in shape.end)
+            end = "|".join(source_of(end, marks) for end in shape.end)
             self._head_end = regex.compile(rf"\s*(?:{end})") if end else None
-            self._head_begins = [_begin_of(head, marks) for head in shape.head]
+            self._head_begins = [begin_of(head, marks) for head in shape.head]
         self.starts = [marks.encode(start) for start in starts if start]
-        self.begins_answers = call_format.starts_bare and not isinstance(shape, Tags)
-        self._end = regex.compile(rf"\s*{_any_of(call_format, marks)}")
-        self._start = regex.compile(r"\s*" + _escaped(call_format.start, marks))
+        self.begins_answers = call_format.is_bare
+        self._end = regex.compile(rf"\s*{any_end(call_format, marks)}")
+        self._start = regex.compile(r"\s*" + escaped(call_format.start, marks))
+        self._object_end = object_end(any_end(call_format, marks))
 
     def parse(self, cursor: Cursor, start: str) -> Found:
         """Read calls from where ``start`` was found, one of :attr:`starts`; it is empty for an
@@ -132,7 +136,7 @@ class CallParser:
             begin = cursor.place
             yield from cursor.match(_JSON_HEAD)
             cursor.place = begin
-            call = self._call_of((yield from json_end(cursor)))
+            call = self._call_of((yield from json_end(cursor, self._object_end)))
             if is_bare and call.name not in self._parameters:
                 raise NotACallError
             num_calls += 1
@@ -150,16 +154,16 @@ class CallParser:
         """The call that a JSON object is."""
         text = self._marks.decode_json(text)
         valid = as_json(text)
-        fields = None if valid is None else _fields_of(valid)
+        fields = None if valid is None else fields_of(valid)
         if fields is None:
             raise NotACallError
         function = fields.get("function", "")
-        inner = _fields_of(function) if function.startswith("{") else None
+        inner = fields_of(function) if function.startswith("{") else None
         if inner is not None:
             fields = {**fields, **inner}
         name = next((fields[key] for key in _NAME_KEYS if key in fields), function)
-        name = json.loads(name) if name.startswith('"') else None
-        if not isinstance(name, str) or not name:
+        name = json.loads(name) if name.startswith('"') else ""
+        if not name:
             raise NotACallError
         arguments = next((fields[key] for key in _ARGUMENT_KEYS if key in fields), "{}")
         if arguments.startswith('"'):  # JSON as a text
@@ -168,8 +172,7 @@ class CallParser:
         if not arguments.startswith("{"):
             raise NotACallError
         call_id = fields.get("id", "null")
-        call_id = json.loads(call_id) if call_id.startswith('"') else None
-        return Call(name, arguments, call_id or None)
+        return Call(name, arguments, json.loads(call_id) or None if call_id[0] == '"' else None)
 
     def _read_headed(self, cursor: Cursor, start: str, shape: Headed) -> Found:
         if self._format.is_section:
@@ -412,8 +415,8 @@ class CallParser:
     def _skip_noise(
         self, cursor: Cursor, begins: list[Any], limit: int | None = None
     ) -> Steps[None]:
-        """Read up to the next call of a section, or to its end. Control tokens alone are told apart
-        from noise.
+        """Read up to the next call of a section, or to its end. Only control tokens differ from
+        noise.
         """
         begin = cursor.place
         if limit is not None and not self._marks.token_ids:
@@ -443,7 +446,7 @@ class CallParser:
             if cursor.is_cut:
                 raise
             return True
-        if cursor.is_over and not cursor.text[cursor.place :].strip():
+        if cursor.is_over and not cursor.text[cursor.place :].strip(_AROUND_JSON):
             if cursor.is_cut:
                 raise TruncatedError
             return True
@@ -486,82 +489,6 @@ _CLOSING = regex.compile(r"[\s\],;}]*[\],;}]")
 _OBJECT_FOLLOWS = regex.compile(r"\s*(?=\{)")
 
 
-class _TagPatterns:
-    """The patterns of a format of tags."""
-
-    def __init__(self, call_format: CallFormat, tags: Tags, marks: Marks, names: list[str]):
-        self.call_end = tags.call_end
-        end = _any_of(call_format, marks)
-        call_end = _escaped(tags.call_end, marks)
-        argument = _source(tags.argument, marks)
-        argument_end = _escaped(tags.argument_end, marks)
-        close = call_end or end
-        if tags.call == "{name}":
-            source = rf"\s*(?P<name>[^\s<>{{}}\ud800-\udbff]+)(?=\s*(?:{argument}|{end}))"
-        else:
-            source = r"\s*" + _source(tags.call, marks)
-        self.call = regex.compile(source)
-        self.is_plain_name = tags.call == "{name}"
-        self.is_marked = not tags.call.startswith("<function=")
-        self.begin = regex.compile(_source(tags.call, marks)) if tags.call_end else self.call
-        self.argument = regex.compile(r"\s*" + argument)
-        self.close = regex.compile(rf"\s*{close}")
-        newline = r"\n[ \t]*" if tags.newline else ""
-        self.next_argument = regex.compile(newline + argument)
-        offered = "|".join(map(regex.escape, names)) or "(?!)"
-        if call_format.is_section or not call_format.start:
-            follows = rf"\s*(?:{end + '|' if end else ''}{_source(tags.call, marks)})"
-            left_out = close
-        else:
-            begin = _escaped(tags.call.partition("{")[0], marks)
-            follows = rf"\s*{_escaped(call_format.start, marks)}\s*{begin}(?:{offered})\b"
-            left_out = rf"{call_end}\s*{end}" if call_end else end
-        closed = rf"(?P<close>{argument_end})(?=\s*(?:{argument}|{close}))"
-        self.value_end = regex.compile(rf"{closed}|{left_out}(?={follows})")
-        self.value_end_at_end = regex.compile(rf"{closed}|{left_out}(?={follows}|\s*$)")
-        self.json = (
-            None
-            if tags.json is None
-            else tuple(regex.compile(r"\s*" + _source(each, marks)) for each in tags.json)
-        )
-
-
-def _fields_of(text: str) -> dict[str, str] | None:
-    """The keys and the JSON texts of the values of an object; ``None`` if it is none."""
-    decoder, fields = json.JSONDecoder(), dict[str, str]()
-    if not text.startswith("{"):
-        return None
-    place = 1
-    while (key_found := _FIELD.match(text, place)) is not None:
-        begin = key_found.end()
-        end = _value_end(text, begin)
-        key = decoder.decode(key_found[1])
-        fields.pop(key, None)
-        fields[key] = text[begin:end].strip()
-        place = end
-    return fields
-
-
-_FIELD = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],]', re.DOTALL)
-
-
-def _value_end(text: str, begin: int) -> int:
-    """Where the value that begins here ends, in valid JSON."""
-    depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text, begin):
-        mark = found[0]
-        if mark in ("{", "["):
-            depth += 1
-        elif mark in ("}", "]"):
-            depth -= 1
-            if depth < 0:
-                return found.start()
-        elif mark == "," and not depth:
-            return found.start()
-    return len(text)
-
-
 def _optional(cursor: Cursor, pattern: Any) -> Steps[Any]:
     """What matches here, or ``None``, also where the model ends the answer within it."""
     try:
@@ -570,39 +497,3 @@ def _optional(cursor: Cursor, pattern: Any) -> Steps[Any]:
         if cursor.is_cut:
             raise
         return None
-
-
-def _escaped(text: str, marks: Marks) -> str:
-    return str(regex.escape(marks.encode(text), special_only=True))
-
-
-def _any_of(call_format: CallFormat, marks: Marks) -> str:
-    """The source of a pattern for the end marks of a format; empty if it has none."""
-    ends = [_escaped(end, marks) for end in (call_format.end, *call_format.other_ends) if end]
-    return f"(?:{'|'.join(ends)})" if ends else ""
-
-
-def _begin_of(template: str, marks: Marks) -> Any:
-    """The pattern of the first mark of a head."""
-    return regex.compile(_escaped(template.partition(" ")[0], marks))
-
-
-_NAME = r"[^\s<>\[\]{}`\"'\ud800-\udbff][^<>\[\]{}`\"'\n\ud800-\udbff]*?"
-_ATTRIBUTES = r"(?:[^<>\"\ud800-\udbff]|\"[^\"\ud800-\udbff]*\")*?"
-
-
-def _source(template: str, marks: Marks) -> str:
-    """The source of a pattern for a template; see :class:`Tags`."""
-    source, place = "", 0
-    for found in _PLACEHOLDER.finditer(template):
-        source += _escaped(template[place : found.start()], marks)
-        place = found.end()
-        if found[1] is None:
-            source += r"\s*"
-        elif found[1] == "any":
-            source += _ATTRIBUTES
-        elif template[place : place + 1] == '"':
-            source += rf'(?P<{found[1]}>[^"\ud800-\udbff]*)'
-        else:
-            source += rf"(?P<{found[1]}>{_NAME})"
-    return source + _escaped(template[place:], marks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from mlx_paged.answers.calls import CallParser
 from mlx_paged.answers.formats import (
@@ -26,6 +26,18 @@ ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
 # For each state, the marks that end it, with the states that follow.
 Transitions: TypeAlias = "tuple[tuple[str, tuple[tuple[str, str], ...]], ...]"
 _BRACKETS = frozenset("<>[]|｜")
+
+
+class Detokenizer(Protocol):
+    """Converts tokens to text in complete characters."""
+
+    def add(self, token_id: int) -> str:
+        """The text that a token adds: empty while it ends within a character."""
+        ...
+
+    def finish(self) -> str:
+        """The rest after the last token."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +110,37 @@ class Dialect:
         """Whether answers consist of harmony's messages."""
         return self.calls is not None and self.calls.engine == "harmony"
 
+    def token_of(self, mark: str) -> int | None:
+        """The token that a mark is; ``None`` if it is more than one, or text."""
+        parts = self.marks.split(mark)
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], int) else None
+
+    @property
+    def message_end(self) -> tuple[int, ...]:
+        """The token that ends a message of harmony's; empty for other models."""
+        token = self.token_of("<|end|>") if self.is_harmony else None
+        return () if token is None else (token,)
+
+    @property
+    def text_header(self) -> tuple[int, ...]:
+        """The tokens before the text of an answer in harmony; empty for other models."""
+        channel = self.token_of("<|channel|>")
+        if not self.is_harmony or channel not in self.reasoning_end:
+            return ()
+        return self.reasoning_end[self.reasoning_end.index(channel) :]
+
+    @property
+    def call_end_token(self) -> int | None:
+        """The token that ends a call, if it is one."""
+        if self.calls is None:
+            return None
+        shape, ends = self.calls.shape, [self.calls.end]
+        if isinstance(shape, Headed):
+            ends = [*shape.end, *ends]
+        elif isinstance(shape, Tags):
+            ends = [shape.call_end, *ends]
+        return next((token for end in ends if (token := self.token_of(end)) is not None), None)
+
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
@@ -131,6 +174,8 @@ class AnswerFormat:
         max_calls: further calls are dropped; ``None``: no limit.
         hides_special: whether special tokens in the text are left out.
         opening: of harmony's messages, the beginning that the prompt has written.
+        detokenizer: makes what converts tokens to text, for counts of tokens.
+        skipped: special tokens, which add no text.
     """
 
     dialect: Dialect = PLAIN_DIALECT
@@ -140,6 +185,8 @@ class AnswerFormat:
     max_calls: int | None = None
     hides_special: bool = True
     opening: str = ""
+    detokenizer: Callable[[], Detokenizer] | None = None
+    skipped: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -164,7 +211,8 @@ class AnswerFormat:
         opening = ""
         if dialect.is_harmony:
             _, mark, rest = prompt.rpartition("<|start|>")
-            opening = dialect.marks.encode(rest) if mark else ""
+            header, message, _ = rest.partition("<|message|>")
+            opening = dialect.marks.encode(header + message) if mark else ""
         return cls(
             dialect,
             dialect.opens_reasoning(prompt) and not dialect.is_harmony,
@@ -178,6 +226,12 @@ class AnswerFormat:
     def marks(self) -> Marks:
         """The control tokens among the marks."""
         return self.dialect.marks
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether an answer may have anything but text."""
+        dialect = self.dialect
+        return bool(self.calls or dialect.reasoning or dialect.transitions)
 
     @cached_property
     def names(self) -> frozenset[str]:

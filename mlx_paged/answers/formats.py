@@ -21,6 +21,8 @@ class Tags:
         typed_as_text: the value of ``{type}`` for texts. Values of other types are JSON. Without
             it, the schema says what a value is.
         has_entities: ``&quot;`` and ``&amp;`` in names are escapes.
+        between: what is written between tags.
+        attributes: what is written for the last ``{any}`` of a call's tag; ``{number}`` is any.
     """
 
     call: str
@@ -31,6 +33,8 @@ class Tags:
     json: tuple[str, str] | None = None
     typed_as_text: str = ""
     has_entities: bool = False
+    between: str = ""
+    attributes: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class CallFormat:
     vocabulary: tuple[str, ...] = ()
     has_short_ids: bool = False
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether an answer that begins as a call is one."""
+        return self.starts_bare and not isinstance(self.shape, Tags)
+
 
 def _glm(prefix: str = "", **more: str) -> Tags:
     return Tags(
@@ -99,6 +108,7 @@ def _xml(invoke: str, parameter: str, attribute: str = "", **more: str) -> Tags:
         f'<{parameter}{{any}} name="{{key}}"{attribute}{{any}}>',
         f"</{parameter}>",
         f"</{invoke}>",
+        between="\n",
         **more,  # type: ignore[arg-type]
     )
 
@@ -136,7 +146,34 @@ def _dsml(name: str, section: str, space: str = "") -> CallFormat:
     )
 
 
-_QWEN_XML = Tags("<function={name}>", "<parameter={key}>", "</parameter>", "</function>", True)
+_QWEN_XML = Tags(
+    "<function={name}>", "<parameter={key}>", "</parameter>", "</function>", True, between="\n"
+)
+
+_BOXED_HEADS = (
+    f"<{_BOX}call▁begin｜> function <{_BOX}sep｜> {{name}} ```json",
+    f"<{_BOX}call▁begin｜> {{name}} <{_BOX}sep｜>",
+)
+_BOXED_ENDS = f"``` <{_BOX}call▁end｜>", f"<{_BOX}call▁end｜>"
+
+
+def _boxed(name: str, *templates: str) -> CallFormat:
+    """DeepSeek's up to V3.1: each of the two is read as the other is, and writes its own."""
+    heads, ends = _BOXED_HEADS, _BOXED_ENDS
+    if not templates:
+        heads, ends = heads[::-1], ends[::-1]
+    start = f"<{_BOX}calls▁begin｜>"
+    return CallFormat(
+        name,
+        "json",
+        start,
+        f"<{_BOX}calls▁end｜>",
+        Headed(heads, ends),
+        is_section=True,
+        templates=(start, *templates),
+        vocabulary=() if templates else (start,),
+    )
+
 
 # In the order in which they are looked for.
 FORMATS: tuple[CallFormat, ...] = (
@@ -170,7 +207,9 @@ FORMATS: tuple[CallFormat, ...] = (
     ),
     CallFormat(
         "kimi_k2", "json", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-        Headed(("<|tool_call_begin|> {name} <|tool_call_argument_begin|>",), ("<|tool_call_end|>",)),
+        Headed(
+            ("<|tool_call_begin|> {name} <|tool_call_argument_begin|>",), ("<|tool_call_end|>",)
+        ),
         is_section=True, templates=("<|tool_calls_section_begin|>",),
     ),
     CallFormat(
@@ -194,7 +233,7 @@ FORMATS: tuple[CallFormat, ...] = (
             '<|open|>argument{any} key="{key}"{any} type="{type}"{any}<|sep|>',
             "<|close|>argument<|sep|>", "<|close|>call<|sep|>",
             json=("<|open|>json{any}<|sep|>", "<|close|>json<|sep|>"),
-            typed_as_text="string", has_entities=True,
+            typed_as_text="string", has_entities=True, attributes=' index="{number}"',
         ),
         is_section=True, vocabulary=("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
     ),
@@ -205,25 +244,16 @@ FORMATS: tuple[CallFormat, ...] = (
     _dsml("deepseek_v4_1", " calls", " "),
     _dsml("deepseek_v3_2", "function_calls"),
     _dsml("deepseek_v4", "tool_calls"),
-    CallFormat(
-        "deepseek_v3", "json", f"<{_BOX}calls▁begin｜>", f"<{_BOX}calls▁end｜>",
-        Headed(
-            (
-                f"<{_BOX}call▁begin｜> function <{_BOX}sep｜> {{name}} ```json",
-                f"<{_BOX}call▁begin｜> {{name}} <{_BOX}sep｜>",
-            ),
-            (f"``` <{_BOX}call▁end｜>", f"<{_BOX}call▁end｜>"),
-        ),
-        is_section=True, templates=(f"<{_BOX}calls▁begin｜>",),
-        vocabulary=(f"<{_BOX}calls▁begin｜>",),
-    ),
+    _boxed("deepseek_v3", "```json"),
+    _boxed("deepseek_v3_1"),
     CallFormat(
         "command", "json", "<|START_ACTION|>", "<|END_ACTION|>",
         vocabulary=("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
     CallFormat(
         "phi4", "json", "<|tool_call|>", "<|/tool_call|>", other_starts=("functools",),
-        templates=("<|tool_call|>", "<|/tool_call|>"), vocabulary=("<|tool_call|>", "<|/tool_call|>"),
+        templates=("<|tool_call|>", "<|/tool_call|>"),
+        vocabulary=("<|tool_call|>", "<|/tool_call|>"),
     ),
     CallFormat(
         "granite", "json", "<|tool_call|>", "", other_starts=("<tool_call>",),

@@ -42,7 +42,7 @@ class HarmonyMessage(NamedTuple):
         return not self.recipient or self.recipient in ("assistant", "user", "all")
 
 
-Report = Callable[[HarmonyMessage, str, int, int, bool], None]
+Report = Callable[[HarmonyMessage, str, int, int, bool, int], None]
 
 
 def read_messages(cursor: Cursor, marks: Marks, report: Report) -> Found:
@@ -114,16 +114,15 @@ def _read_body(
     cursor: Cursor, patterns: _Patterns, message: HarmonyMessage, begin: int, report: Report
 ) -> Steps[None]:
     """Report the text of a message as it comes, up to what ends it."""
-    first = cursor.place
+    report(message, "", begin, cursor.place, False, 0)
     while True:
-        found = patterns.body_end.search(cursor.text, first, partial=not cursor.is_over)
+        found = patterns.body_end.search(cursor.text, 0, partial=not cursor.is_over)
         end = len(cursor.text) if found is None else found.start()
         is_ended = found is not None and not found.partial
         stop = found.end() if is_ended and found[0] not in patterns.begins else end
-        text = cursor.text[first:end]
-        if text or is_ended:
-            report(message, text if message.is_shown else "", begin, stop, is_ended)
-            begin = first = 0
+        if end or is_ended:
+            text = cursor.text[:end] if message.is_shown else ""
+            report(message, text, 0, stop, is_ended, stop - end)
         if is_ended or cursor.is_over:
             return
         length = len(cursor.text)
@@ -162,4 +161,4 @@ def _read_call(
         if is_last:
             break
     if not cursor.is_cut or end < len(cursor.text):
-        report(HarmonyMessage("final", ""), cursor.text[begin:end], begin, cursor.place, True)
+        report(HarmonyMessage("final", ""), cursor.text[begin:end], begin, cursor.place, True, 0)

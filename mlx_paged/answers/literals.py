@@ -104,21 +104,47 @@ def as_json(text: str) -> str | None:
     return value if cursor.place == len(text) else None
 
 
-def json_end(cursor: Cursor) -> Steps[str]:
-    """Read a JSON object or list, from its bracket to the one that closes it, as it is written."""
+def object_end(end: str) -> Any:
+    """The pattern for ``last_brace`` of :func:`json_end`.
+
+    Args:
+        end: the source of a pattern for what follows an object.
+    """
+    return regex.compile(rf"{_STRUCTURE.pattern}|{end}") if end else _STRUCTURE
+
+
+def json_end(cursor: Cursor, last_brace: Any = None) -> Steps[str]:
+    """Read a JSON object or list, from its bracket to the one that closes it, as it is written.
+
+    Args:
+        last_brace: a pattern of brackets, quotes, and what may follow an object whose last bracket
+            a model has left out; by default it has to be there.
+    """
     begin, depth = cursor.place, 0
     while True:
-        mark = (yield from cursor.search(_STRUCTURE))[0]
+        try:
+            mark = (yield from cursor.search(last_brace or _STRUCTURE))[0]
+        except TruncatedError:
+            text = cursor.text[begin:].rstrip()
+            if last_brace is None or cursor.is_cut or depth != 1 or not text.endswith("}"):
+                raise
+            cursor.place = len(cursor.text)
+            return text + "}"
         if mark in "{[":
             depth += 1
         elif mark in "}]":
             depth -= 1
             if not depth:
                 return cursor.text[begin : cursor.place]
-        else:
+        elif mark in "\"'":
             end = _DOUBLE_END if mark == '"' else _SINGLE_END
             while len((yield from cursor.search(end))[0]) > 1:
                 pass  # an escape
+        elif depth == 1:
+            cursor.place -= len(mark)
+            return cursor.text[begin : cursor.place] + "}"
+        else:
+            raise NotACallError
 
 
 @dataclass(frozen=True)
@@ -294,3 +320,39 @@ def _unescaped(found: re.Match[str]) -> str:
         code = int(letter[1:], 16)
         return chr(code) if code < 0x110000 else found[0]
     return _ESCAPED.get(letter, found[0])
+
+
+def fields_of(text: str) -> dict[str, str] | None:
+    """The keys and the JSON texts of the values of an object; ``None`` if it is none."""
+    decoder, fields = json.JSONDecoder(), dict[str, str]()
+    if not text.startswith("{"):
+        return None
+    place = 1
+    while (key_found := _FIELD.match(text, place)) is not None:
+        begin = key_found.end()
+        end = _value_end(text, begin)
+        key = decoder.decode(key_found[1])
+        fields.pop(key, None)
+        fields[key] = text[begin:end].strip()
+        place = end
+    return fields
+
+
+_FIELD = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],]', re.DOTALL)
+
+
+def _value_end(text: str, begin: int) -> int:
+    """Where the value that begins here ends, in valid JSON."""
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text, begin):
+        mark = found[0]
+        if mark in ("{", "["):
+            depth += 1
+        elif mark in ("}", "]"):
+            depth -= 1
+            if depth < 0:
+                return found.start()
+        elif mark == "," and not depth:
+            return found.start()
+    return len(text)

@@ -62,3 +62,35 @@ class Marks:
         if self._pattern is None or not _CHARACTERS.search(text):
             return text
         return _CHARACTERS.sub(lambda found: write(self._text_of.get(found[0], found[0])), text)
+
+
+class MarkFinder:
+    """Finds the first of several marks in a growing text.
+
+    Args:
+        actions: the marks, and what each of them does.
+    """
+
+    def __init__(self, actions: Mapping[str, str]):
+        self.actions = actions
+        # At the same position, the longer mark is preferred.
+        marks = sorted(actions, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
+        self._beginnings = frozenset(mark[:length] for mark in marks for length in range(len(mark)))
+        self._longest = max(map(len, marks), default=0)
+
+    def find(self, text: str, is_over: bool) -> tuple[int, str]:
+        """The position of the first mark, and the mark; or the position where an incomplete mark
+        may begin, and ``""``.
+        """
+        if self._pattern is None:
+            return len(text), ""
+        found = self._pattern.search(text)
+        if not is_over and self._longest > 1:
+            limit = len(text) if found is None else found.start() + 1
+            for place in range(max(0, len(text) - self._longest + 1), limit):
+                if text[place:] in self._beginnings:
+                    return place, ""
+        if found is None:
+            return len(text), ""
+        return found.start(), found[0]

@@ -1,40 +1,61 @@
 """``AnswerReader``: tells reasoning, text and calls of tools apart as an answer is generated.
 
 What is read doesn't depend on how the text is cut into pieces. A call is reported once it is
-complete. What turns out to be no call is text, every character of it; so is a call in a code span or
-in quotation marks, and one within reasoning that closes later.
+complete. What turns out to be no call is text, every character of it; so is a call in a code span
+or in quotation marks, and one within reasoning that closes later.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import regex
 
 from mlx_paged.answers.calls import Call, CallParser, Found
+from mlx_paged.answers.code_spans import CodeSpans, wait_for
 from mlx_paged.answers.cursor import Cursor, NotACallError, Steps, TruncatedError
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
 from mlx_paged.answers.events import Event, ToolCall
 from mlx_paged.answers.formats import CallFormat, ReasoningFormat
 from mlx_paged.answers.harmony import HarmonyMessage, read_messages
-from mlx_paged.answers.marks import Marks
-from mlx_paged.request import CompletionOutput
+from mlx_paged.answers.marks import MarkFinder, Marks
 
 LOG = logging.getLogger("mlx_paged.server")
 
 TEXT, REASONING = "normal", "reasoning"
-# Of the text after a call that may turn out to be quoted.
-MAX_HELD_CHARACTERS = 32_768
 _ID_CHARACTERS = string.ascii_letters + string.digits
-_QUOTES = {'"': '"', "'": "'", "“": "”", "«": "»", "„": "“", "‘": "’", "「": "」"}
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_TICKS = re.compile(r"`+")
+
+
+class Part(Protocol):
+    """A part of a completion, as the engine reports it."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> object: ...
+
+
+@dataclass
+class Span:
+    """Where reasoning lies in the text of an answer, in characters.
+
+    Args:
+        begin, end: with its marks; ``end`` is ``None`` while it goes on.
+        inner_begin, inner_end: without its marks.
+    """
+
+    begin: int
+    inner_begin: int
+    inner_end: int | None = None
+    end: int | None = None
 
 
 class Reading(NamedTuple):
@@ -49,9 +70,7 @@ class Reading(NamedTuple):
     calls: tuple[tuple[str, str], ...]
 
 
-def read_answer(
-    answer_format: AnswerFormat, text: str, completion: CompletionOutput | None = None
-) -> Reading:
+def read_answer(answer_format: AnswerFormat, text: str, completion: Part | None = None) -> Reading:
     """Read a whole answer; ``completion`` as in :meth:`AnswerReader.finish`."""
     reader = AnswerReader(answer_format)
     texts = {"reasoning": "", "text": ""}
@@ -77,13 +96,12 @@ class AnswerReader:
 
     Attributes:
         num_tool_calls: the number of calls so far.
-        reasoning_spans: where reasoning begins and ends in the text, marks included, in characters;
-            the last end is ``None`` while it goes on.
+        spans: where reasoning lies in the text.
     """
 
     def __init__(self, answer_format: AnswerFormat):
         self.num_tool_calls = 0
-        self.reasoning_spans: list[tuple[int, int | None]] = []
+        self.spans: list[Span] = []
         self._format = answer_format
         self._rules = _rules_of(
             answer_format.dialect, answer_format.calls, answer_format.hides_special
@@ -95,7 +113,7 @@ class AnswerReader:
         self._candidate: Found | None = None
         self._mark = ""  # that begins the candidate
         self._call_end = 0  # of its last complete call
-        self._code = _CodeSpans()
+        self._code = CodeSpans()
         self._space = ""  # shown once text follows
         self._has_text = False  # of the answer, reasoning apart
         self._is_after_mark = False
@@ -116,17 +134,22 @@ class AnswerReader:
         """Whether what follows is reasoning, as far as is known."""
         return self._state == REASONING
 
+    @property
+    def num_pending(self) -> int:
+        """How many characters at the end of the text are not decided yet."""
+        return len(self._cursor.text)
+
     def add(self, text: str) -> list[Event]:
         """The events that are certain after this text."""
         self._cursor.text += text
         return self._read()
 
-    def read(self, part: CompletionOutput) -> list[Event]:
+    def read(self, part: Part) -> list[Event]:
         """The events of the next part of a completion."""
         events = self.add(part.text)
         return events if part.finish_reason is None else events + self.finish(part)
 
-    def finish(self, completion: CompletionOutput | None = None) -> list[Event]:
+    def finish(self, completion: Part | None = None) -> list[Event]:
         """The events that were held back, at the end of the answer.
 
         Args:
@@ -194,6 +217,8 @@ class AnswerReader:
             self._begin_candidate(mark)
         elif action in ("text", "drop") or self._is_text_here(mark, action):
             self._show_mark(mark, is_hidden=action == "drop")
+        elif action == self._state == TEXT:
+            self._drop(len(mark))  # a lone closing mark
         else:
             if action != self._state:
                 self._enter(action, len(mark))
@@ -202,33 +227,31 @@ class AnswerReader:
 
     def _is_text_here(self, mark: str, state: str) -> bool:
         """Whether a mark of reasoning is text at this place."""
-        if state == TEXT and self._state == TEXT:  # a lone closing mark
-            return self._code.is_open
-        if state != REASONING:
+        if self._state == REASONING:  # an opening mark again is none right after the first
+            return state == REASONING and not self._is_after_mark
+        if self._state != TEXT or state not in (TEXT, REASONING):
             return False
-        if self._state == REASONING:  # an opening mark again, right after the first
-            return not self._is_after_mark
-        is_spelled_out = self._format.marks.decode(mark) == mark
-        return self._code.is_open or (
+        is_spelled_out = state == REASONING and self._format.marks.decode(mark) == mark
+        return self._code.after(self._space).is_open or (
             is_spelled_out and not (self._is_opening or self._is_after_mark)
         )
 
     def _show_mark(self, mark: str, *, is_hidden: bool) -> None:
         self._drop(len(mark))
-        if not is_hidden or self._code.is_open:
+        if not is_hidden or self._code.after(self._space).is_open:
             self._show(mark)
 
     def _enter(self, state: str, mark_length: int) -> None:
+        place = self._num_dropped
         if state == REASONING:
-            self.reasoning_spans.append((self._num_dropped, None))
-        elif self.is_reasoning:
-            self._close_span(self._num_dropped + mark_length)
+            self.spans.append(Span(place, place + mark_length))
+        elif self._state == REASONING:
+            self._close_span(place + mark_length)
         self._state = state
         self._space, self._is_after_mark = "", True
 
     def _close_span(self, end: int) -> None:
-        begin, _ = self.reasoning_spans[-1]
-        self.reasoning_spans[-1] = begin, end
+        self.spans[-1].inner_end, self.spans[-1].end = self._num_dropped, end
 
     def _show(self, text: str) -> None:
         """Report a text without marks, and hold back the white space at its end."""
@@ -253,8 +276,8 @@ class AnswerReader:
             return
         self._has_text, self._is_after_call = True, False
         self._events.append(Event("text", text))
-        if self._rules.starts:
-            self._code.add(text + self._space)
+        if self._format.has_marks:
+            self._code.add(text)
 
     # Calls.
 
@@ -268,7 +291,7 @@ class AnswerReader:
         if self._state == REASONING:
             is_quoted = self._is_draft
         else:
-            is_quoted = self._code.closing(self._space, mark)
+            is_quoted = self._code.after(self._space).closing()
         self._candidate = found if is_quoted is None else _unless(found, is_quoted, cursor)
 
     def _read_candidate(self, candidate: Found) -> bool:
@@ -282,7 +305,7 @@ class AnswerReader:
         except NotACallError as error:
             self._candidate = None
             if isinstance(error, TruncatedError) and cursor.is_cut:
-                self._drop(len(cursor.text))  # the call that was broken off
+                self._drop(len(cursor.text))  # the truncated call
             elif self._call_end:
                 self._end_candidate(self._call_end)
             elif not self._mark and cursor.text:
@@ -311,7 +334,7 @@ class AnswerReader:
             self._close_span(self._num_dropped)
         self._drop(end)
         if is_within:
-            self.reasoning_spans.append((self._num_dropped, None))
+            self.spans.append(Span(self._num_dropped, self._num_dropped))
 
     def _call(self, call: Call) -> None:
         index = self.num_tool_calls
@@ -334,10 +357,15 @@ class AnswerReader:
         """Whether a call within reasoning is text: the reasoning closes after it."""
         begin = cursor.place
         try:
-            yield from _search(cursor, self._rules.reasoning_end, MAX_HELD_CHARACTERS)
+            yield from wait_for(cursor, self._rules.reasoning_end)
         except TruncatedError:
-            rest = cursor.text[begin:].strip()
-            return cursor.is_cut and bool(rest) and not rest.startswith(self._mark)
+            if not cursor.is_cut:
+                return False
+            # A thought that goes on after the last call is truncated.
+            end = self._format.marks.encode(self._format.calls.end if self._format.calls else "")
+            rest = cursor.text[begin:]
+            rest = (rest.rpartition(end)[2] if end else rest).strip()
+            return bool(rest) and not rest.startswith(self._mark)
         return True
 
     # Harmony.
@@ -351,20 +379,30 @@ class AnswerReader:
         self._step()
 
     def _harmony(
-        self, message: HarmonyMessage, text: str, begin: int, end: int, is_ended: bool
+        self,
+        message: HarmonyMessage,
+        text: str,
+        begin: int,
+        end: int,
+        is_ended: bool,
+        mark_length: int,
     ) -> None:
-        """Take a piece of a message, which lies here in the cursor's text."""
-        self._state = REASONING if message.is_reasoning else TEXT
-        if message.is_reasoning:
-            first, last = self._num_dropped + begin, self._num_dropped + end
-            if self.reasoning_spans and self.reasoning_spans[-1][1] == first:
-                first = self.reasoning_spans.pop()[0]
-            self.reasoning_spans.append((max(0, first), max(0, last)))
+        """Take a piece of a message, which lies here in the cursor's text. The first is empty, and
+        lies where its header does.
+        """
+        if self._state == "header":
+            self._state = REASONING if message.is_reasoning else TEXT
+            if message.is_reasoning:
+                place = self._num_dropped
+                self.spans.append(Span(max(0, place + begin), max(0, place + end)))
         if text:
             self._report(text)
-        if is_ended:
-            self._state = "header"
         self._drop(end)
+        if is_ended:
+            if message.is_reasoning:
+                self.spans[-1].inner_end = self._num_dropped - mark_length
+                self.spans[-1].end = self._num_dropped
+            self._state = "header"
 
 
 def _unless(found: Found, is_quoted: Callable[[Cursor], Steps[bool]], cursor: Cursor) -> Found:
@@ -382,87 +420,6 @@ def _unless(found: Found, is_quoted: Callable[[Cursor], Steps[bool]], cursor: Cu
     yield from calls
 
 
-def _search(cursor: Cursor, pattern: Any, limit: int) -> Steps[None]:
-    """Wait for a pattern, or for a number of characters without it."""
-    begin = cursor.place
-    search = cursor.search(pattern)
-    for _ in search:
-        if len(cursor.text) - begin > limit:
-            return
-        yield
-
-
-class _CodeSpans:
-    """Whether a text that is generated is within a code span or a block of code."""
-
-    def __init__(self) -> None:
-        self._line = ""
-        self._fence = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the text so far has opened one."""
-        return bool(self._fence or self._open_ticks())
-
-    def add(self, text: str) -> None:
-        """Add a text."""
-        if "\n" not in text:
-            self._line += text
-            return
-        *lines, last = (self._line + text).split("\n")
-        for line in lines:
-            found = _FENCE.match(line)
-            if found is None:
-                continue
-            if not self._fence:
-                self._fence = found[1]
-            elif found[1].startswith(self._fence):
-                self._fence = ""
-        self._line = last
-
-    def _open_ticks(self) -> str:
-        if "`" not in self._line:
-            return ""
-        opened = ""
-        for ticks in _TICKS.findall(self._line):
-            if not opened:
-                opened = ticks
-            elif ticks == opened:
-                opened = ""
-        return opened
-
-    def closing(self, space: str, mark: str) -> Callable[[Cursor], Steps[bool]] | None:
-        """A test of whether a call that begins here is quoted: it reads what closes the quotation.
-        ``None`` if it can't be.
-        """
-        ticks = self._open_ticks()
-        if self._fence:
-            return _closes(regex.compile(rf"\n {{0,3}}{regex.escape(self._fence)}"))
-        if ticks:
-            return _closes(regex.compile(rf"(?<!`){ticks}(?!`)|(?P<end>\n)"))
-        quote = _QUOTES.get(self._line[-1:]) if not space else None
-        return None if quote is None else _is_followed_by(quote)
-
-
-def _closes(pattern: Any) -> Callable[[Cursor], Steps[bool]]:
-    def closes(cursor: Cursor) -> Steps[bool]:
-        begin = cursor.place
-        try:
-            yield from _search(cursor, pattern, MAX_HELD_CHARACTERS)
-        except TruncatedError:
-            return False
-        return not cursor.text[begin : cursor.place].endswith("\n")
-
-    return closes
-
-
-def _is_followed_by(quote: str) -> Callable[[Cursor], Steps[bool]]:
-    def follows(cursor: Cursor) -> Steps[bool]:
-        return (yield from cursor.peek()) == quote
-
-    return follows
-
-
 class _Rules:
     """What is looked for in each state of an answer; the same for all answers of a format."""
 
@@ -474,11 +431,11 @@ class _Rules:
         self.is_exact = dialect.reasoning is not None and dialect.reasoning.is_exact
         states: dict[str, dict[str, str]] = {TEXT: {}, REASONING: {}}
         of_calls = "".join(marks_of(calls))
-        for state in states.values():
+        for actions in states.values():
             for mark in marks.token_ids:
                 is_hidden = hides_special and mark in dialect.special and mark not in of_calls
-                state[marks.encode(mark)] = "drop" if is_hidden else "text"
-            state.update(dict.fromkeys(self.starts, "call"))
+                actions[marks.encode(mark)] = "drop" if is_hidden else "text"
+            actions.update(dict.fromkeys(self.starts, "call"))
         self.reasoning_end = regex.compile("(?!)")
         if dialect.reasoning is not None:
             self._add_reasoning(dialect.reasoning, marks, states)
@@ -489,7 +446,7 @@ class _Rules:
                     own[marks.encode(mark)] = then
                 elif self.starts:
                     own[marks.encode(mark)] = "call"
-        self.finders = {state: _MarkFinder(edges) for state, edges in states.items()}
+        self.finders = {state: MarkFinder(edges) for state, edges in states.items()}
         self.holds_space = not self.is_exact and any(
             action not in ("drop", "text") for action in states[TEXT].values()
         )
@@ -507,38 +464,6 @@ class _Rules:
         if marks.encode(reasoning.end) != reasoning.end:
             states[TEXT][ends[0]] = TEXT
         self.reasoning_end = regex.compile("|".join(map(regex.escape, ends)))
-
-
-class _MarkFinder:
-    """Finds the first of several marks in a growing text.
-
-    Args:
-        actions: the marks, and what each of them does.
-    """
-
-    def __init__(self, actions: Mapping[str, str]):
-        self.actions = actions
-        # At the same position, the longer mark is preferred.
-        marks = sorted(actions, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
-        self._beginnings = frozenset(mark[:length] for mark in marks for length in range(len(mark)))
-        self._longest = max(map(len, marks), default=0)
-
-    def find(self, text: str, is_over: bool) -> tuple[int, str]:
-        """The position of the first mark, and the mark; or the position where an incomplete mark
-        may begin, and ``""``.
-        """
-        if self._pattern is None:
-            return len(text), ""
-        found = self._pattern.search(text)
-        if not is_over and self._longest > 1:
-            limit = len(text) if found is None else found.start() + 1
-            for place in range(max(0, len(text) - self._longest + 1), limit):
-                if text[place:] in self._beginnings:
-                    return place, ""
-        if found is None:
-            return len(text), ""
-        return found.start(), found[0]
 
 
 @lru_cache(maxsize=32)

@@ -181,7 +181,7 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 no_store=generation.no_store,
-                token_rules=rules,
+                token_rules=rules._replace(answer_format=generation.marked_format),
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(outputs, places.pop_all(), self._note_of(generation))

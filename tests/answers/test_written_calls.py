@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.call_writers import TOKENS, WRITERS
 from helpers.fast_lane import mostly_slow
 
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
@@ -18,17 +19,21 @@ from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.request import CompletionOutput
 
-from helpers.call_writers import TOKENS, WRITERS
-
 STRING, ANY = {"type": "string"}, {"type": ["object", "array", "null"]}
 # The values of each class, and the schema of their parameter.
 VALUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "plain text": (STRING, ["Paris", "a b, c: d; e = f"]),
     "empty text": (STRING, [""]),
-    "white space": (STRING, [" ", "\n", "  two  spaces  ", "\n\n    if x:\n        y\n\n", "\tq\t"]),
+    "white space": (
+        STRING,
+        [" ", "\n", "  two  spaces  ", "\n\n    if x:\n        y\n\n", "\tq\t"],
+    ),
     "unicode": (STRING, ["Zürich ☕ 東京", "👩‍💻 🇨🇭 e\u0301", "مرحبا", "\u2028\u00a0\ufeff"]),
     "quotes": (STRING, ['say "hi"', "it's", "\\", "C:\\new\\table", '\\"', "'''", '"""', "`x`"]),
-    "code": (STRING, ['def f(x):\n    return {"a": [x, "b"]}  # <b> & </b>\n', "{", "}]", "a[0] = {}"]),
+    "code": (
+        STRING,
+        ['def f(x):\n    return {"a": [x, "b"]}  # <b> & </b>\n', "{", "}]", "a[0] = {}"],
+    ),
     "JSON as a text": (STRING, ['{"name": "x", "arguments": {"a": 1}}', "[1, 2", "{}", '"a"']),
     "what looks like a number": (STRING, ["007", "1e5", "-3", "true", "null", "NaN", "1_000"]),
     "dates": (STRING, ["2026-11-27", "2026-11-27T23:59:59Z", "12:30"]),
@@ -57,8 +62,7 @@ def dialect(name: str, *, has_tokens: bool) -> Dialect:
 def tools_of(schemas: dict[str, Any]) -> list[dict[str, Any]]:
     parameters = {"type": "object", "properties": schemas}
     return [
-        {"type": "function", "function": {"name": name, "parameters": parameters}}
-        for name in NAMES
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in NAMES
     ]
 
 

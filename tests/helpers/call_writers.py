@@ -121,9 +121,7 @@ def mistral(calls: Sequence[Call]) -> str:
 
 
 def gemma_calls(calls: Sequence[Call], start: str, end: str, quote: str) -> str:
-    return "".join(
-        f"{start}call:{name}{gemma(arguments, quote)}{end}" for name, arguments in calls
-    )
+    return "".join(f"{start}call:{name}{gemma(arguments, quote)}{end}" for name, arguments in calls)
 
 
 def pythonic(calls: Sequence[Call], start: str = "", end: str = "") -> str:
@@ -181,14 +179,12 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "longcat": lambda calls: glm(calls, "longcat_"),
     "minimax_m2": lambda calls: xml(calls, "invoke", "parameter", "minimax:tool_call"),
     "minicpm5": lambda calls: xml(calls, "function", "param"),
-    "muse_spark": lambda calls: xml(
-        calls, "atem:invoke", "atem:parameter", "atem:function_calls"
-    ),
+    "muse_spark": lambda calls: xml(calls, "atem:invoke", "atem:parameter", "atem:function_calls"),
     "deepseek_v3_2": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
     "deepseek_v4_1": dsml(" calls", " "),
     "deepseek_v3": deepseek_v3,
-    "deepseek_v3, 3.1": deepseek_v31,
+    "deepseek_v3_1": deepseek_v31,
     "kimi_k2": kimi_k2,
     "kimi_k3": kimi_k3,
     "mistral": mistral,
@@ -201,8 +197,9 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "llama4": pythonic,
     "llama4, with marks": lambda calls: pythonic(calls, "<|python_start|>", "<|python_end|>"),
     "llama3": lambda calls: "; ".join(of_json(call, "name", "parameters") for call in calls),
-    "llama3, with a mark": lambda calls: "<|python_tag|>"
-    + "; ".join(of_json(call, "name", "parameters") for call in calls),
+    "llama3, with a mark": lambda calls: (
+        "<|python_tag|>" + "; ".join(of_json(call, "name", "parameters") for call in calls)
+    ),
     "command": lambda calls: json_list(
         calls, "<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters"
     ),
