@@ -31,7 +31,7 @@ class CodeSpans:
     """Whether a text that is generated is within a code span or a block of code."""
 
     def __init__(self) -> None:
-        self._line = ""
+        self._line: list[str] = []  # pieces of the last one
         self._fence = ""
 
     @property
@@ -41,10 +41,10 @@ class CodeSpans:
 
     def add(self, text: str) -> None:
         """Add a text."""
+        self._line.append(text)
         if "\n" not in text:
-            self._line += text
             return
-        *lines, last = (self._line + text).split("\n")
+        *lines, last = "".join(self._line).split("\n")
         for line in lines:
             found = _FENCE.match(line)
             if found is None:
@@ -53,13 +53,11 @@ class CodeSpans:
                 self._fence = found[1]
             elif found[1].startswith(self._fence):
                 self._fence = ""
-        self._line = last
+        self._line = [last]
 
     def _open_ticks(self) -> str:
-        if "`" not in self._line:
-            return ""
         opened = ""
-        for ticks in _TICKS.findall(self._line):
+        for ticks in _TICKS.findall("".join(self._line)):
             if not opened:
                 opened = ticks
             elif ticks == opened:
@@ -71,7 +69,7 @@ class CodeSpans:
         if not space:
             return self
         later = CodeSpans()
-        later._line, later._fence = self._line, self._fence
+        later._line, later._fence = [*self._line], self._fence
         later.add(space)
         return later
 
@@ -84,7 +82,7 @@ class CodeSpans:
             return _closes(regex.compile(rf"\n {{0,3}}{regex.escape(self._fence)}"))
         if ticks:
             return _closes(regex.compile(rf"(?<!`){ticks}(?!`)|(?P<end>\n)"))
-        quote = _QUOTES.get(self._line[-1:])
+        quote = _QUOTES.get("".join(self._line)[-1:])
         return None if quote is None else _is_followed_by(quote)
 
 

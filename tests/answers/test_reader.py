@@ -399,7 +399,7 @@ PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=read>", "</function>", "\n",
     "<parameter=path>", "</parameter>", " ", "<", "\\", '"', '{"name": "read", "arguments": ',
     '{"a": ', "1", "true", "[", "]", "{", "}", ",", "é", "`", "```\n", CALL, CODER, "read(",
-    "<|channel|>final", "<|message|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>", "x", "call:",
+    "call:", "<|channel|>final", "<|message|>", "<|end|>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>",
 ]  # fmt: skip
 
 
