@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mlx_paged.answers.dialect import Dialect
 from mlx_paged.chat_template import encode_text, normalise_messages, render_chat
 from mlx_paged.core.tier import ANSWERS, BlockHeader
-from mlx_paged.model_dialect import ModelDialect
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -361,8 +361,8 @@ class ConversationEncoder:
             message: the message in which it comes back.
             no_store: keep it in memory only.
         """
-        texts, marks = [prompt.text], ModelDialect.of(tokenizer).reasoning
-        if marks is not None and (text := marks.without_empty_pair(prompt.text)) is not None:
+        texts = [prompt.text]
+        if (text := Dialect.of(tokenizer).without_empty_pair(prompt.text)) is not None:
             # Templates write no such pair in the history.
             texts.append(text)
         before = prompt.before

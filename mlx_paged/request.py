@@ -12,10 +12,11 @@ from mlx_paged.domains import Domain, or_none, whole
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mlx_paged.answers.dialect import AnswerFormat
+    from mlx_paged.answers.tokens import ReasoningLimit
     from mlx_paged.core import BlockHash
     from mlx_paged.engine.compiled_grammar import CompiledGrammar
     from mlx_paged.engine.prefix_report import PrefixReport
-    from mlx_paged.reasoning import ReasoningLimit
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -58,6 +59,7 @@ class TokenRules(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
     grammar: CompiledGrammar | None = None  # of the answer
     reasoning: ReasoningLimit | None = None
+    answer_format: AnswerFormat | None = None  # of the marks in its text; None: as it is decoded
 
 
 NO_RULES = TokenRules()

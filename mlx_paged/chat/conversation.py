@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
@@ -21,7 +22,6 @@ from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, Verbatim
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.model_dialect import ModelDialect
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.snapshots import is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.errors import SnapshotError, check_path
@@ -65,8 +65,7 @@ class Conversation:
     Attributes:
         messages: mappings as :func:`normalise_messages` describes them.
         tokens: of the last prompt and its answer, as far as their K/V are computed.
-        opens_thinking: whether the prompt of the last turn ended with the mark that opens
-            reasoning.
+        answer_format: how the answer to the prompt of the last turn is read.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template.
@@ -86,7 +85,7 @@ class Conversation:
         self.engine = engine
         self.tokens: list[int] = []
         self.tokenizer = tokenizer
-        self.opens_thinking = False
+        self.answer_format = PLAIN
         self._prefix = prefix
         self._encoder = ConversationEncoder()
         self._prompt: Prompt | None = None  # of the last turn
@@ -288,8 +287,7 @@ class Conversation:
         prompt = self._encoder.encode(
             self.tokenizer, self.messages, self._template_options, write=write
         )
-        marks = ModelDialect.of(self.tokenizer).reasoning
-        self.opens_thinking = marks is not None and marks.are_opened_by(prompt.text)
+        self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
         self._prompt = prompt
         return [*prefix, *prompt.token_ids]
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.engine.grammar import StructuredOutputError
 from mlx_paged.engine.thread import EngineStoppedError
@@ -23,7 +24,6 @@ from mlx_paged.errors import (
 )
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams, StructuredOutputsParams
-from mlx_paged.server.answers.reader import PLAIN, AnswerFormat
 from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger("mlx_paged.server")
@@ -57,6 +57,11 @@ class Generation:
     user: str = "-"
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, StructuredOutputsParams]] = dict
+
+    @property
+    def marked_format(self) -> AnswerFormat | None:
+        """The format in which the engine is to write marks; ``None`` if there are none."""
+        return self.answer_format if self.answer_format.has_marks else None
 
 
 class Answer:

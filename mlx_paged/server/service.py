@@ -215,7 +215,7 @@ class Service:
                 cache_salt=generation.cache_salt,
                 no_store=generation.no_store,
                 user=generation.user,
-                token_rules=rules,
+                token_rules=rules._replace(answer_format=generation.marked_format),
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             note = self._note_of(generation)

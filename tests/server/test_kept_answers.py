@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from helpers.agent_models import pieces_of
 
+from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.kept_answers import keep_answer
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.command_line import (
     KEEPS_REASONING,
     setup_arg_parser,
@@ -46,8 +47,8 @@ class Conversation:
         # One character after another, as no tokenizer would encode it.
         tokens = [
             token
-            for character in text
-            for token in self.tokenizer.encode(character, add_special_tokens=False)
+            for piece in pieces_of(text, 1)
+            for token in self.tokenizer.encode(piece, add_special_tokens=False)
         ]
         answer_format = AnswerFormat.of(self.tokenizer, prompt.text, self.options.get("tools", ()))
         eos = self.tokenizer.eos_token_id

@@ -11,9 +11,13 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, decoded, same_message
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.reader import Reading, read_answer
+from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, same_message
+from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 
 
 class ReadAnswer(Reading):
@@ -45,7 +49,7 @@ class ReadAnswer(Reading):
             return None
         tools = template_options.get("tools") or ()
         answer_format = AnswerFormat.of(tokenizer, text[:begin], tools)
-        written = read_answer(answer_format, text[begin : min(ends)])
+        written = read_answer(answer_format, answer_format.marks.encode(text[begin : min(ends)]))
         is_same = written.reasoning.strip() == self.reasoning.strip() and same_message(
             message_of(written), message_of(self)
         )
@@ -72,7 +76,7 @@ def keep_answer(
     token_ids = list(completion.token_ids)
     if token_ids and token_ids[-1] in tokenizer.eos_token_ids:
         token_ids.pop()
-    text = decoded(tokenizer, prompt.token_ids, token_ids)
+    text = _marked_text(tokenizer, prompt, token_ids, answer_format)
     # Including calls beyond max_calls: then the client's message differs, and there is no match.
     reading = read_answer(replace(answer_format, max_calls=None), text, completion)
     message = message_of(reading)
@@ -80,6 +84,15 @@ def keep_answer(
         said = ReadAnswer(*reading)
         kept.keep(tokenizer, prompt, token_ids, message, said, no_store)
     return message
+
+
+def _marked_text(
+    tokenizer: TokenizerWrapper, prompt: Prompt, token_ids: Sequence[int], form: AnswerFormat
+) -> str:
+    """The text of an answer, in which a mark that is a token differs from one that is text."""
+    detokenizer = TokenTexts(tokenizer).detokenizer(prompt.token_ids)
+    places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
+    return "".join(map(places.add, token_ids)) + detokenizer.finish()
 
 
 def upcoming_tokens(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.server.answers.reader import ToolChoice
+from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.grammars.response_format import fields_of
 from mlx_paged.server.openai.messages import (

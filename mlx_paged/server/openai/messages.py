@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.errors import shown
-from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.schemas import (
