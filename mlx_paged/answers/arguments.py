@@ -146,7 +146,7 @@ def _simple(word: str, kinds: frozenset[str] | set[str], has_text: bool) -> str 
         if word in ("True", "False") and not has_text:
             return word.lower()
     if kinds & {"integer", "number"}:
-        number = as_number(word)
+        number = None if "_" in word else as_number(word)
         if number is not None and not (has_text and number != word):
             return number if "number" in kinds else _as_integer(number)
     return None

@@ -33,8 +33,8 @@ _NAME_KEYS = ("name", "tool_name", "function_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _JSON_BEGIN = regex.compile(r"[\s\[,;]*+\{")
 _JSON_HEAD = regex.compile(
-    r'\{\s*"(?:name|tool_name|function_name|arguments|parameters|args|type|id|tool_call_id|'
-    r'function|index|reason)"\s*:'
+    r"""\{\s*["'](?:name|tool_name|function_name|arguments|parameters|args|type|id|tool_call_id|"""
+    r"""function|index|reason)["']\s*:"""
 )
 _JSON_END = regex.compile(r"[\s\],;}]*+(?=[^\s\],;}])")
 _LIST_BEGIN = regex.compile(r"\s*\[")
@@ -101,6 +101,13 @@ class CallParser:
             self._head_begins = [begin_of(head, marks) for head in shape.head]
         self.starts = [marks.encode(start) for start in starts if start]
         self.begins_answers = call_format.is_bare
+        # An answer that is JSON may have a name, too.
+        names = "|".join(regex.escape(json_text(name)) for name in self._parameters) or "(?!)"
+        self._bare_head = regex.compile(
+            rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?:{names})\s*[,}}]'
+        )
+        names = "|".join(map(regex.escape, self._parameters)) or "(?!)"
+        self._bare_name = regex.compile(rf"\s*(?P<name>{names})\s*\(")
         self._end = regex.compile(rf"\s*{any_end(call_format, marks)}")
         self._start = regex.compile(r"\s*" + escaped(call_format.start, marks))
         self._object_end = object_end(any_end(call_format, marks))
@@ -115,7 +122,11 @@ class CallParser:
             is_bare = start == self._bare_start
             if not is_bare:
                 cursor.place += len(start)
-            yield from self._read_tags(cursor, is_bare)
+            is_json = not (is_bare or self._format.is_section)
+            if is_json and (yield from self._is_next(cursor, "{")):
+                yield from self._read_json(cursor, start, is_bare=False)  # as other models do
+            else:
+                yield from self._read_tags(cursor, is_bare)
             return
         cursor.place += len(start)
         if shape == "python":
@@ -134,7 +145,7 @@ class CallParser:
         while (yield from _optional(cursor, _JSON_BEGIN)) is not None:
             cursor.place -= 1
             begin = cursor.place
-            yield from cursor.match(_JSON_HEAD)
+            yield from cursor.match(self._bare_head if is_bare else _JSON_HEAD)
             cursor.place = begin
             call = self._call_of((yield from json_end(cursor, self._object_end)))
             if is_bare and call.name not in self._parameters:
@@ -226,9 +237,8 @@ class CallParser:
         while True:
             if is_list and calls and (yield from self._is_next(cursor, "]")):
                 break
-            name = str((yield from cursor.match(_PYTHON_NAME))["name"])
-            if is_bare and name not in self._parameters:
-                raise NotACallError
+            pattern = self._bare_name if is_bare else _PYTHON_NAME
+            name = str((yield from cursor.match(pattern))["name"])
             values = Literals(cursor, PYTHON, self._convert_for(name))
             arguments = yield from values.fields(")", key_ends_with="=")
             calls.append(Call(name, self._marks.decode_json(self._named(name, arguments))))

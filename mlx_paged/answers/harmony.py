@@ -10,6 +10,7 @@ import regex
 
 from mlx_paged.answers.calls import Call, Found
 from mlx_paged.answers.cursor import Cursor, Steps, TruncatedError
+from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.literals import as_json
 from mlx_paged.answers.marks import Marks
 
@@ -45,19 +46,22 @@ class HarmonyMessage(NamedTuple):
 Report = Callable[[HarmonyMessage, str, int, int, bool, int], None]
 
 
-def read_messages(cursor: Cursor, marks: Marks, report: Report) -> Found:
+def read_messages(cursor: Cursor, form: AnswerFormat, report: Report) -> Found:
     """Read messages to the end of the answer, and yield their calls.
 
     Args:
         report: called with pieces of messages that are no calls, and where they lie in the cursor's
             text; it removes the text up to there.
     """
+    marks = form.marks
     patterns = _Patterns(marks)
     while True:
         begin = cursor.place
         message = yield from _read_header(cursor, patterns, marks)
         if message is None:
             return
+        if message.recipient in form.names:  # without its name space
+            message = message._replace(recipient=FUNCTIONS + message.recipient)
         if message.is_call:
             yield from _read_call(cursor, patterns, marks, message, report)
         else:

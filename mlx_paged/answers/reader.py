@@ -185,9 +185,14 @@ class AnswerReader:
         place, mark = finder.find(cursor.text, cursor.is_over)
         if self._rules.begins_answers and self._is_opening and self._begins_answer(place):
             return True
+        if cursor.is_cut and (half := finder.find_half(cursor.text, self._rules.starts)) < (
+            place if mark else len(cursor.text)
+        ):
+            place, mark = half, ""
         self._show(cursor.text[:place])
         self._drop(place)
         if not mark:
+            self._drop(len(cursor.text) if cursor.is_cut else 0)
             return False
         self._take(mark, finder.actions[mark])
         return True
@@ -375,7 +380,7 @@ class AnswerReader:
         self._state = "header"
         self._cursor.text = opening
         self._num_dropped = -len(opening)
-        self._candidate = read_messages(self._cursor, self._format.marks, self._harmony)
+        self._candidate = read_messages(self._cursor, self._format, self._harmony)
         self._step()
 
     def _harmony(
