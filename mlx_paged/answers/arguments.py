@@ -10,7 +10,7 @@ from typing import Any
 from mlx_paged.answers.literals import as_json, as_number, is_strict_json, json_text
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
+_ANY = frozenset(("null", "boolean", "number", "object", "array", "string"))
 _OTHER_NAMES = {
     "int": "integer", "float": "number", "double": "number", "bool": "boolean", "str": "string",
     "text": "string", "dict": "object", "list": "array", "tuple": "array", "none": "null",
