@@ -123,7 +123,9 @@ def _read_body(
         found = patterns.body_end.search(cursor.text, 0, partial=not cursor.is_over)
         end = len(cursor.text) if found is None else found.start()
         is_ended = found is not None and not found.partial
-        stop = found.end() if is_ended and found[0] not in patterns.begins else end
+        stop = end
+        if found is not None and is_ended and found[0] not in patterns.begins:
+            stop = found.end()
         if end or is_ended:
             text = cursor.text[:end] if message.is_shown else ""
             report(message, text, 0, stop, is_ended, stop - end)
