@@ -29,6 +29,9 @@ from mlx_paged.answers.marks import MarkFinder, Marks
 LOG = logging.getLogger("mlx_paged.server")
 
 TEXT, REASONING = "normal", "reasoning"
+# Of a call within reasoning, after a mark that closes reasoning.
+MAX_QUOTED_CHARACTERS = 4_096
+_NUM_AHEAD = 256
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -295,6 +298,7 @@ class AnswerReader:
         is_quoted: Callable[[Cursor], Steps[bool]] | None = None
         if self._state == REASONING:
             is_quoted = self._is_draft
+            found = self._bounded(found)
         else:
             is_quoted = self._code.after(self._space).closing()
         self._candidate = found if is_quoted is None else _unless(found, is_quoted, cursor)
@@ -357,6 +361,23 @@ class AnswerReader:
         calls = self._format.calls
         call_id = call.call_id or new_call_id(is_short=calls is not None and calls.has_short_ids)
         self._events.append(Event("call", call.arguments, ToolCall(index, call_id, call.name)))
+
+    def _bounded(self, found: Found) -> Found:
+        """Calls within reasoning, as long as few characters follow a mark that may have ended the
+        reasoning in the middle of one: an argument may quote it, or a budget has forced it.
+        """
+        cursor, pattern = self._cursor, self._rules.reasoning_end
+        mark, place = None, 0
+        for call in found:
+            end = len(cursor.text) if call is None else cursor.place
+            if mark is None:
+                mark = pattern.search(cursor.text, place, end)
+                place = max(0, end - self._rules.longest_end)
+            # An end mark may have to be read before a call is known to be complete.
+            limit = MAX_QUOTED_CHARACTERS + (_NUM_AHEAD if call is None else 0)
+            if mark is not None and end - mark.start() > limit:
+                raise NotACallError
+            yield call
 
     def _is_draft(self, cursor: Cursor) -> Steps[bool]:
         """Whether a call within reasoning is text: the reasoning closes after it."""
@@ -441,7 +462,7 @@ class _Rules:
                 is_hidden = hides_special and mark in dialect.special and mark not in of_calls
                 actions[marks.encode(mark)] = "drop" if is_hidden else "text"
             actions.update(dict.fromkeys(self.starts, "call"))
-        self.reasoning_end = regex.compile("(?!)")
+        self.reasoning_end, self.longest_end = regex.compile("(?!)"), 0
         if dialect.reasoning is not None:
             self._add_reasoning(dialect.reasoning, marks, states)
         for state, edges in dialect.transitions:
@@ -469,6 +490,7 @@ class _Rules:
         if marks.encode(reasoning.end) != reasoning.end:
             states[TEXT][ends[0]] = TEXT
         self.reasoning_end = regex.compile("|".join(map(regex.escape, ends)))
+        self.longest_end = max(map(len, ends))
 
 
 @lru_cache(maxsize=32)

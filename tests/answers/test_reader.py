@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.answers import code_spans
+from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.events import Event, ToolCall
 from mlx_paged.answers.formats import JSON_LIST, REASONING, format_named
@@ -201,6 +202,19 @@ def test_a_draft_is_held_within_a_bound(monkeypatch):
     text = form().marks.encode(f"<think>{CALL} ") + "and so on " * 20
     told = "".join(event.text for piece in text for event in reader.add(piece))
     assert told.startswith(CALL) and len(told) > 200
+
+
+def test_reasoning_that_ends_within_a_call_is_not_held_for_long(monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_QUOTED_CHARACTERS", 40)
+    text = '<think>so<tool_call>{"name": "read", "arguments": {"path": "a</think>It is sunny. '
+    reader, marks = AnswerReader(form()), form().marks
+    told = [event for piece in marks.encode(text) + "x" * 300 for event in reader.add(piece)]
+    assert "".join(event.text for event in told if event.kind == "text").startswith("It is sunny.")
+    half = '<tool_call>{"name": "read", "arguments": {"path": "a'
+    assert said(form(), f"<think>so{half}</think>It is sunny.") == (f"so{half}", "It is sunny.", [])
+    # An argument may quote the mark.
+    call = ("read", {"path": "</think>"})
+    assert said(form(), "<think>so" + WRITERS["json_tools"]([call])) == ("so", "", [call])
 
 
 @pytest.mark.parametrize(

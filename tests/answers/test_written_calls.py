@@ -16,6 +16,7 @@ from helpers.call_writers import TOKENS, WRITERS
 from helpers.fast_lane import mostly_slow
 
 from mlx_paged.answers import code_spans
+from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
 from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import AnswerReader
@@ -192,6 +193,7 @@ def test_random_answers_are_read_the_same_however_they_are_cut(name, monkeypatch
     rng, tools = random.Random(name), tools_of({"path": STRING})
     for number in range(150):
         monkeypatch.setattr(code_spans, "MAX_HELD_CHARACTERS", rng.choice([40, 32_768]))
+        monkeypatch.setattr(reader_module, "MAX_QUOTED_CHARACTERS", rng.choice([20, 4_096]))
         form = AnswerFormat.for_prompt(dialect(name, has_tokens=number % 3 > 0), "", tools)
         form = replace(form, is_thinking=name != "harmony" and rng.random() < 0.3)
         text, reason = random_answer(form, rng), rng.choice(["stop", "length"])
