@@ -10,7 +10,7 @@ from typing import Any
 from mlx_paged.answers.literals import as_json, as_number, is_strict_json, json_text
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
+_ANY = frozenset(("null", "boolean", "number", "object", "array", "string"))
 _OTHER_NAMES = {
     "int": "integer", "float": "number", "double": "number", "bool": "boolean", "str": "string",
     "text": "string", "dict": "object", "list": "array", "tuple": "array", "none": "null",
@@ -146,7 +146,7 @@ def _simple(word: str, kinds: frozenset[str] | set[str], has_text: bool) -> str 
         if word in ("True", "False") and not has_text:
             return word.lower()
     if kinds & {"integer", "number"}:
-        number = as_number(word)
+        number = None if "_" in word else as_number(word)
         if number is not None and not (has_text and number != word):
             return number if "number" in kinds else _as_integer(number)
     return None

@@ -33,8 +33,8 @@ _NAME_KEYS = ("name", "tool_name", "function_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _JSON_BEGIN = regex.compile(r"[\s\[,;]*+\{")
 _JSON_HEAD = regex.compile(
-    r'\{\s*"(?:name|tool_name|function_name|arguments|parameters|args|type|id|tool_call_id|'
-    r'function|index|reason)"\s*:'
+    r"""\{\s*["'](?:name|tool_name|function_name|arguments|parameters|args|type|id|tool_call_id|"""
+    r"""function|index|reason)["']\s*:"""
 )
 _JSON_END = regex.compile(r"[\s\],;}]*+(?=[^\s\],;}])")
 _LIST_BEGIN = regex.compile(r"\s*\[")
@@ -101,6 +101,13 @@ class CallParser:
             self._head_begins = [begin_of(head, marks) for head in shape.head]
         self.starts = [marks.encode(start) for start in starts if start]
         self.begins_answers = call_format.is_bare
+        # An answer that is JSON may have a name, too.
+        names = "|".join(regex.escape(json_text(name)) for name in self._parameters) or "(?!)"
+        self._bare_head = regex.compile(
+            rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?:{names})\s*[,}}]'
+        )
+        names = "|".join(map(regex.escape, self._parameters)) or "(?!)"
+        self._bare_name = regex.compile(rf"\s*(?P<name>{names})\s*\(")
         self._end = regex.compile(rf"\s*{any_end(call_format, marks)}")
         self._start = regex.compile(r"\s*" + escaped(call_format.start, marks))
         self._object_end = object_end(any_end(call_format, marks))
@@ -115,7 +122,11 @@ class CallParser:
             is_bare = start == self._bare_start
             if not is_bare:
                 cursor.place += len(start)
-            yield from self._read_tags(cursor, is_bare)
+            is_json = not (is_bare or self._format.is_section)
+            if is_json and (yield from self._is_next(cursor, "{")):
+                yield from self._read_json(cursor, start, is_bare=False)  # as other models do
+            else:
+                yield from self._read_tags(cursor, is_bare)
             return
         cursor.place += len(start)
         if shape == "python":
@@ -130,25 +141,41 @@ class CallParser:
     # One function for each shape.
 
     def _read_json(self, cursor: Cursor, start: str, is_bare: bool) -> Found:
+        if is_bare:
+            yield from self._read_bare_json(cursor)
+            return
         num_calls = 0
         while (yield from _optional(cursor, _JSON_BEGIN)) is not None:
-            cursor.place -= 1
-            begin = cursor.place
-            yield from cursor.match(_JSON_HEAD)
-            cursor.place = begin
-            call = self._call_of((yield from json_end(cursor, self._object_end)))
-            if is_bare and call.name not in self._parameters:
-                raise NotACallError
+            call = yield from self._json_call(cursor, _JSON_HEAD)
             num_calls += 1
-            if is_bare:
-                yield from self._check_nothing_else(cursor, _JSON_BEGIN)
-            elif self._format.end and start == self.starts[0]:
+            if self._format.end and start == self.starts[0]:
                 yield from self._check_end(cursor)
             yield call
         if not num_calls:
             raise NotACallError
-        if not is_bare:
-            yield from self._skip_end(cursor)
+        yield from self._skip_end(cursor)
+
+    def _read_bare_json(self, cursor: Cursor) -> Found:
+        """Calls that are the whole answer."""
+        calls: list[Call] = []
+        try:
+            while (yield from _optional(cursor, _JSON_BEGIN)) is not None:
+                calls.append((yield from self._json_call(cursor, self._bare_head)))
+            yield from self._check_nothing_else(cursor)
+        except TruncatedError:
+            yield from calls
+            raise
+        if not calls:
+            raise NotACallError
+        yield from calls
+
+    def _json_call(self, cursor: Cursor, head: Any) -> Steps[Call]:
+        """A call whose first bracket was read."""
+        cursor.place -= 1
+        begin = cursor.place
+        yield from cursor.match(head)
+        cursor.place = begin
+        return self._call_of((yield from json_end(cursor, self._object_end)))
 
     def _call_of(self, text: str) -> Call:
         """The call that a JSON object is."""
@@ -226,9 +253,8 @@ class CallParser:
         while True:
             if is_list and calls and (yield from self._is_next(cursor, "]")):
                 break
-            name = str((yield from cursor.match(_PYTHON_NAME))["name"])
-            if is_bare and name not in self._parameters:
-                raise NotACallError
+            pattern = self._bare_name if is_bare else _PYTHON_NAME
+            name = str((yield from cursor.match(pattern))["name"])
             values = Literals(cursor, PYTHON, self._convert_for(name))
             arguments = yield from values.fields(")", key_ends_with="=")
             calls.append(Call(name, self._marks.decode_json(self._named(name, arguments))))
@@ -238,7 +264,7 @@ class CallParser:
         if is_list:
             yield from cursor.match(_LIST_END)
         if is_bare:
-            yield from self._check_nothing_else(cursor, None)
+            yield from self._check_nothing_else(cursor)
         elif self._format.end:
             yield from self._check_end(cursor)
         yield from calls
@@ -422,20 +448,17 @@ class CallParser:
         if limit is not None and not self._marks.token_ids:
             return
         pattern = regex.compile("|".join([*(each.pattern for each in begins), self._end.pattern]))
-        try:
-            while True:
-                found = pattern.search(cursor.text, cursor.place, partial=not cursor.is_over)
-                if found is not None and not found.partial:
-                    cursor.place = found.start()
-                    return
-                if cursor.is_over:
-                    raise TruncatedError
-                if limit is not None and len(cursor.text) - begin > limit:
-                    raise NotACallError
-                yield
-        finally:
-            if limit is not None and cursor.place - begin > limit:
-                cursor.place = begin
+        while True:
+            found = pattern.search(cursor.text, begin, partial=not cursor.is_over)
+            place = len(cursor.text) if found is None else found.start()
+            if limit is not None and place - begin > limit:
+                raise NotACallError
+            if found is not None and not found.partial:
+                cursor.place = place
+                return
+            if cursor.is_over:
+                raise TruncatedError
+            yield
 
     def _ends(self, cursor: Cursor, end: Any) -> Steps[bool]:
         """Read an end mark that may be left out where the model has ended the answer."""
@@ -465,19 +488,15 @@ class CallParser:
             raise NotACallError
 
     def _skip_end(self, cursor: Cursor) -> Steps[None]:
-        yield from _optional(cursor, _CLOSING)
+        while (yield from _optional(cursor, _CLOSING)) is not None:
+            pass
         if self._format.end:
             yield from _optional(cursor, self._end)
 
-    def _check_nothing_else(self, cursor: Cursor, further: Any) -> Steps[None]:
-        """Raise unless the answer ends here, or a further call follows."""
-        begin = cursor.place
-        if further is not None and (yield from _optional(cursor, further)) is not None:
-            cursor.place = begin
-            return
-        cursor.place = begin
+    def _check_nothing_else(self, cursor: Cursor) -> Steps[None]:
+        """Raise unless the answer ends here."""
         while (yield from cursor.peek()):
-            if cursor.text[cursor.place] not in " \t\r\n],;":
+            if cursor.text[cursor.place] not in _AROUND_JSON:
                 raise NotACallError
             cursor.place += 1
 
@@ -485,7 +504,7 @@ class CallParser:
 _SPACE = regex.compile(r"\s*+(?=\S)")
 _SEPARATOR = regex.compile(r"\s*[,;]")
 _LIST_END = regex.compile(r"\s*\]")
-_CLOSING = regex.compile(r"[\s\],;}]*[\],;}]")
+_CLOSING = regex.compile(r"\s*[\]}]")
 _OBJECT_FOLLOWS = regex.compile(r"\s*(?=\{)")
 
 

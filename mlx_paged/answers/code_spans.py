@@ -17,14 +17,24 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _TICKS = re.compile(r"`+")
 
 
-def wait_for(cursor: Cursor, pattern: Any) -> Steps[None]:
-    """Wait for a pattern, or for ``MAX_HELD_CHARACTERS`` without it."""
+def wait_for(cursor: Cursor, pattern: Any, at_end: Any = None) -> Steps[None]:
+    """Wait for a pattern, and read it; or for ``MAX_HELD_CHARACTERS`` without it, and read nothing.
+
+    Raises:
+        TruncatedError: the text has ended before either.
+    """
     begin = cursor.place
-    search = cursor.search(pattern)
-    for _ in search:
-        if len(cursor.text) - begin > MAX_HELD_CHARACTERS:
-            return
-        yield
+    search = cursor.search(pattern, at_end)
+    try:
+        for _ in search:
+            if len(cursor.text) - begin > MAX_HELD_CHARACTERS:
+                return
+            yield
+    except TruncatedError:
+        if len(cursor.text) - begin <= MAX_HELD_CHARACTERS:
+            raise
+    if cursor.place - begin > MAX_HELD_CHARACTERS:
+        cursor.place = begin
 
 
 class CodeSpans:
@@ -81,16 +91,17 @@ class CodeSpans:
         if self._fence:
             return _closes(regex.compile(rf"\n {{0,3}}{regex.escape(self._fence)}"))
         if ticks:
-            return _closes(regex.compile(rf"(?<!`){ticks}(?!`)|(?P<end>\n)"))
+            closed = rf"(?<!`){ticks}(?=[^`]"
+            return _closes(*(regex.compile(rf"{closed}{end})|\n") for end in ("", "|$")))
         quote = _QUOTES.get("".join(self._line)[-1:])
         return None if quote is None else _is_followed_by(quote)
 
 
-def _closes(pattern: Any) -> Callable[[Cursor], Steps[bool]]:
+def _closes(pattern: Any, at_end: Any = None) -> Callable[[Cursor], Steps[bool]]:
     def closes(cursor: Cursor) -> Steps[bool]:
         begin = cursor.place
         try:
-            yield from wait_for(cursor, pattern)
+            yield from wait_for(cursor, pattern, at_end)
         except TruncatedError:
             return False
         return not cursor.text[begin : cursor.place].endswith("\n")

@@ -10,6 +10,7 @@ import regex
 
 from mlx_paged.answers.calls import Call, Found
 from mlx_paged.answers.cursor import Cursor, Steps, TruncatedError
+from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.literals import as_json
 from mlx_paged.answers.marks import Marks
 
@@ -45,19 +46,22 @@ class HarmonyMessage(NamedTuple):
 Report = Callable[[HarmonyMessage, str, int, int, bool, int], None]
 
 
-def read_messages(cursor: Cursor, marks: Marks, report: Report) -> Found:
+def read_messages(cursor: Cursor, form: AnswerFormat, report: Report) -> Found:
     """Read messages to the end of the answer, and yield their calls.
 
     Args:
         report: called with pieces of messages that are no calls, and where they lie in the cursor's
             text; it removes the text up to there.
     """
+    marks = form.marks
     patterns = _Patterns(marks)
     while True:
         begin = cursor.place
         message = yield from _read_header(cursor, patterns, marks)
         if message is None:
             return
+        if message.recipient in form.names:  # without its name space
+            message = message._replace(recipient=FUNCTIONS + message.recipient)
         if message.is_call:
             yield from _read_call(cursor, patterns, marks, message, report)
         else:
@@ -119,7 +123,9 @@ def _read_body(
         found = patterns.body_end.search(cursor.text, 0, partial=not cursor.is_over)
         end = len(cursor.text) if found is None else found.start()
         is_ended = found is not None and not found.partial
-        stop = found.end() if is_ended and found[0] not in patterns.begins else end
+        stop = end
+        if found is not None and is_ended and found[0] not in patterns.begins:
+            stop = found.end()
         if end or is_ended:
             text = cursor.text[:end] if message.is_shown else ""
             report(message, text, 0, stop, is_ended, stop - end)

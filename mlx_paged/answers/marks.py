@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 # Characters that decoded text never has: high surrogates, from this one on.
 _FIRST = 0xD800
@@ -96,3 +96,14 @@ class MarkFinder:
         if found is None:
             return len(text), ""
         return found.start(), found[0]
+
+    def find_half(self, text: str, starts: Iterable[str]) -> int:
+        """Where a mark that begins calls is truncated at the end of a text; its length if none is.
+        A character or two may be anything, unless one of them is a control token.
+        """
+        for place in range(max(0, len(text) - self._longest + 1), len(text)):
+            rest = text[place:]
+            is_one = len(rest) > 2 or _CHARACTERS.search(rest)
+            if is_one and any(start.startswith(rest) for start in starts):
+                return place
+        return len(text)

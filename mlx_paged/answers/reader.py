@@ -29,6 +29,9 @@ from mlx_paged.answers.marks import MarkFinder, Marks
 LOG = logging.getLogger("mlx_paged.server")
 
 TEXT, REASONING = "normal", "reasoning"
+# Of a call within reasoning, after a mark that closes reasoning.
+MAX_QUOTED_CHARACTERS = 4_096
+_NUM_AHEAD = 256
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -185,9 +188,14 @@ class AnswerReader:
         place, mark = finder.find(cursor.text, cursor.is_over)
         if self._rules.begins_answers and self._is_opening and self._begins_answer(place):
             return True
+        if cursor.is_cut and (half := finder.find_half(cursor.text, self._rules.starts)) < (
+            place if mark else len(cursor.text)
+        ):
+            place, mark = half, ""
         self._show(cursor.text[:place])
         self._drop(place)
         if not mark:
+            self._drop(len(cursor.text) if cursor.is_cut else 0)
             return False
         self._take(mark, finder.actions[mark])
         return True
@@ -290,6 +298,7 @@ class AnswerReader:
         is_quoted: Callable[[Cursor], Steps[bool]] | None = None
         if self._state == REASONING:
             is_quoted = self._is_draft
+            found = self._bounded(found)
         else:
             is_quoted = self._code.after(self._space).closing()
         self._candidate = found if is_quoted is None else _unless(found, is_quoted, cursor)
@@ -353,6 +362,23 @@ class AnswerReader:
         call_id = call.call_id or new_call_id(is_short=calls is not None and calls.has_short_ids)
         self._events.append(Event("call", call.arguments, ToolCall(index, call_id, call.name)))
 
+    def _bounded(self, found: Found) -> Found:
+        """Calls within reasoning, as long as few characters follow a mark that may have ended the
+        reasoning in the middle of one: an argument may quote it, or a budget has forced it.
+        """
+        cursor, pattern = self._cursor, self._rules.reasoning_end
+        mark, place = None, 0
+        for call in found:
+            end = len(cursor.text) if call is None else cursor.place
+            if mark is None:
+                mark = pattern.search(cursor.text, place, end)
+                place = max(0, end - self._rules.longest_end)
+            # An end mark may have to be read before a call is known to be complete.
+            limit = MAX_QUOTED_CHARACTERS + (_NUM_AHEAD if call is None else 0)
+            if mark is not None and end - mark.start() > limit:
+                raise NotACallError
+            yield call
+
     def _is_draft(self, cursor: Cursor) -> Steps[bool]:
         """Whether a call within reasoning is text: the reasoning closes after it."""
         begin = cursor.place
@@ -375,7 +401,7 @@ class AnswerReader:
         self._state = "header"
         self._cursor.text = opening
         self._num_dropped = -len(opening)
-        self._candidate = read_messages(self._cursor, self._format.marks, self._harmony)
+        self._candidate = read_messages(self._cursor, self._format, self._harmony)
         self._step()
 
     def _harmony(
@@ -436,7 +462,7 @@ class _Rules:
                 is_hidden = hides_special and mark in dialect.special and mark not in of_calls
                 actions[marks.encode(mark)] = "drop" if is_hidden else "text"
             actions.update(dict.fromkeys(self.starts, "call"))
-        self.reasoning_end = regex.compile("(?!)")
+        self.reasoning_end, self.longest_end = regex.compile("(?!)"), 0
         if dialect.reasoning is not None:
             self._add_reasoning(dialect.reasoning, marks, states)
         for state, edges in dialect.transitions:
@@ -464,6 +490,7 @@ class _Rules:
         if marks.encode(reasoning.end) != reasoning.end:
             states[TEXT][ends[0]] = TEXT
         self.reasoning_end = regex.compile("|".join(map(regex.escape, ends)))
+        self.longest_end = max(map(len, ends))
 
 
 @lru_cache(maxsize=32)

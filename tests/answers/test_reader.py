@@ -8,6 +8,7 @@ import json
 import pkgutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -17,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.answers import code_spans
+from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.events import Event, ToolCall
 from mlx_paged.answers.formats import JSON_LIST, REASONING, format_named
@@ -115,6 +117,27 @@ def test_a_call_that_is_broken_off_is_neither_a_call_nor_text(writer, has_tokens
     assert min(seen) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("json_tools", "I look.\n<tool_c", "I look."),
+        ("json_tools", "a <", "a <"),
+        ("json_tools", "a <b", "a <b"),
+        ("qwen3_coder", "I look.\n<function", "I look."),
+        ("deepseek_v3_2", "I look.\n\n<｜DSML｜func", "I look."),
+        ("llama3", '{"type": "circle", "radius": 1', '{"type": "circle", "radius": 1'),
+        ("llama3", '{"name": "Bob", "age', '{"name": "Bob", "age'),
+        ("llama4", "[see", "[see"),
+    ],
+)
+def test_half_a_mark_at_the_end_of_a_truncated_answer_is_no_text(name, text, expected):
+    has_tokens = name not in ("json_tools", "qwen3_coder")
+    answer_format = form(name, has_tokens=has_tokens)
+    reading = read_answer(answer_format, answer_format.marks.encode(text), ended("length"))
+    assert (reading.text.rstrip("\n"), reading.calls) == (expected, ())
+    assert read_answer(answer_format, answer_format.marks.encode(text)).text == text
+
+
 def test_without_tools_a_call_is_text_and_without_marks_everything_is():
     sample = f" {CALL} "
     plain = AnswerFormat(form().dialect)
@@ -179,6 +202,19 @@ def test_a_draft_is_held_within_a_bound(monkeypatch):
     text = form().marks.encode(f"<think>{CALL} ") + "and so on " * 20
     told = "".join(event.text for piece in text for event in reader.add(piece))
     assert told.startswith(CALL) and len(told) > 200
+
+
+def test_reasoning_that_ends_within_a_call_is_not_held_for_long(monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_QUOTED_CHARACTERS", 40)
+    text = '<think>so<tool_call>{"name": "read", "arguments": {"path": "a</think>It is sunny. '
+    reader, marks = AnswerReader(form()), form().marks
+    told = [event for piece in marks.encode(text) + "x" * 300 for event in reader.add(piece)]
+    assert "".join(event.text for event in told if event.kind == "text").startswith("It is sunny.")
+    half = '<tool_call>{"name": "read", "arguments": {"path": "a'
+    assert said(form(), f"<think>so{half}</think>It is sunny.") == (f"so{half}", "It is sunny.", [])
+    # An argument may quote the mark.
+    call = ("read", {"path": "</think>"})
+    assert said(form(), "<think>so" + WRITERS["json_tools"]([call])) == ("so", "", [call])
 
 
 @pytest.mark.parametrize(
@@ -293,6 +329,14 @@ def test_calls_in_tags_have_the_name_of_a_tool(text, calls):
         ("llama3", '{"name": "read", "parameters": {"path": "a"}} calls it', None),
         ("llama3", '{"name": "Bob", "parameters": {}}', None),
         ("llama3", '{"name": "Bob", "age": 3', None),
+        ("llama3", '{"name": "read", "parameters": {"path": "a"}}\n{"name": "read", '
+         '"parameters": {"path": "a"}}', [READ, READ]),
+        ("llama3", '{"type": "function", "name": "read", "parameters": {"path": "a"}}', [READ]),
+        ("llama3", "<|python_tag|>print(1)", None),
+        ("qwen3_coder", CALL, [READ]),
+        ("glm47", CALL, [READ]),
+        ("json_tools", CALL.replace('"', "'"), [READ]),
+        ("phi4", "Use functools.partial, or functools[0].", None),
         ("llama4", "[read(path='a')]", [READ]),
         ("llama4", "[read(path='a')] calls it", None),
         ("llama4", "[1, 2]", None),
@@ -328,6 +372,8 @@ def test_heads_of_calls(name, text, calls):
          ("", "", [READ])),
         ("<|channel|>commentary to=functions.read<|message|>oops<|call|>", ("", "oops", [])),
         ("<|channel|>commentary to=python<|message|>print(1)", ("", "", [])),
+        ('<|channel|>commentary to=read<|message|>{"path": "a"}', ("", "", [READ])),
+        ('<|channel|>final <|constrain|>json<|message|>{"a": 1}', ("", '{"a": 1}', [])),
         ("<|channel|>final {\"a\": 1}", ("", ' {"a": 1}', [])),
     ],
 )  # fmt: skip
@@ -437,3 +483,27 @@ def test_a_reading_names_its_parts():
     assert events_of(form(), [form().marks.encode("<think>a</think>b")]) == [
         Reasoning("a"), Text("b"),
     ]  # fmt: skip
+
+
+def test_harmony_is_read_as_openais_library_reads_it():
+    """200 random answers, recorded by ``tests/golden/make_harmony_messages.py``."""
+    path = Path(__file__).parent.parent / "golden" / "harmony.json"
+    answer_format = form("harmony", "<|channel|>analysis<|message|>")
+    cases = json.loads(path.read_text(encoding="utf-8"))
+    assert len(cases) == 200
+    for case in cases:
+        expected: dict[str, Any] = {"reasoning": "", "text": "", "calls": []}
+        for channel, recipient, content in case["messages"]:
+            if (recipient or "").startswith("functions."):
+                name = recipient.removeprefix("functions.")
+                expected["calls"].append((name, json.loads(content)))
+            else:
+                expected["reasoning" if channel == "analysis" else "text"] += content
+        pieces = [
+            answer_format.marks.encode(text) if is_mark else text for text, is_mark in case["parts"]
+        ]
+        whole = read_answer(answer_format, "".join(pieces))
+        calls = [(name, json.loads(arguments)) for name, arguments in whole.calls]
+        assert (whole.reasoning, whole.text, calls) == tuple(expected.values()), case
+        letters = events_of(answer_format, list("".join(pieces)))
+        assert letters == events_of(answer_format, ["".join(pieces)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from helpers.call_writers import TOKENS, WRITERS
 from helpers.fast_lane import mostly_slow
 
+from mlx_paged.answers import code_spans
+from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
 from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import AnswerReader
@@ -160,3 +163,53 @@ def test_each_mark_in_an_argument_is_text(writer):
 
 def test_there_is_a_writer_of_every_format():
     assert {each.name for each in FORMATS} == {writer.partition(",")[0] for writer in WRITERS}
+
+
+FRAGMENTS = (
+    " ", "\n", "text", "`", "```\n", "\n```\n", '"', "'", "{", "}", "[", "]", ",", "é", "call:",
+    "<", "read", '{"name"', "a b", "</", "functools",
+)  # fmt: skip
+
+
+def random_answer(form: AnswerFormat, rng: random.Random) -> str:
+    """Calls, halves of calls, marks and text in a random order, some marks spelled out."""
+    calls = form.calls
+    writer = rng.choice([each for each in WRITERS if each.partition(",")[0] == calls.name])
+    marks = [re.sub(r"\{\w+\}", "read", mark) for mark in marks_of(calls) if mark.strip()]
+    marks += [form.dialect.reasoning.start, form.dialect.reasoning.end]
+    arguments = {"path": rng.choice(["a", 'x"}', *marks])}
+    whole = WRITERS[writer]([("read", arguments), ("f_2", {})][: rng.randrange(1, 3)])
+    half = rng.randrange(len(whole))
+    parts = [
+        rng.choice([whole, whole, whole[:half], whole[half:], rng.choice(marks), *FRAGMENTS[:9],
+                    rng.choice(FRAGMENTS)])
+        for _ in range(rng.randrange(1, 10))
+    ]  # fmt: skip
+    return "".join(form.marks.encode(part) if rng.random() < 0.8 else part for part in parts)
+
+
+@mostly_slow("name", [each.name for each in FORMATS], quick=(0, 4, 7, 13))
+def test_random_answers_are_read_the_same_however_they_are_cut(name, monkeypatch):
+    rng, tools = random.Random(name), tools_of({"path": STRING})
+    for number in range(150):
+        monkeypatch.setattr(code_spans, "MAX_HELD_CHARACTERS", rng.choice([40, 32_768]))
+        monkeypatch.setattr(reader_module, "MAX_QUOTED_CHARACTERS", rng.choice([20, 4_096]))
+        form = AnswerFormat.for_prompt(dialect(name, has_tokens=number % 3 > 0), "", tools)
+        form = replace(form, is_thinking=name != "harmony" and rng.random() < 0.3)
+        text, reason = random_answer(form, rng), rng.choice(["stop", "length"])
+        whole = pieces_of(form, [text], reason)
+        for pieces in (list(text), cut(text, rng), cut(text, rng)):
+            assert pieces_of(form, pieces, reason) == whole, form.marks.decode(text)
+
+
+def pieces_of(form: AnswerFormat, pieces: list[str], reason: str) -> list[tuple[str, str]]:
+    """The kinds and texts of an answer; neighbours of one kind are joined."""
+    reader, found = AnswerReader(form), list[tuple[str, str]]()
+    events = [event for piece in pieces for event in reader.add(piece)]
+    for kind, text, _ in events + reader.finish(CompletionOutput(0, finish_reason=reason)):
+        assert not re.search("[\ud800-\udfff]", text)
+        if found and found[-1][0] == kind != "call":
+            found[-1] = kind, found[-1][1] + text
+        else:
+            found.append((kind, text))
+    return found

@@ -224,3 +224,13 @@ def test_a_conversation_holds_each_of_its_tokens_once(tokenizer):
         tokens = chat.answer(f"Answer {index}.", {"content": f"Answer {index}."})
         chat.prompt(AGAIN)
     assert kept.num_tokens == len(tokens)
+
+
+def test_an_answer_that_ends_with_half_a_call_is_not_kept(tokenizer):
+    for call, is_kept in ((CALL % '{"a": 1}', True), ((CALL % '{"a": 1}')[:-20], False)):
+        chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS)
+        text = f"I look.\n{call}"
+        calls = [tool_call({"a": 1})] if is_kept else []
+        message = {"content": "I look.", "tool_calls": calls}
+        tokens = chat.answer(text, message, finish_reason="length")
+        assert begins_with(chat.prompt(AGAIN), tokens) is is_kept

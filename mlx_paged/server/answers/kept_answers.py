@@ -78,7 +78,10 @@ def keep_answer(
         token_ids.pop()
     text = _marked_text(tokenizer, prompt, token_ids, answer_format)
     # Including calls beyond max_calls: then the client's message differs, and there is no match.
-    reading = read_answer(replace(answer_format, max_calls=None), text, completion)
+    whole_format = replace(answer_format, max_calls=None)
+    reading = read_answer(whole_format, text, completion)
+    if completion.finish_reason == "length" and read_answer(whole_format, text) != reading:
+        return None  # The tokens end with half a call, which the client has not seen.
     message = message_of(reading)
     if message is not None:
         said = ReadAnswer(*reading)

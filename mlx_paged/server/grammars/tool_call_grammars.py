@@ -102,9 +102,7 @@ class Function:
         raise UnsupportedError
 
     def kind_of(self, schema: Any) -> str:
-        """The type of values: one that has texts has nothing else, so that a text never looks like
-        a number.
-        """
+        """The type of values. One that has texts has nothing else: both are written plainly."""
         kinds = Parameters({**self.parameters, "properties": {"": schema}}).kinds("")
         if not kinds or ("string" in kinds and len(kinds) > 1):
             raise UnsupportedError
