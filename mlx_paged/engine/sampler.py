@@ -53,6 +53,7 @@ class SampledTokens:
         rows: ``[num_requests, vocab_size]``, the logits that the tokens were sampled from: after
             penalties, masks and processors, before temperature, filters and samplers. ``None`` if
             nothing was sampled.
+        positions: of the tokens in the answers, where settings may exclude all tokens.
     """
 
     requests: Sequence[Request]
@@ -65,6 +66,7 @@ class SampledTokens:
     vocab_size: int = 0
     report: LogprobReport | None = None
     rows: mx.array | None = None
+    positions: Sequence[int] = ()
 
     def read(self) -> list[SampledToken | Exception]:
         """Wait for the tokens. An exception in place of a token fails its request."""
@@ -74,7 +76,8 @@ class SampledTokens:
         if self.peaks is not None:
             for entry, peak in zip(self.may_have_none, read_floats(self.peaks), strict=True):
                 if not peak > -np.inf:  # also for NaN
-                    failed.setdefault(entry, _no_token(self.requests[entry], peak))
+                    error = _no_token(self.requests[entry], self.positions[entry], peak)
+                    failed.setdefault(entry, error)
         for entry, drawn in self.drawn.items():
             token = read_ints(drawn)[0]
             if not 0 <= token < self.vocab_size:
@@ -174,8 +177,9 @@ def _draw_with_settings(
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
     return SampledTokens(
-        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed
-    )
+        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed,
+        positions,
+    )  # fmt: skip
 
 
 def _adjust(
@@ -296,19 +300,18 @@ def _run_samplers(
     return drawn
 
 
-def _no_token(request: Request, peak: float) -> ValueError:
+def _no_token(request: Request, position: int, peak: float) -> ValueError:
     params = request.params
     excluding = {
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
-        "min_tokens": params.min_tokens > request.num_output_tokens,
+        "min_tokens": params.min_tokens > position,
         "logit_bias": -math.inf in params.logit_bias.values(),
         "structured_outputs": params.structured_outputs is not None,
     }
     names = [name for name, excludes in excluding.items() if excludes]
     if names and peak == -math.inf and not params.logits_processors:
-        number = request.num_output_tokens
-        place = f"as token {number + 1} of the answer"
+        place = f"as token {position + 1} of the answer"
         verb = "together allow" if len(names) > 1 else "allows"
         text = f"[sampler] {' and '.join(names)} {verb} no token {place}"
         return ArgumentError(text, names[0])

@@ -197,7 +197,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         "options": ["-h", "--version"],
         "model": [
             *("--model", "--tokenizer", "--dtype", "--adapter-path", "--no-generation-config"),
-            *("--force", "--backend"),
+            *("--force", "--skip-check", "--backend"),
         ],
         "answers": [
             *("--no-thinking", "--seed", "--system-prompt", "--temp", "--top-p", "--top-k"),
@@ -213,6 +213,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
             "--cache-dir",
             "--cache-dir-size",
             "--cache-dir-ttl",
+            "--cache-dir-writes",
         ],
         "speed": [
             *("--draft-model", "--prefill-step-size", "--num-draft-tokens"),

@@ -234,12 +234,13 @@ def test_where_weights_leave_little_activations_come_before_kv(large: Path):
 def test_a_budget_that_leaves_memory_for_activations_alone_is_offered_first(tmp_path: Path):
     """The default one leaves a fifth, and these are less."""
     write_model(tmp_path / "next", FULL_SIZE["Qwen3-Next-80B-A3B"], bits=4)
-    fit = fit_of(tmp_path / "next", 64 * GIB)
-    assert fit.ways_out() == ["--kv-cache-bytes 8.5G", "--kv-bits 8", "--context 249088"]
+    fit = fit_of(tmp_path / "next", 127 * GIB // 2)
+    assert not fit.is_yes
+    assert fit.ways_out() == ["--kv-cache-bytes 6.5G", "--kv-bits 8", "--context 259584"]
     model, step = fit.footprint.model, GIB // 4
-    for budget, is_yes in ((8 * GIB + 2 * step, True), (8 * GIB + step, False)):
+    for budget, is_yes in ((6 * GIB + 2 * step, True), (6 * GIB + step, False)):
         assert Fit.of(model, fit.machine, kv_cache_bytes=budget).is_yes == is_yes
-    machine = ["--memory", "64G", "--kv-cache-bytes", "8.5G"]
+    machine = ["--memory", "63.5G", "--kv-cache-bytes", "6.5G"]
     assert main([str(tmp_path / "next"), *machine]) == 0
 
 

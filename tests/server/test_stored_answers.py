@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -83,11 +84,11 @@ class Process:
         """Answer with a call, whose message and result are added; returns all tokens."""
         text = f"<think>\n{reasoning}\n</think>\n\n"
         text += '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>'
-        # One character after another, as no tokenizer would encode it.
+        # One character after another, as no tokenizer would encode it, but for the marks.
         tokens = [
             token
-            for character in text
-            for token in self.tokenizer.encode(character, add_special_tokens=False)
+            for piece in re.findall(r"</?(?:think|tool_call)>|[^<]", text)
+            for token in self.tokenizer.encode(piece, add_special_tokens=False)
         ]
         prompt = self.prompt(messages, salt)
         answer_format = AnswerFormat.of(self.tokenizer, prompt.text, TOOLS)

@@ -28,7 +28,7 @@ from helpers.recurrent_agents import (
 from helpers.workloads import Workload, assert_same
 
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
-from mlx_paged.core.tier import STATES, BlockHeader, HostMemory, Payload
+from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
 from mlx_paged.engine import disk_states, disk_tier
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.speculation import NO_SPECULATION
@@ -300,10 +300,13 @@ def test_a_state_of_another_dtype_in_a_tier_is_not_used():
         assert output.num_cached_tokens == 0
         assert output.outputs[0].token_ids == greedy_answer("qwen3_next", tokens, 4)
         assert engine.close(60)
+        memory = HostMemory()
+        memory._blocks, guarded = shelf._blocks, GuardedTier(memory)
         for key in [key for key in shelf._blocks if len(key) > 32]:
-            stack = state_from_bytes(shelf._blocks[key]).stack
+            stack = state_from_bytes(guarded.load(key)).stack
             half = [[array.astype(mx.float16) for array in slots] for slots in stack.arrays]
-            shelf._blocks[key] = state_to_bytes(StateRow(StateStack(half, 1), 0))
+            content = state_to_bytes(StateRow(StateStack(half, 1), 0))
+            guarded.store(BlockHeader(key), content)
 
 
 @pytest.mark.parametrize(
