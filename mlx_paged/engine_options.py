@@ -41,7 +41,8 @@ class CacheOptions(TypedDict, total=False):
             config.BUDGET,
             elsewhere="gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
             notation=", such as '2G' or '256blocks'",
-            says="80% of what Metal recommends (half of the memory elsewhere), less the weights",
+            says="80% of what the weights leave of Metal's recommendation (elsewhere half, of the "
+            "memory)",
         ),
     ]
     preallocate: Annotated[

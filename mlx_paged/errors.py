@@ -193,3 +193,9 @@ def prompt_beyond_context(
 
 class UnsuitableModelError(ValueError):
     """A model of mlx-lm can't run in the way that was tried; the message is the reason."""
+
+
+class FailedCheckError(UnsuitableModelError):
+    """A model of mlx-lm runs here, but its logits differ from mlx-lm's by more than rounding, or
+    mlx-lm's own depend on where a prompt is cut.
+    """

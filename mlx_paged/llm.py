@@ -78,6 +78,8 @@ class LLM:
         adapter_path: LoRA adapters for a model that is loaded here.
         tokenizer_path: a folder or a repo with the tokenizer for a model that is loaded here,
             instead of the model's own.
+        skip_check: run a model or a draft model that is loaded here even if the check at load
+            refuses it; see :func:`mlx_paged.load`.
         draft_model: a small model with the same tokenizer that generates drafts: a folder, a hub
             id, or a loaded model; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
@@ -95,6 +97,7 @@ class LLM:
         *,
         adapter_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
+        skip_check: bool = False,
         draft_model: str | Path | Module | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
@@ -121,11 +124,12 @@ class LLM:
                 model,
                 adapter_path=adapter_path,
                 tokenizer_path=tokenizer_path,
+                skip_check=skip_check,
                 engine_options=engine_options,
             )
             model, loaded_tokenizer = run_apart(load)
             tokenizer = tokenizer or loaded_tokenizer
-        loaded = load_draft_model(draft_model, tokenizer)
+        loaded = load_draft_model(draft_model, tokenizer, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()

@@ -17,7 +17,8 @@ import mlx.core as mx
 from mlx_paged.config import WIRED_LIMIT
 from mlx_paged.errors import ArgumentError
 
-# The share of recommended (on a Mac) or physical memory that weights and K/V may take together.
+# The share that K/V take by default of what the weights leave of recommended (on a Mac) or physical
+# memory. MLX's buffer cache and, without Metal, other programs take the rest.
 DEVICE_SHARE = 0.8
 HOST_SHARE = 0.5
 MIN_KV_CACHE_BYTES = 64 * 2**20
@@ -26,48 +27,53 @@ MIN_KV_CACHE_BYTES = 64 * 2**20
 CACHED_STEPS = 2
 
 
-def default_kv_cache_bytes(weight_nbytes: int) -> int:
-    """:func:`usable_memory` minus the weights, at least ``MIN_KV_CACHE_BYTES``.
+def default_kv_cache_bytes(weight_nbytes: int, activation_nbytes: int) -> int:
+    """:func:`kv_share` of this machine, at least ``MIN_KV_CACHE_BYTES``.
 
     It is a limit, not an allocation: a paged cache grows into it.
     """
-    return max(usable_memory() - weight_nbytes, MIN_KV_CACHE_BYTES)
+    share = kv_share(weight_nbytes, activation_nbytes, recommended_memory(), memory_size())
+    return max(share, MIN_KV_CACHE_BYTES)
 
 
-def why_too_large(weight_nbytes: int, has_default_budget: bool) -> str | None:
+def kv_share(weight_nbytes: int, activation_nbytes: int, recommended: int, memory: int) -> int:
+    """The bytes that K/V take by default, where ``left`` is what weights leave of Metal's
+    recommended working set, or of the memory without Metal: ``left - activation_nbytes``, at most
+    ``DEVICE_SHARE * left``, or ``HOST_SHARE * left`` without Metal. Negative if nothing is left.
+
+    Args:
+        activation_nbytes: of the largest step.
+        recommended: the recommended working set in bytes; 0 for a machine without Metal.
+        memory: of the machine, in bytes.
+    """
+    left = (recommended or memory) - weight_nbytes
+    share = DEVICE_SHARE if recommended else HOST_SHARE
+    return min(left - activation_nbytes, int(share * left))
+
+
+def why_too_large(weight_nbytes: int, activation_nbytes: int | None) -> str | None:
     """Which limit of this machine these weights exceed, in words; ``None`` if they fit.
 
     Args:
-        has_default_budget: whether the K/V budget is :func:`default_kv_cache_bytes`. Then weights
-            have to leave ``MIN_KV_CACHE_BYTES`` of :func:`usable_memory`. Otherwise the user has
-            chosen a budget, and they only have to fit into the recommended or physical memory.
+        activation_nbytes: of the largest step, if the K/V budget is the default one. Then weights
+            have to leave memory for both, and for K/V at least ``MIN_KV_CACHE_BYTES``. ``None`` if
+            the user has chosen a budget; then weights only have to fit into the recommended or
+            physical memory.
     """
-    recommended = recommended_memory()
-    nbytes, share = (recommended, DEVICE_SHARE) if recommended else (memory_size(), HOST_SHARE)
-    if has_default_budget and weight_nbytes + MIN_KV_CACHE_BYTES > usable_memory():
-        whole = "that Metal recommends" if recommended else "of memory"
-        return (
-            f"weights and K/V may take {format_nbytes(usable_memory())}, {share:.0%} of the "
-            f"{format_nbytes(nbytes)} {whole}"
-        )
+    recommended, memory = recommended_memory(), memory_size()
+    nbytes = recommended or memory
     if weight_nbytes > nbytes:
         has = "Metal recommends at most" if recommended else "this machine has"
         return f"{has} {format_nbytes(nbytes)}{'' if recommended else ' of memory'}"
+    if activation_nbytes is None:
+        return None
+    if kv_share(weight_nbytes, activation_nbytes, recommended, memory) < MIN_KV_CACHE_BYTES:
+        whole = "that Metal recommends" if recommended else "of memory"
+        return (
+            f"they leave {format_nbytes(nbytes - weight_nbytes)} of the {format_nbytes(nbytes)} "
+            f"{whole} for K/V and some {format_nbytes(activation_nbytes)} of activations"
+        )
     return None
-
-
-def usable_memory() -> int:
-    """Bytes that weights and K/V may take together by default: ``DEVICE_SHARE`` of Metal's
-    recommended working set, or ``HOST_SHARE`` of physical memory without Metal.
-    """
-    return usable_share(recommended_memory(), memory_size())
-
-
-def usable_share(recommended: int, memory: int) -> int:
-    """:func:`usable_memory` of a machine with ``memory`` bytes, whose recommended working set is
-    ``recommended``; 0 for a machine without Metal.
-    """
-    return int(DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory)
 
 
 def recommended_memory() -> int:

@@ -26,6 +26,7 @@ from mlx_paged import (
 )
 from mlx_paged.errors import ArgumentError
 from mlx_paged.generation import generate_step
+from mlx_paged.models.activations import default_activation_nbytes
 
 RECOMMENDED = 12 * 10**9
 BUDGET: dict[str, Any] = {"kv_cache_bytes": "100blocks", "backend": "reference"}
@@ -245,6 +246,9 @@ def test_without_metal_the_limit_is_left_to_mlx(
 # Models that do not fit
 
 WEIGHTS = sum(leaf.nbytes for _, leaf in tree_flatten(load_demo()[0].parameters()))
+ACTIVATIONS = default_activation_nbytes(load_demo()[0])
+# What weights have to leave for the least K/V budget.
+LEAST_LEFT = max(2 * memory.MIN_KV_CACHE_BYTES, memory.MIN_KV_CACHE_BYTES + ACTIVATIONS)
 IN_WORDS = f"{WEIGHTS / 1e6:.2g} MB"
 WAY_OUT = (
     "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
@@ -271,7 +275,7 @@ def test_a_model_that_does_not_fit_says_so_with_the_numbers_and_the_way_out(
 ):
     assert said_of(demo) == [
         f"[engine] the model does not fit into this machine: its weights take {IN_WORDS}, and "
-        "weights and K/V may take 0.1 MB, 50% of the 0.2 MB of memory; the K/V budget is 2.1 MB "
+        "this machine has 0.2 MB of memory; the K/V budget is 2.1 MB "
         f"and holds 1,008 of its 4,096 tokens of context. What you can do: {WAY_OUT}"
     ]
     assert (
@@ -283,10 +287,12 @@ def test_a_model_that_does_not_fit_says_so_with_the_numbers_and_the_way_out(
 def test_on_metal_it_is_held_against_what_metal_recommends(
     demo: tuple[Any, Any], mac: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(memory, "recommended_memory", lambda: WEIGHTS)
+    monkeypatch.setattr(memory, "recommended_memory", lambda: WEIGHTS + 10**6)
     (said,) = said_of(demo, backend="reference")
-    part = f"{int(0.8 * WEIGHTS) / 1e6:.2g} MB"
-    assert f"may take {part}, 80% of the {IN_WORDS} that Metal recommends; the K/V" in said
+    assert (
+        f"and they leave 1 MB of the {memory.format_nbytes(WEIGHTS + 10**6)} that Metal recommends "
+        f"for K/V and some {memory.format_nbytes(ACTIVATIONS)} of activations; the K/V budget is "
+    ) in said
 
 
 def test_a_budget_that_was_given_is_judged_by_the_whole_memory(
@@ -301,15 +307,31 @@ def test_a_budget_that_was_given_is_judged_by_the_whole_memory(
 
 
 def test_a_model_that_fits_says_nothing(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
-    least = WEIGHTS + memory.MIN_KV_CACHE_BYTES
-    monkeypatch.setattr(memory, "memory_size", lambda: 2 * least)
+    least = WEIGHTS + LEAST_LEFT
+    monkeypatch.setattr(memory, "memory_size", lambda: least)
     assert said_of(demo) == []
-    monkeypatch.setattr(memory, "memory_size", lambda: 2 * least - 2)
+    monkeypatch.setattr(memory, "memory_size", lambda: least - 2)
     assert len(said_of(demo)) == 1
 
 
 def test_the_weights_of_a_draft_model_count(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: 2 * (WEIGHTS + memory.MIN_KV_CACHE_BYTES))
+    monkeypatch.setattr(memory, "memory_size", lambda: WEIGHTS + LEAST_LEFT)
     assert said_of(demo) == []
     (said,) = said_of(demo, draft_model=load_demo()[0])
     assert f"its weights take {2 * WEIGHTS / 1e6:.2g} MB" in said
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "recommended", "expected"),
+    [
+        (10, 1, 100, 72),  # four fifths of what is left on a Mac
+        (90, 1, 100, 8),
+        (90, 5, 100, 5),  # less where activations need more than the fifth
+        (99, 5, 100, -4),
+        (20, 1, 0, 90),  # half of it without Metal
+    ],
+)
+def test_kv_take_a_share_of_what_weights_leave_but_never_that_of_activations(
+    weights: int, activations: int, recommended: int, expected: int
+):
+    assert memory.kv_share(weights, activations, recommended, 200) == expected

@@ -206,6 +206,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
+        skip_check=args.skip_check,
         engine_options=options,
         refuses_too_large=not args.force,
     )
@@ -215,7 +216,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     engine = Engine(
         model,
         tokenizer,
-        draft_model=load_draft_model(args.draft_model, tokenizer),
+        draft_model=load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check),
         **with_step_seconds(
             {
                 **options,

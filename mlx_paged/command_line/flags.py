@@ -53,6 +53,11 @@ LAUNCH_OPTIONS = {
     "force": Option(
         "load the model even if it is larger than this machine's memory", BOOL, default=False
     ),
+    "skip_check": Option(
+        "run the model even if the check at load finds that its logits differ from mlx-lm's",
+        BOOL,
+        default=False,
+    ),
     "no_thinking": Option(
         "answer without reasoning, if the model's chat template supports it", BOOL, default=False
     ),
@@ -61,7 +66,7 @@ LAUNCH_OPTIONS = {
 FLAGS = {
     **{
         name: LAUNCH_OPTIONS[name].flag_name(name)
-        for name in ("adapter_path", "draft_model", "dtype", "force")
+        for name in ("adapter_path", "draft_model", "dtype", "force", "skip_check")
     },
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
@@ -78,7 +83,7 @@ SAMPLING = {
 _GROUPS = {
     "model": (
         *("model", "tokenizer", "dtype", "adapter_path", "no_generation_config", "force"),
-        "backend",
+        *("skip_check", "backend"),
     ),
     "answers": (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "xtc_probability"),

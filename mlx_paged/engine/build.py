@@ -36,7 +36,7 @@ from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
-from mlx_paged.models.activations import activation_nbytes
+from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
@@ -175,9 +175,10 @@ def build(
         None if window is not None else context_length(checked.args),
         cache if isinstance(cache, ContiguousKVCache) else None,
     )
-    has_default_budget = options.get("kv_cache_bytes") is None
+    is_default = options.get("kv_cache_bytes") is None
+    activations = default_activation_nbytes(checked) if is_default else None
     weights = weight_nbytes(model, draft_model)
-    warn_unless_it_fits(weights, cache, manager, max_model_len, has_default_budget)
+    warn_unless_it_fits(weights, cache, manager, max_model_len, activations)
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)

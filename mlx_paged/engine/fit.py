@@ -25,10 +25,14 @@ def warn_unless_it_fits(
     cache: KVCache,
     manager: KVCacheManager,
     max_model_len: int | None,
-    has_default_budget: bool,
+    activation_nbytes: int | None,
 ) -> None:
-    """Warn, with the numbers, if the weights leave too little of this machine's memory for K/V."""
-    reason = why_too_large(weight_nbytes, has_default_budget)
+    """Warn, with the numbers, if the weights leave too little of this machine's memory for K/V.
+
+    Args:
+        activation_nbytes: of the largest step; ``None`` if the budget is of the user's choice.
+    """
+    reason = why_too_large(weight_nbytes, activation_nbytes)
     if reason is None:
         return
     held = _context_held(num_tokens_held(cache, manager), max_model_len)

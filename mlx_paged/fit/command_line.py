@@ -37,6 +37,12 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         default=1,
         help="the number of conversations at once (default: 1)",
     )
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=NBYTES.read_flag,
+        metavar="N",
+        help="the K/V budget, states included: 512M, 2G (default: as the other programs have it)",
+    )
     _add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_version()

@@ -77,6 +77,14 @@ class Footprint:
         """K/V of a token in all layers."""
         return self.one_block.nbytes_per_token
 
+    @property
+    def nbytes_per_late_token(self) -> int:
+        """K/V that one more token adds to a sequence that exceeds all windows: a layer with a
+        window drops an old token for each new one.
+        """
+        layers = self.one_block.layers
+        return sum(layer.nbytes_per_token for layer in layers if layer.window is None)
+
     def state_nbytes(self, num_seqs: int) -> int:
         """States of recurrent layers, including all copies that exist at once."""
         return num_seqs * (NUM_COPIES_AHEAD + 1) * self.model.state_nbytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_paged.memory import memory_size, recommended_memory, usable_share
+from mlx_paged.memory import kv_share, memory_size, recommended_memory
 
 # GB/s as Apple publishes them. There is no M4 Ultra; figures for the M5 Ultra and the smaller M5
 # Max were not available.
@@ -36,8 +36,20 @@ BANDWIDTHS = {
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
 }
-# The share of a Mac's memory that Metal recommends as working set, as users report it: two thirds
-# up to 36 GiB, three quarters above.
+# What Metal recommends as working set on Macs with so many GiB, in millions of bytes, as programs
+# print it on recent versions of macOS.
+RECOMMENDED = {
+    16: 12_713,
+    18: 14_302,
+    24: 19_070,
+    32: 26_801,
+    36: 28_991,
+    48: 40_201,
+    64: 55_663,
+    128: 115_449,
+    512: 498_216,
+}
+# Older versions recommend two thirds of the memory up to this size, and three quarters above.
 _SMALL = 36 * 2**30
 
 
@@ -49,7 +61,7 @@ class Machine:
         memory: physical memory.
         recommended: Metal's recommended working set; 0 for a machine without Metal.
         is_this_one: whether this is the machine that the program runs on; otherwise
-            ``recommended`` is assumed.
+            ``recommended`` is what such Macs report.
         free: the memory available now; ``None`` if unknown.
         chip: such as ``"M2 Max"``; ``None`` if it is not one of Apple's, or unknown.
     """
@@ -66,15 +78,26 @@ class Machine:
 
     @classmethod
     def mac(cls, memory: int, chip: str | None = None) -> Machine:
-        """A Mac with this much memory, whose recommended working set is assumed."""
-        return cls(
-            memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4, False, chip=chip
-        )
+        """A Mac with this much memory. For one of a size without reports, Metal is assumed to
+        recommend the share that it does on the next smaller one.
+        """
+        smaller = [gib for gib in RECOMMENDED if gib * 2**30 <= memory]
+        if not smaller:
+            return cls(memory, _recommended_before(memory), False, chip=chip)
+        known = max(smaller)
+        recommended = RECOMMENDED[known] * 10**6 * memory // (known * 2**30)
+        return cls(memory, recommended, False, chip=chip)
 
     @property
-    def usable(self) -> int:
-        """The bytes that weights and K/V may take together by default."""
-        return usable_share(self.recommended, self.memory)
+    def recommended_before(self) -> int:
+        """What older versions of macOS recommend on such a Mac."""
+        return _recommended_before(self.memory)
+
+    def kv_share(self, weight_nbytes: int, activation_nbytes: int) -> int:
+        """The bytes that K/V may take by default beside these weights and activations; negative if
+        they leave nothing.
+        """
+        return kv_share(weight_nbytes, activation_nbytes, self.recommended, self.memory)
 
     @property
     def limit(self) -> int:
@@ -88,6 +111,10 @@ class Machine:
         """
         found = [each for name, each in BANDWIDTHS.items() if name.partition(" (")[0] == self.chip]
         return min(found) * 1e9 if found else None
+
+
+def _recommended_before(memory: int) -> int:
+    return memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4
 
 
 def free_memory() -> int | None:

@@ -56,7 +56,9 @@ def _judge(args: argparse.Namespace) -> int:
 
     machine = _machine(args.memory, args.chip)
     outline = read_outline(args.model, args.revision)
-    fit = Fit.of(outline.model, machine, args.kv_bits, args.context, args.parallel)
+    fit = Fit.of(
+        outline.model, machine, args.kv_bits, args.context, args.parallel, args.kv_cache_bytes
+    )
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:
         import json
@@ -88,6 +90,7 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
         "bytes_to_download": outline.num_bytes_to_download,
         "weights": footprint.weight_nbytes,
         "kv_per_token": footprint.nbytes_per_token,
+        "kv_per_late_token": footprint.nbytes_per_late_token,
         "kv": fit.kv_nbytes,
         "states": fit.state_nbytes,
         "activations_estimated": fit.activations,
@@ -95,6 +98,7 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
         "memory": machine.memory,
         "recommended_by_metal": machine.recommended or None,
         "free": machine.free,
+        "kv_cache_bytes": max(0, fit.budget),
         "context": fit.context,
         "parallel": fit.num_seqs,
         "context_of_model": footprint.context_length,

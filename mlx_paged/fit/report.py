@@ -16,9 +16,15 @@ def report(outline: Outline, fit: Fit, ways_out: list[str]) -> str:
     bits = "as the model computes them" if footprint.kv_bits is None else str(footprint.kv_bits)
     each = f"{fit.context:,} tokens"
     whose = f"a conversation of {each}" if fit.num_seqs == 1 else f"{fit.num_seqs} of {each} each"
+    per_token = f"{footprint.nbytes_per_token:,} bytes a token"
+    if footprint.nbytes_per_late_token != footprint.nbytes_per_token:
+        per_token = (
+            f"{footprint.nbytes_per_late_token:,} bytes a token beyond the windows, "
+            f"{footprint.nbytes_per_token:,} within them"
+        )
     rows = [
         ("weights", footprint.weight_nbytes, f"{_count(footprint.num_parameters)} parameters"),
-        ("K/V", fit.kv_nbytes, f"{whose}; {footprint.nbytes_per_token:,} bytes a token, {bits}"),
+        ("K/V", fit.kv_nbytes, f"{whose}; {per_token}, {bits}"),
         ("states", fit.state_nbytes, "of recurrent layers, all copies included"),
         ("activations", fit.activations, "of the largest step, estimated"),
         ("all", fit.nbytes, ""),
@@ -53,11 +59,14 @@ def _machine_line(fit: Fit) -> str:
     line = f"{machine.chip}, {format_nbytes(machine.memory)} of memory" if machine.chip else ""
     line = line or f"{format_nbytes(machine.memory)} of memory"
     if machine.recommended:
-        assumed = "" if machine.is_this_one else " (assumed)"
-        line += f"; Metal recommends at most {format_nbytes(machine.recommended)}{assumed}"
+        line += f"; Metal recommends at most {format_nbytes(machine.recommended)}"
+        if not machine.is_this_one:
+            before = format_nbytes(machine.recommended_before)
+            line += f" on such Macs, and {before} with older versions of macOS"
     if machine.free is not None:
         line += f"; {format_nbytes(machine.free)} are free now"
-    return line + f". Weights and K/V may take {format_nbytes(machine.usable)} by default."
+    default = " by default" if fit.kv_cache_bytes is None else ""
+    return line + f". K/V may take {format_nbytes(max(0, fit.budget))}{default}."
 
 
 def _context_line(fit: Fit) -> str:

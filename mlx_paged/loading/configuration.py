@@ -16,7 +16,7 @@ from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import shown
-from mlx_paged.loading.folder import LoadError
+from mlx_paged.loading.folder import UTF_8, LoadError
 
 # model_type -> the module with its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
@@ -94,7 +94,7 @@ def check_generation_config(file: Path) -> None:
     ``config.json``.
     """
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding=UTF_8))
     except (OSError, ValueError, RecursionError):
         return  # mlx-lm ignores it, too
     if not isinstance(config, dict):

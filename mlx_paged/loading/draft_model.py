@@ -13,13 +13,17 @@ from mlx_paged.loading.loader import load
 
 
 def load_draft_model(
-    draft_model: str | Path | Module | None, tokenizer: TokenizerWrapper | None
+    draft_model: str | Path | Module | None,
+    tokenizer: TokenizerWrapper | None,
+    *,
+    skip_check: bool = False,
 ) -> Module | None:
     """The draft model, loaded unless it is a model already.
 
     Args:
         draft_model: a folder, a hub id, or a loaded model.
         tokenizer: of the model that it drafts for.
+        skip_check: as in :func:`load`.
 
     Raises:
         LoadError: it is not found, broken, or has another vocabulary.
@@ -33,7 +37,7 @@ def load_draft_model(
             "draft_model",
         )
     try:
-        loaded, draft_tokenizer = load(draft_model)
+        loaded, draft_tokenizer = load(draft_model, skip_check=skip_check)
     except LoadError as error:
         reason = str(error).removeprefix("[load] ")
         raise LoadError(f"[load] draft_model: {reason}", "draft_model") from error

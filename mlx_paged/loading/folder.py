@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import re
@@ -9,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_paged.errors import ArgumentError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+UTF_8 = "utf-8-sig"  # with a byte order mark, which editors on Windows write, or without
 GGUF_SUFFIX = ".gguf"
 DEMO = "demo"  # the name of the bundled model, where there is no such folder
 _MODEL_FILES = [
@@ -174,9 +177,37 @@ def read_json_object(file: Path, way_out: str = "") -> dict[str, Any]:
         LoadError: the file can't be read, or is not a JSON object.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding=UTF_8))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"[load] {file} can't be read: {one_line(error)}{way_out}") from error
     return content
+
+
+@contextmanager
+def without_marks(folder: Path) -> Iterator[Path]:
+    """A folder for mlx-lm and transformers, which refuse JSON that begins with a byte order mark:
+    the same one, or, if it has such files, a temporary one with copies of them and links to the
+    others.
+    """
+    marked = [file for file in folder.glob("*.json") if _has_mark(file)]
+    if not marked:
+        yield folder
+        return
+    with TemporaryDirectory() as name:
+        for file in folder.iterdir():
+            copy = Path(name) / file.name
+            if file in marked:
+                copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+            else:
+                copy.symlink_to(file.absolute())
+        yield Path(name)
+
+
+def _has_mark(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    except OSError:
+        return False  # Its reader gives the reason.

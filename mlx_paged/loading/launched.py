@@ -33,6 +33,7 @@ def load_for(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
     engine_options: Mapping[str, Any] | None = None,
     refuses_too_large: bool = False,
 ) -> tuple[Module, TokenizerWrapper]:
@@ -69,6 +70,7 @@ def load_for(
                 model_config=model_config,
                 adapter_path=adapter_path,
                 tokenizer_path=tokenizer_path,
+                skip_check=skip_check,
                 before_reading=before_reading,
             )
             return model, tokenizer
@@ -89,6 +91,7 @@ def load_for(
         tokenizer_path=folder,
         tokenizer_config=tokenizer_config,
         model_config=model_config,
+        skip_check=skip_check,
         group=ranks.group,
     )
     return model, tokenizer

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model
 
-from mlx_paged.errors import one_line, shown
+from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.loading.configuration import check_config, check_generation_config, model_classes
 from mlx_paged.loading.folder import (
@@ -24,12 +24,13 @@ from mlx_paged.loading.folder import (
     find_tokenizer,
     load_errors,
     read_json_object,
+    without_marks,
 )
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.weight_files import noting_classes
 
 # Is called with a model none of whose weights is read yet.
@@ -46,6 +47,7 @@ def load(
     return_config: Literal[False] = False,
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
 ) -> tuple[Module, TokenizerWrapper]: ...
 
 
@@ -60,6 +62,7 @@ def load(
     return_config: Literal[True],
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -73,6 +76,7 @@ def load(
     return_config: Literal[True],
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -86,6 +90,7 @@ def load(
     return_config: bool = False,
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -99,6 +104,7 @@ def load(
     return_config: bool = False,
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """Load a model and its tokenizer, for :func:`mlx_paged.generate` and everything else that takes
     a model. The signature follows ``mlx_lm.load``.
@@ -119,6 +125,8 @@ def load(
         revision: branch, tag or commit of the repository.
         tokenizer_path: a folder or the id of a repository with the tokenizer, instead of the one
             in the model's folder or file.
+        skip_check: run a model of mlx-lm even if its logits differ from those on mlx-lm's own
+            caches, for one that is refused without cause.
 
     Raises:
         LoadError: the model is not found or broken, mlx-lm does not have the model type, or it
@@ -137,6 +145,7 @@ def load(
         lazy=lazy,
         revision=revision,
         tokenizer_path=tokenizer_path,
+        skip_check=skip_check,
     )
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -150,6 +159,7 @@ def load_whole(
     lazy: bool = False,
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
+    skip_check: bool = False,
     before_reading: BeforeReading | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
     """As :func:`load`, with the configuration; for ``before_reading`` see :func:`load_from`."""
@@ -159,6 +169,7 @@ def load_whole(
         ("revision", revision, str | Path | None, "a text, or None"),
         ("tokenizer_path", tokenizer_path, str | Path | None, "a folder, a hub id, or None"),
         ("lazy", lazy, bool, "True or False"),
+        ("skip_check", skip_check, bool, "True or False"),
     ):
         if not isinstance(value, kinds):
             raise LoadError(f"[load] {name} must be {what}, got {shown(value)}", name)
@@ -180,6 +191,7 @@ def load_whole(
         model_config=model_config,
         adapter_path=adapter_path,
         lazy=lazy,
+        skip_check=skip_check,
         before_reading=before_reading,
     )
 
@@ -192,6 +204,7 @@ def load_from(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     lazy: bool = False,
+    skip_check: bool = False,
     group: mx.distributed.Group | None = None,
     before_reading: BeforeReading | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
@@ -228,7 +241,7 @@ def load_from(
         split(model, config, group)
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
-    ours = on_our_caches(model, config)
+    ours = on_our_caches(model, config, skip_check=skip_check)
     ours.group = group
     ours.name = model_name(path)
     return ours, tokenizer, config
@@ -259,10 +272,10 @@ def build_model(
     check_generation_config(path / "generation_config.json")
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
-    with load_errors(f"the model in {path} is broken"):
+    with load_errors(f"the model in {path} is broken"), without_marks(path) as readable:
         classes = noting_classes(path, model_classes)
         model, config = load_model(
-            path, lazy=True, model_config=model_config, get_model_classes=classes
+            readable, lazy=True, model_config=model_config, get_model_classes=classes
         )
     _check_weights(model, path)
     return model, config
@@ -277,8 +290,8 @@ def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
     from mlx_lm.tuner.dora import DoRAEmbedding  # slow: imports everything that trains
 
     what = f"the adapters in {one_line(adapter_path)} can't be used"
-    with load_errors(what):
-        adapted: Module = load_adapters(model, str(adapter_path))
+    with load_errors(what), without_marks(Path(adapter_path)) as readable:
+        adapted: Module = load_adapters(model, str(readable))
     adapted.eval()
     for name, module in adapted.named_modules():
         # mlx-lm mistakes the packed integers for the weights, and fails when the model runs.
@@ -306,7 +319,11 @@ def _check_weights(model: Module, path: Path) -> None:
 
 
 def on_our_caches(
-    model: Module, config: dict[str, Any], *, evaluates_weights: bool = True
+    model: Module,
+    config: dict[str, Any],
+    *,
+    evaluates_weights: bool = True,
+    skip_check: bool = False,
 ) -> LanguageModel:
     """A model of this package as it is, one of mlx-lm adapted (:func:`adapt`).
 
@@ -317,7 +334,13 @@ def on_our_caches(
         return model
     model_type = shown(config.get("model_type"))
     try:
-        return adapt(model, config, evaluates_weights=evaluates_weights)
+        return adapt(model, config, evaluates_weights=evaluates_weights, skip_check=skip_check)
+    except FailedCheckError as error:
+        raise LoadError(
+            f"[load] model type {model_type} fails the check at load: {one_line(error)}; to run "
+            "it all the same, load it with skip_check",
+            "skip_check",
+        ) from error
     except UnsuitableModelError as error:
         raise LoadError(
             f"[load] model type {model_type} can't run on a paged cache: {one_line(error)}"

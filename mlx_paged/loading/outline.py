@@ -70,7 +70,7 @@ def find_model_for(path_or_hf_repo: str | Path, force: bool) -> Path:
 
 def check_size(weight_nbytes: int) -> None:
     """Raise :class:`LoadError` for weights that exceed this machine's memory."""
-    reason = why_too_large(weight_nbytes, has_default_budget=False)
+    reason = why_too_large(weight_nbytes, None)
     if reason is not None:
         raise LoadError(
             f"[load] the weights take {format_nbytes(weight_nbytes)}, and {reason}; use a smaller "

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer
 
 from mlx_paged.engine.token_texts import decoder_of
-from mlx_paged.loading.folder import load_errors
+from mlx_paged.loading.folder import load_errors, without_marks
 
 # The cache size of a tokenizer that does not split texts into words, instead of 10,000 texts.
 NUM_REMEMBERED_TEXTS = 256
@@ -29,12 +29,13 @@ def read_tokenizer(
     Raises:
         LoadError: it is missing or broken.
     """
-    with load_errors(f"the tokenizer in {folder} is missing or broken"):
+    what = f"the tokenizer in {folder} is missing or broken"
+    with load_errors(what), without_marks(folder) as readable:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             # transformers would create a tokenizer of one word.
             raise ValueError(f"none of {', '.join(TOKENIZER_FILES)}")
         tokenizer: TokenizerWrapper = load_tokenizer(
-            folder, tokenizer_config, eos_token_ids=eos_token_ids
+            readable, tokenizer_config, eos_token_ids=eos_token_ids
         )
     # transformers would warn of "indexing errors" for a long text; the error of the context limit
     # gives the numbers.

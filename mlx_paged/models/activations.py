@@ -7,6 +7,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN
 from mlx_paged.ops import device
@@ -69,6 +71,13 @@ def activation_nbytes(
     scores = 4 * max(with_scores, default=0) * context_len
     logits = LOGIT_ROWS * 4 * num_seqs * model.args.vocab_size
     return max(num_tokens * (numbers * model.dtype.size + scores), logits)
+
+
+def default_activation_nbytes(model: LanguageModel, is_cpu: bool | None = None) -> int:
+    """:func:`activation_nbytes` of the largest step of one sequence, with default options."""
+    largest = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    context = min(largest, context_length(model.args))
+    return activation_nbytes(model, largest, 1, context, is_cpu)
 
 
 class _Widths(NamedTuple):

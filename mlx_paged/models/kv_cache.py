@@ -35,6 +35,7 @@ from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import check_available, default_kv_cache_bytes
+from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_format import stored_as, warn_if_coarse
 from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
@@ -177,7 +178,8 @@ def kv_budget(
     """The budget that ``kv_cache_bytes`` gives, by default the memory that the models leave."""
     if kv_cache_bytes is not None:
         return KVBudget.parse(kv_cache_bytes)
-    return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes(model, draft_model)))
+    activations = default_activation_nbytes(check_model(model))
+    return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes(model, draft_model), activations))
 
 
 def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:

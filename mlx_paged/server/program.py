@@ -182,10 +182,11 @@ def _load(
         model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
+        skip_check=args.skip_check,
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer)
+    draft_model = load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check)
     return model, tokenizer, {**options, "draft_model": draft_model}
 
 

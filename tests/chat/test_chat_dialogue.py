@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.hybrid_folders import make_folder
+from helpers.model_zoo import config_of
 from helpers.terminal import saved_messages
 
 from mlx_paged import demo_model_path, load, memory
@@ -87,6 +89,18 @@ def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_messa
     assert status == 0 and warning.startswith("[engine] the model does not fit into this machine")
     assert "holds 1,008 of its 4,096 tokens of context" in warning and "--kv-bits" in warning
     assert "context: 1,008 of 4,096 tokens" in start
+
+
+def test_a_model_that_fails_the_check_at_load_runs_with_a_flag(run_chat, tmp_path):
+    folder = str(make_folder(tmp_path / "plamo3", config_of("plamo3")))
+    status, _, err = run_chat("hello", "--model", folder)
+    assert status == 2 and len(err.splitlines()) == 1
+    assert "plamo3' fails the check at load" in err
+    assert err.endswith("; to run it all the same, load it with --skip-check\n")
+    status, out, err = run_chat(
+        "hello", "--model", folder, "--skip-check", "--max-tokens", "4", "--verbose"
+    )
+    assert status == 0 and out.strip() and "per sequence" in err
 
 
 def test_a_wired_limit_is_asked_for_by_a_flag(run_chat, monkeypatch: pytest.MonkeyPatch):

@@ -27,6 +27,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine import swap_space
+from mlx_paged.engine.batch import SwapIn
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 
@@ -154,6 +155,40 @@ def test_what_comes_back_from_the_swap_space_is_what_went_there(
                 assert ours.shape[1] == num_tokens + 1, "nothing but the new token was computed"
                 np.testing.assert_array_equal(ours[:, :num_tokens], theirs)
     assert stages == ["out", "in"]
+
+
+def test_what_a_failed_step_was_to_swap_in_is_computed_again(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be in the pool in part; none of it is kept in host memory."""
+    engine = make_engine_without_drafts(
+        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0
+    )
+    requests = {
+        "first": (prompt(40), greedy(60, ignore_eos=True)),
+        "second": (prompt(41), greedy(30, ignore_eos=True)),
+        "third": (prompt(5), greedy(5, ignore_eos=True)),
+    }
+    for request_id, (tokens, params) in requests.items():
+        engine.add_request(request_id, tokens, params)
+    transfer, swapped = engine.runner._transfer, []
+
+    def failing(transfer_: Any) -> None:
+        if isinstance(transfer_, SwapIn) and not swapped:
+            swapped.append(engine.swap_space.num_used_tokens)
+            raise RuntimeError("no memory")
+        transfer(transfer_)
+
+    monkeypatch.setattr(engine.runner, "_transfer", failing)
+    outputs = {}
+    while not swapped:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert swapped[0] > 0
+    assert (engine.stats().num_swapped_tokens, engine.swap_space.tier._blocks) == (0, {})
+    outputs |= run(engine)
+    for request_id, (tokens, params) in requests.items():
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params)
+    assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)

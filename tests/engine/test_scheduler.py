@@ -181,6 +181,35 @@ def test_beside_others_a_request_comes_only_if_the_watermark_stays_free(
     engine.run()
 
 
+def test_a_watermark_of_less_than_a_block_is_one():
+    engine = FakeEngine(20, watermark=0.01, max_num_batched_tokens=100)
+    engine.add("a", tokens(21), max_tokens=2)
+    engine.step()
+    engine.add("b", tokens(56, 200), max_tokens=1)  # exactly the other 14 blocks
+    assert ran(engine.step()) == {"a": 1}
+    engine.run()
+
+
+def test_the_first_chunk_of_a_windowed_request_leaves_the_watermark_free():
+    """It holds few blocks at a time, but a step needs one for each of its tokens."""
+    supply = FakeSupply(20, 4)
+    supply.manager = KVCacheManager(BlockPool(21, 4), retentions=[Retention.sliding_window(8, 4)])
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=100, max_num_mixed_tokens=100, watermark=0.2
+    )
+    scheduler = Scheduler(supply.manager, supply, config)
+    scheduler.add(Request("a", tokens(3), SamplingParams(max_tokens=9)))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.append_token(batch.requests[0], 0)
+    scheduler.add(Request("b", tokens(90, 200), SamplingParams(max_tokens=1)))
+    batch = scheduler.schedule()
+    assert batch is not None
+    # One block is a's, and four of twenty stay free.
+    assert ran(batch) == {"a": 1, "b": 4 * (20 - 1 - 4)}
+    assert supply.manager.pool.num_free_blocks == 4
+
+
 def test_alone_a_request_may_use_every_block():
     engine = FakeEngine(5, watermark=0.9, max_num_batched_tokens=100)
     engine.add("a", tokens(20), max_tokens=1)

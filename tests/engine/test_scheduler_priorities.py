@@ -92,6 +92,45 @@ def test_no_request_is_preempted_for_one_that_has_too_few_blocks_all_the_same():
     engine.check_answers()
 
 
+def test_an_urgent_request_that_is_left_alone_may_use_every_block():
+    """The watermark is for those that run beside it, and the last of them makes way."""
+    engine = FakeEngine(10, watermark=0.2)
+    engine.add("a", tokens(14), max_tokens=20)
+    engine.step()
+    engine.add("urgent", tokens(38, 200), max_tokens=2, priority=-1)
+    output = engine.step()
+    assert (names(output.preempted), ran(output)) == (["a"], {"urgent": 16})
+    engine.run()
+    engine.check_answers()
+
+
+def test_the_watermark_stays_free_beside_those_that_are_not_preempted():
+    engine = FakeEngine(10, watermark=0.2)
+    for name, seed in (("a", 0), ("b", 100)):
+        engine.add(name, tokens(9, seed), max_tokens=20)
+    for _ in range(2):
+        engine.step()
+    # Six blocks: without b seven are free, but then one is left beside a, and not two.
+    engine.add("urgent", tokens(23, 200), max_tokens=1, priority=-1)
+    output = engine.step()
+    assert (names(output.preempted), ran(output)) == (["b", "a"], {"urgent": 16})
+    engine.run()
+    engine.check_answers()
+
+
+def test_no_request_is_preempted_where_the_watermark_would_not_stay_free():
+    engine = FakeEngine(10, watermark=0.2)
+    engine.add("a", tokens(9), max_tokens=20, priority=-1)
+    engine.add("b", tokens(9, 100), max_tokens=20)
+    for _ in range(2):
+        engine.step()
+    engine.add("urgent", tokens(23, 200), max_tokens=1, priority=-1)
+    assert ran(engine.step()) == {"a": 1, "b": 1}
+    assert engine.scheduler.num_preemptions == 0
+    engine.run()
+    engine.check_answers()
+
+
 def test_only_as_many_are_preempted_as_it_takes_and_blocks_that_others_share_do_not_count():
     engine = FakeEngine(12)
     engine.add("small", tokens(3, 500), max_tokens=30)

@@ -1,10 +1,11 @@
-"""Folders of tiny recurrent models with the demo model's tokenizer, which programs can load."""
+"""Folders of tiny models with the demo model's tokenizer, which programs can load."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -18,13 +19,17 @@ OUTPUT = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 def make_hybrid_folder(folder: Path, architecture: str) -> Path:
-    """Write the folder; returns it. Answers are random words, whose text has the same tokens when
-    it is read again, and end with their limit.
+    return make_folder(folder, config_of(architecture))
+
+
+def make_folder(folder: Path, config: dict[str, Any]) -> Path:
+    """Write the folder of a random model; returns it. Answers are random words, whose text has the
+    same tokens when it is read again, and end with their limit.
     """
     shutil.copytree(demo_model_path(), folder)
     of_demo = json.loads((folder / "config.json").read_text())
     sizes = {"vocab_size": of_demo["vocab_size"], "eos_token_id": of_demo["eos_token_id"]}
-    config = config_of(architecture) | sizes
+    config = config | sizes
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(make_from_config(config).parameters()))
     name = next(name for name in OUTPUT if name in weights)

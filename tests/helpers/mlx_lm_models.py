@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
@@ -59,6 +60,20 @@ DEEPSEEK_V3: Config = {  # latents
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+QWEN3_MOE: Config = {
+    **_SIZES,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 GEMMA3N: Config = {  # layers that share K/V
     "model_type": "gemma3n",
     "text_config": {
@@ -102,6 +117,29 @@ def random_model(config: Config, seed: int = 0) -> Module:
         return 1 + 0.1 * noise if old.ndim == 1 else noise * old.shape[-1] ** -0.5
 
     model.update(tree_map(weight, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+# MLX's modes of quantisation: mode, bits, group size.
+QUANTISATIONS = [
+    *(("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
+    ("mxfp4", 4, 32),
+    ("nvfp4", 4, 16),
+    ("mxfp8", 8, 32),
+]
+
+
+def quantised_model(config: Config, quantisation: tuple[str, int, int], seed: int = 0) -> Module:
+    """A random model in bfloat16, quantised as mlx-lm does: without the routers of experts."""
+    mode, bits, group_size = quantisation
+    model = random_model(config, seed)
+    model.update(tree_map(lambda weight: weight.astype(mx.bfloat16), model.parameters()))
+
+    def is_quantised(path: str, module: Module) -> bool:
+        return hasattr(module, "to_quantized") and not path.endswith("mlp.gate")
+
+    nn.quantize(model, group_size, bits, mode=mode, class_predicate=is_quantised)
     mx.eval(model.parameters())
     return model
 

@@ -9,7 +9,8 @@ import pytest
 from helpers.backends import METAL, REFERENCE
 from helpers.engine_runs import lose_all_kv
 from helpers.fence_order import disorders
-from helpers.numpy_attention import make_problem
+from helpers.numpy_attention import before_the_step, make_problem
+from helpers.quantised_problems import quantised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_emulator.checks import Call
@@ -135,6 +136,76 @@ def test_a_missing_link_is_found(name, link, expected, metal, monkeypatch):
     lose_a_link(monkeypatch, name, link)
     use_every_operation(make_problem([5, 300], 2))
     assert expected in disorders(metal)
+
+
+def use_every_quantised_operation(bits: int) -> KVHandle:
+    problem = quantised(make_problem([5, 300], 1, head_dim=32), bits, bits)
+    kv, k, v = before_the_step(problem)
+    settings = problem.args[2:]
+    METAL.update(k, v, kv, problem.metadata.slot_mapping)
+    METAL.update_and_attend(problem.q, k, v, kv, *settings)
+    METAL.update_and_attend(problem.q, k, v, kv, *settings)
+    METAL.copy_blocks(kv, [(problem.tables[0][0], problem.tables[1][0])])
+    METAL.update(k, v, kv, problem.metadata.slot_mapping)
+    METAL.gather_blocks(kv, problem.tables[0], 5)
+    METAL.update(k, v, kv, problem.metadata.slot_mapping)
+    return kv
+
+
+STEP = ("encode_and_cache", "paged_attention_affine", "merge_partitions")
+QUANTISED = [
+    *("encode_and_cache", *STEP, *STEP),
+    *("copy_blocks", "copy_blocks", "copy_blocks", "encode_and_cache"),
+    *("dequantize_blocks", "encode_and_cache"),
+]
+
+
+@pytest.mark.parametrize("bits", [8, 4], ids=["rows_alone", "with_rotated_queries"])
+def test_all_operations_on_quantised_slabs_are_one_chain(bits, metal):
+    kv = use_every_quantised_operation(bits)
+    assert names(metal) == QUANTISED
+    assert disorders(metal) == []
+    num_chained = len(QUANTISED) - QUANTISED.count("merge_partitions")
+    mx.eval(kv.fence)
+    assert kv.fence.tolist() == [num_chained] * 8
+
+
+@pytest.mark.parametrize("bits", [8, 4], ids=["rows_alone", "with_rotated_queries"])
+@pytest.mark.parametrize(
+    ("name", "link", "expected"),
+    [
+        (
+            "encode_and_cache",
+            "binds",
+            "call 4 (encode_and_cache) is not behind call 2 (paged_attention_affine): write after",
+        ),
+        (
+            "encode_and_cache",
+            "leaves",
+            "call 2 (paged_attention_affine) is not behind call 1 (encode_and_cache): read after",
+        ),
+        (
+            "paged_attention_affine",
+            "leaves",
+            "call 4 (encode_and_cache) is not behind call 2 (paged_attention_affine): write after",
+        ),
+        (
+            "dequantize_blocks",
+            "leaves",
+            "call 12 (encode_and_cache) is not behind call 11 (dequantize_blocks): write after",
+        ),
+        (
+            "dequantize_blocks",
+            "binds",
+            "call 11 (dequantize_blocks) is not behind call 10 (encode_and_cache): read after",
+        ),
+    ],
+    ids=lambda value: value if " " not in str(value) else "",
+)
+def test_a_missing_link_of_quantised_slabs_is_found(name, link, expected, bits, metal, monkeypatch):
+    lose_a_link(monkeypatch, name, link)
+    use_every_quantised_operation(bits)
+    assert any(line.startswith(expected) for line in disorders(metal))
 
 
 def step(seqs: Sequences, counts: dict[str, int]) -> None:

@@ -156,6 +156,25 @@ def test_an_offset_of_32_bits_is_seen(
         slabs.both(operation)
 
 
+@pytest.mark.parametrize("widths", [(64, 32), (32, 64)], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_either_of_k_and_v_alone_takes_an_index_of_64_bits(
+    widths: tuple[int, int], bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem((40,), 1, head_dim=widths[0], value_dim=widths[1], dtype=DTYPE)
+    kv = problem.kv if bits is None else quantised(problem, bits, bits).kv
+    largest = max(kv.k[0].nbytes, kv.v[0].nbytes)
+    assert largest > min(kv.k[0].nbytes, kv.v[0].nbytes)
+    for least_large, index in ((largest, mx.uint64), (largest + 1, mx.uint32)):
+        monkeypatch.setattr(kernels, "LARGE_SLAB_BYTES", least_large)
+        assert dict(kernels._format(kv))["Index"] == index
+
+
+def test_no_index_of_32_bits_counts_more_loads_than_it_can() -> None:
+    """The smallest loads are eight numbers of 4 bits."""
+    assert kernels.LARGE_SLAB_BYTES == 2**32 * (8 * 4 // 8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", [attend, write_and_attend])
 def test_large_slabs_need_an_index_of_64_bits(

@@ -117,12 +117,23 @@ def test_quantised_rows_of_every_width_match_the_formula(widths, bits, dtype, me
         assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
 
 
-def test_quantised_rows_of_different_widths_and_groups_match_the_formula(metal):
-    problem = quantised(problem_of((96, 64), seqs=SEQS[:2], poison="large"), 8, 4)
-    assert (problem.kv.format.key.group_size, problem.kv.format.value.group_size) == (32, 64)
+@pytest.mark.parametrize(
+    ("widths", "bits", "groups"),
+    [((96, 64), (8, 4), (32, 64)), ((128, 96), (8, 8), (64, 32))],
+    ids=["larger_of_values", "larger_of_keys"],
+)
+def test_quantised_rows_of_different_widths_and_groups_match_the_formula(
+    widths, bits, groups, metal
+):
+    problem = quantised(problem_of(widths, seqs=SEQS[:2], poison="large"), *bits)
+    assert (problem.kv.format.key.group_size, problem.kv.format.value.group_size) == groups
     attend_and_compare(problem)
+    whole = METAL.attend(*problem.args)
+    kv, k, v = before_the_step(problem)
+    assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
+    assert_same_slabs(kv, problem.kv)
     gathered = METAL.gather_step(problem.kv, problem.metadata)
-    assert [(k.shape[-1], v.shape[-1]) for k, v in gathered] == [(96, 64)] * 2
+    assert [(k.shape[-1], v.shape[-1]) for k, v in gathered] == [widths] * 2
     for (keys, values), (_, k, v) in zip(gathered, problem.dense, strict=True):
         assert_same_bits(keys.swapaxes(0, 1), k.astype(keys.dtype))
         assert_same_bits(values.swapaxes(0, 1), v.astype(values.dtype))

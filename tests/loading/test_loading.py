@@ -1,5 +1,6 @@
 """What loads, and what is said in one line when it doesn't."""
 
+import codecs
 import inspect
 import json
 import shutil
@@ -11,6 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from helpers.hybrid_folders import make_folder
+from helpers.mlx_lm_models import random_model
+from helpers.model_zoo import config_of
 from helpers.qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,8 +23,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_paged
-from mlx_paged import Sequences, demo_model_path, run_step
-from mlx_paged.loading import LoadError, load
+from mlx_paged import LLM, SamplingParams, Sequences, demo_model_path, run_step
+from mlx_paged.errors import ArgumentError
+from mlx_paged.loading import LoadError, load, read_sampling_defaults
+from mlx_paged.loading.outline import read_outline
+from mlx_paged.models.identity import model_identity
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -90,8 +97,9 @@ def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     assert {name: p.default for name, p in ours.items() if name in theirs} == {
         name: theirs[name].default for name in ours if name in theirs
     }
-    # Its own: the last, so that places are mlx-lm's.
-    assert [name for name in ours if name not in theirs] == list(ours)[-1:] == ["tokenizer_path"]
+    # Its own are the last, so that places are mlx-lm's.
+    own = ["tokenizer_path", "skip_check"]
+    assert [name for name in ours if name not in theirs] == list(ours)[-2:] == own
 
 
 def test_the_config_is_returned_when_asked_for(folder):
@@ -131,6 +139,44 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
         (logits[adapter_path],) = run_step(model, sequences, {"s": tokens})
     assert mx.allclose(logits[str(adapters)], expected, rtol=1e-4, atol=1e-4)
     assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
+
+    with_byte_order_mark(adapters / "adapter_config.json")
+    again = run_step(model, Sequences(mlx_paged.make_kv_cache(model)), {"s": tokens})[0]
+    model, _ = load(folder, adapter_path=adapters)
+    found = run_step(model, Sequences(mlx_paged.make_kv_cache(model)), {"s": tokens})[0]
+    assert mx.array_equal(found, again)
+
+
+def with_byte_order_mark(file):
+    """As editors on Windows write it."""
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("names", [["config.json"], None], ids=["the configuration", "every file"])
+def test_json_with_a_byte_order_mark_is_read_as_without(folder, names, model_type):
+    generation = {"eos_token_id": [3, 7], "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    if model_type == "qwen2":
+        config = {**CONFIG, "model_type": "qwen2", "eos_token_id": 7}
+        save_folder(folder, random_model(config), config)
+    expected, tokenizer, config = load(folder, return_config=True)
+    files = [folder / name for name in names] if names else sorted(folder.glob("*.json"))
+    assert names or len(files) >= 4
+    for file in files:
+        with_byte_order_mark(file)
+    model, again, read = load(folder, return_config=True)
+    assert read == config and model.name == expected.name
+    assert model_identity(model) == model_identity(expected)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.eos_token_ids == tokenizer.eos_token_ids == {1, 3, 7}
+    assert again.chat_template == tokenizer.chat_template
+    assert read_sampling_defaults(folder) == {"temperature": 0.5}
+    run = [
+        run_step(m, Sequences(mlx_paged.make_kv_cache(m)), {"s": [3, 1]}) for m in (model, expected)
+    ]
+    assert mx.array_equal(run[0][0], run[1][0])
+    assert read_outline(folder).model.description == model.description
 
 
 @pytest.mark.parametrize("is_quantised", [False, True])
@@ -356,6 +402,26 @@ def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, mon
     write_config(folder, model_type="olmo")
     message = load_error(folder)
     assert "mlx-lm can't load model type 'olmo': To run olmo install ai2-olmo" in message
+
+
+def test_a_model_that_fails_the_check_at_load_runs_with_skip_check(tmp_path):
+    """plamo3's logits in mlx-lm depend on where a prompt is cut."""
+    folder = make_folder(tmp_path / "plamo3", config_of("plamo3"))
+    with pytest.raises(LoadError, match="model type 'plamo3' fails the check at load: ") as refused:
+        load(folder)
+    assert refused.value.argument == "skip_check"
+    assert str(refused.value).endswith("; to run it all the same, load it with skip_check")
+    assert load(folder, skip_check=True)[0].description == "plamo3 of mlx-lm, per sequence"
+    llm = LLM(folder, skip_check=True)
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert len(llm.generate("hello", greedy)[0].outputs[0].token_ids) == 8
+    with pytest.raises(ArgumentError, match=r"to run it all the same, mlx_paged.load\(..., skip_c"):
+        LLM(*mlx_lm.load(str(folder))[:2])
+    with pytest.raises(LoadError, match=r"draft_model: .* load it with skip_check") as refused:
+        LLM("demo", draft_model=folder)
+    assert refused.value.argument == "draft_model"
+    with pytest.raises(LoadError, match="skip_check must be True or False, got 1"):
+        load(folder, skip_check=1)
 
 
 @pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])

@@ -8,24 +8,49 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.metadata import Metadata
-from mlx_paged.loading.gguf.rope import rope_scaling
+from mlx_paged.loading.gguf.rope import ROPE_KEYS, rope_scaling
 
 # general.architecture -> the model type of Hugging Face's configuration
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
-# Metadata that changes what a model computes, and that these models do not support.
-_UNKNOWN_HERE = (
-    "expert_count",
-    "attention.max_alibi_bias",
-    "attention.clamp_kqv",
-    "attention.scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-    "attention.sliding_window",
-    "nextn_predict_layers",
-)
+ARCHITECTURES = {"gemma3": "gemma3_text", "llama": "llama", "qwen3": "qwen3"}
+# What files of Gemma 3 leave out, as in llama.cpp: every sixth layer attends to all tokens, the
+# others rotate with a base of their own, and the 27B, with 62 layers, scales queries differently.
+_GEMMA_3_PATTERN, _GEMMA_3_LOCAL_BASE, _GEMMA_3_27B_LAYERS = 6, 10_000.0, 62
+# Keys under the architecture's name that are known here: unlike llama.cpp, which ignores others,
+# this reader refuses them, since they may stand for something that the model computes.
+_READ = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length",
+    "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.layer_norm_rms_epsilon", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", *(f"rope.{name}" for name in ROPE_KEYS),
+}  # fmt: skip
+_OF_ARCHITECTURE = {"gemma3": {"attention.sliding_window", "rope.freq_base_swa"}}
+# They change no logits of these architectures: the vocabulary's size is that of its tensor, rows of
+# q and k are always in llama.cpp's order, there is no layer norm with a mean, and pooling is for
+# embeddings.
+_IGNORED = {
+    "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "pooling_type",
+    "rope.scaling.finetuned",
+}  # fmt: skip
+# Features that these architectures lack, with the values that turn them off.
+_OFF = {
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
 
 
 def read_configuration(file: GGUFFile) -> dict[str, Any]:
@@ -63,6 +88,8 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": metadata.number(f"{architecture}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    if architecture == "gemma3":
+        config |= _gemma_3(metadata, config)
     config["vocab_size"] = _check_sizes(file, config)
     config["rope_scaling"] = rope_scaling(file, architecture, config)
     if "blk.0.attn_q.bias" in file.tensors:
@@ -72,14 +99,29 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _gemma_3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3's further fields."""
+    is_27b = config["num_hidden_layers"] == _GEMMA_3_27B_LAYERS
+    return {
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+        ),
+        "sliding_window": metadata.integer("gemma3.attention.sliding_window", low=1),
+        "sliding_window_pattern": _GEMMA_3_PATTERN,
+        "rope_local_base_freq": metadata.number("gemma3.rope.freq_base_swa", _GEMMA_3_LOCAL_BASE),
+    }
+
+
 def _refuse_unknown_features(metadata: Metadata, architecture: str) -> None:
-    for name in _UNKNOWN_HERE:
-        value = metadata.values.get(f"{architecture}.{name}")
-        if value:
-            raise LoadError(
-                f"[load] {metadata.file}: {architecture}.{name} is {shown(value)}, which is not "
-                f"supported for the architecture {architecture} as a GGUF file"
-            )
+    known = _READ | _IGNORED | _OF_ARCHITECTURE.get(architecture, set())
+    for key, value in metadata.values.items():
+        name = key.removeprefix(f"{architecture}.")
+        if name == key or name in known or value in _OFF.get(name, ()):
+            continue
+        raise LoadError(
+            f"[load] {metadata.file}: {key} is {shown(value)}, which is not supported for the "
+            f"architecture {architecture} as a GGUF file; try the model's folder with safetensors"
+        )
     if not metadata.flag(f"{architecture}.attention.causal", True):
         raise LoadError(f"[load] {metadata.file} is not a causal language model")
 

@@ -31,13 +31,13 @@ class Metadata:
             raise self._wrong(key, f"a whole number, at least {low}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+    def number(self, key: str, default: float | None = None, *, or_zero: bool = False) -> float:
+        """A finite number above 0, or 0 where that has a meaning."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number")
-        if not 0 < value < math.inf:
-            raise self._wrong(key, "a finite number above 0")
+        if not 0 < value < math.inf and not (or_zero and value == 0):
+            raise self._wrong(key, "a finite number " + ("at least 0" if or_zero else "above 0"))
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:

@@ -11,6 +11,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.files import GGUFFile
+from mlx_paged.loading.gguf.metadata import Metadata
 
 FACTORS = "rope_freqs.weight"
 # The other fields of Llama 3's scaling, equal in all of its models; the file has only factors.
@@ -19,8 +20,11 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Factors of YaRN that the configurations of these models do not support.
-_NEUTRAL_AT_1 = ("attn_factor", "yarn_ext_factor", "yarn_attn_factor")
+# What is read of the keys under ``<architecture>.rope``.
+ROPE_KEYS = (
+    "scaling.type", "scaling.factor", "scaling.original_context_length", "scaling.yarn_beta_fast",
+    "scaling.yarn_beta_slow", "scaling.yarn_ext_factor", "scale_linear",
+)  # fmt: skip
 
 
 def rope_scaling(
@@ -28,42 +32,58 @@ def rope_scaling(
 ) -> dict[str, Any] | None:
     """The ``rope_scaling`` of ``config.json``; ``None`` for unscaled RoPE.
 
+    As in llama.cpp, a file that names no kind of scaling means linear, ``rope.scale_linear`` is the
+    old name of the factor, and a linear factor of 0, or none at all, scales nothing.
+
     Raises:
         LoadError: the kind of scaling is not supported.
     """
-    metadata, prefix = file.metadata, f"{architecture}.rope.scaling"
-    kind = metadata.text(f"{prefix}.type", "none")
+    metadata, prefix = file.metadata, f"{architecture}.rope"
+    kind = _kind(metadata, prefix)
+    factor = 1.0 if kind == "none" else _factor(metadata, prefix, required=kind == "yarn")
     if FACTORS in file.tensors:
-        if kind != "none":
+        if factor != 1:
             raise LoadError(
-                f"[load] {file.path} has both {FACTORS} and {prefix}.type {shown(kind)}; only one "
-                "of them is supported"
+                f"[load] {file.path} has both {FACTORS} and {kind} scaling of RoPE by {factor:g}; "
+                "only one of them is supported"
             )
         return _scaling_by_factors(file, config)
-    if kind == "none":
+    if factor == 1:
         return None
-    if kind not in ("linear", "yarn"):
-        raise LoadError(
-            f"[load] {file.path}: {prefix}.type {shown(kind)} is not supported; linear and yarn are"
-        )
-    for name in _NEUTRAL_AT_1:
-        if metadata.values.get(f"{prefix}.{name}", 1.0) != 1.0:
-            raise LoadError(
-                f"[load] {file.path}: {prefix}.{name} other than 1 is not supported, got "
-                f"{shown(metadata.values[f'{prefix}.{name}'])}"
-            )
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": metadata.number(f"{prefix}.factor"),
-    }
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.integer(
-            f"{prefix}.original_context_length", low=1
+            f"{prefix}.scaling.original_context_length", config["max_position_embeddings"], low=1
         )
         for name in ("beta_fast", "beta_slow"):
-            if f"{prefix}.yarn_{name}" in metadata:
-                scaling[name] = metadata.number(f"{prefix}.yarn_{name}")
+            if f"{prefix}.scaling.yarn_{name}" in metadata:
+                scaling[name] = metadata.number(f"{prefix}.scaling.yarn_{name}")
     return scaling
+
+
+def _kind(metadata: Metadata, prefix: str) -> str:
+    kind = metadata.text(f"{prefix}.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise LoadError(
+            f"[load] {metadata.file}: {prefix}.scaling.type {shown(kind)} is not supported; "
+            "linear and yarn are"
+        )
+    # Of YaRN's corrected frequencies: all of them, or none; negative for what the kind implies.
+    share = metadata.values.get(f"{prefix}.scaling.yarn_ext_factor", -1)
+    if share not in (-1, 1 if kind == "yarn" else 0):
+        raise LoadError(
+            f"[load] {metadata.file}: {prefix}.scaling.yarn_ext_factor is {shown(share)}, which is "
+            f"not supported with {prefix}.scaling.type {kind}"
+        )
+    return kind
+
+
+def _factor(metadata: Metadata, prefix: str, *, required: bool) -> float:
+    """What divides the positions; 1 if nothing does."""
+    key, old_key = f"{prefix}.scaling.factor", f"{prefix}.scale_linear"
+    if key not in metadata and old_key in metadata:
+        key = old_key
+    return metadata.number(key, None if required else 0.0, or_zero=True) or 1.0
 
 
 def _scaling_by_factors(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line
+from mlx_paged.errors import ArgumentError, FailedCheckError, UnsuitableModelError, one_line
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.trial import adapt
 
@@ -43,9 +43,11 @@ def adapted(model: Module) -> LanguageModel:
         try:
             found = adapt(model, config)
         except UnsuitableModelError as error:
+            is_check = isinstance(error, FailedCheckError)
+            way_out = "; to run it all the same, mlx_paged.load(..., skip_check=True)"
             raise ArgumentError(
                 f"[model] model type {config['model_type']} can't run on a paged cache: "
-                f"{one_line(error)}",
+                f"{one_line(error)}{way_out if is_check else ''}",
                 "model",
             ) from error
         # A plain attribute: as a submodule, it would contain the model that contains it.

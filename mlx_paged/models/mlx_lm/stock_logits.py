@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.errors import UnsuitableModelError, one_line
+from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line
 
 # The relative error of a row of logits that rounding explains in float32. A layer that attends to
 # the wrong tokens has a larger one: 0.30 for afm7.
@@ -89,12 +89,14 @@ class StockLogits:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The reference for a model's logits.
+    """A reference for a model's logits.
 
-    For half precision it is what mlx-lm computes with the same weights in float32, and the limit is
-    twice the error of mlx-lm's own logits in half precision. For a model too large for a copy of
-    its weights in float32, it is mlx-lm's logits in half precision, with a wider limit: a small
-    fault can't be told from rounding then.
+    In half precision there are two. The first is what mlx-lm computes with the same weights in
+    float32, with twice the error of mlx-lm's own logits in half precision as the limit. The second
+    is these logits themselves: rounding may send a token to other experts than float32 does, and
+    then logits that equal mlx-lm's are as far from float32 as they like. A model too large for a
+    copy of its weights in float32 has the second alone, and its small faults can't be told from
+    rounding.
 
     Attributes:
         logits: the reference.
@@ -105,10 +107,12 @@ class Yardstick:
     limit: float
 
     @classmethod
-    def of(cls, model: Module, prompts: Prompts) -> Yardstick:
-        """Raises:
-        UnsuitableModelError: mlx-lm can't run the model, or its answers depend on where a prompt is
-            cut.
+    def of(cls, model: Module, prompts: Prompts) -> list[Yardstick]:
+        """A model's references; it has to equal one of them.
+
+        Raises:
+            UnsuitableModelError: mlx-lm can't run the model.
+            FailedCheckError: its answers depend on where a prompt is cut.
         """
         try:
             own = StockLogits(model, prompts)
@@ -118,18 +122,32 @@ class Yardstick:
             raise UnsuitableModelError(
                 f"mlx-lm can't run it on its own caches ({type(error).__name__}: {one_line(error)})"
             ) from error
-        exact = own if own.rows.dtype == mx.float32 else _in_float32(model, prompts)
-        best, limit = (own, HALF_LIMIT) if exact is None else (exact, FLOAT32_LIMIT)
-        if best.own_error > MAX_OWN_LIMITS * limit:
-            raise UnsuitableModelError(
-                f"its logits on mlx-lm's own caches differ by {best.own_error:.2g} where a prompt "
-                "is cut elsewhere"
-            )
-        if best is own:
-            return cls(own, max(limit, NUM_TIMES_OWN_ERROR * own.own_error))
+        if own.rows.dtype == mx.float32:
+            return [cls._itself(own, FLOAT32_LIMIT)]
+        exact = _in_float32(model, prompts)
+        if exact is None:
+            return [cls._itself(own, HALF_LIMIT)]
+        _refuse_other_cuts(exact, FLOAT32_LIMIT)
         # Plus one rounding of the logits themselves.
         eps = mx.finfo(own.rows.dtype).eps
-        return cls(best, NUM_TIMES_HALF_ERROR * own.error(best) + eps)
+        found = [cls(exact, NUM_TIMES_HALF_ERROR * own.error(exact) + eps)]
+        if own.own_error <= MAX_OWN_LIMITS * HALF_LIMIT:
+            found.append(cls._itself(own, HALF_LIMIT))
+        return found
+
+    @classmethod
+    def _itself(cls, own: StockLogits, limit: float) -> Yardstick:
+        """mlx-lm's logits as they are, with a limit for those of one order of summation."""
+        _refuse_other_cuts(own, limit)
+        return cls(own, max(limit, NUM_TIMES_OWN_ERROR * own.own_error))
+
+
+def _refuse_other_cuts(logits: StockLogits, limit: float) -> None:
+    if logits.own_error > MAX_OWN_LIMITS * limit:
+        raise FailedCheckError(
+            f"its logits on mlx-lm's own caches differ by {logits.own_error:.2g} where a prompt is "
+            "cut elsewhere"
+        )
 
 
 def _in_float32(model: Module, prompts: Prompts) -> StockLogits | None:

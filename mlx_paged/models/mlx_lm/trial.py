@@ -19,7 +19,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.cache import LayerSpec
-from mlx_paged.errors import UnsuitableModelError, one_line
+from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.module_calls import ModuleClasses
@@ -48,7 +48,11 @@ WAYS: dict[str, Kind] = {"packed": PackedModel, "per sequence": PerSequenceModel
 
 
 def adapt(
-    model: Module, config: dict[str, Any], *, evaluates_weights: bool = True
+    model: Module,
+    config: dict[str, Any],
+    *,
+    evaluates_weights: bool = True,
+    skip_check: bool = False,
 ) -> LanguageModel:
     """A model of mlx-lm as a :class:`LanguageModel`: packed, or else one sequence at a time.
 
@@ -56,20 +60,30 @@ def adapt(
         model: with its weights, adapters included.
         config: its ``config.json``.
         evaluates_weights: whether the model itself is tested too, and not only a small copy of it.
+        skip_check: run a model whose logits differ. The small copy alone decides how it runs (the
+            model itself if it has none), and if that differs in both ways, the model runs one
+            sequence at a time, with its own attention.
 
     Raises:
+        FailedCheckError: its logits differ in one of the ways, and it can't run in the other.
         UnsuitableModelError: it can run in neither way; the message gives both reasons.
     """
-    trial = Trial(model, config, evaluates_weights)
-    reasons: dict[str, str] = {}
+    trial = Trial(model, config, evaluates_weights, skip_check)
+    errors: dict[str, UnsuitableModelError] = {}
     for way, kind in WAYS.items():
         try:
             return trial.run(kind)
         except UnsuitableModelError as error:
-            reasons[way] = str(error)
-    if len(set(reasons.values())) == 1:
-        raise UnsuitableModelError(reasons["packed"])
-    raise UnsuitableModelError("; ".join(f"{way}, {text}" for way, text in reasons.items()))
+            errors[way] = error
+    if skip_check:
+        for way in reversed(WAYS):
+            if isinstance(errors[way], FailedCheckError):
+                return WAYS[way](model, config)
+    reasons = [str(error) for error in errors.values()]
+    text = "; ".join(f"{way}, {reason}" for way, reason in zip(WAYS, reasons, strict=True))
+    is_check = any(isinstance(error, FailedCheckError) for error in errors.values())
+    kind_of_error = FailedCheckError if is_check else UnsuitableModelError
+    raise kind_of_error(reasons[0] if len(set(reasons)) == 1 else text)
 
 
 def layer_specs_of(model: Module) -> list[LayerSpec]:
@@ -94,16 +108,23 @@ class Trial:
         model: with its weights.
         config: its ``config.json``.
         evaluates_weights: whether the model itself is tested too, and not only a small copy of it.
+        skip_check: whether it is not if there is a small copy, although its weights are evaluated.
     """
 
-    def __init__(self, model: Module, config: dict[str, Any], evaluates_weights: bool = True):
+    def __init__(
+        self,
+        model: Module,
+        config: dict[str, Any],
+        evaluates_weights: bool = True,
+        skip_check: bool = False,
+    ):
         self.model, self.config = model, config
-        self._evaluates_weights = evaluates_weights
+        self._evaluates_weights, self._skip_check = evaluates_weights, skip_check
         if evaluates_weights:
             # Arrays that are not parameters, such as frequencies of RoPE, are lazy at first, and
             # another thread can't evaluate what this one leaves lazy.
             mx.eval([value for module in model.modules() for value in module.values()])
-        self._yardstick: tuple[Prompts, Yardstick] | None = None
+        self._prepared: tuple[Prompts, list[Yardstick]] | None = None
 
     def run(self, kind: Kind) -> LanguageModel:
         """The model as it runs in this way.
@@ -118,7 +139,7 @@ class Trial:
             adapted = kind(self.model, self.config)
             if self._small is not None:
                 self._small._run_as_a_copy(kind)
-            if self._evaluates_weights:
+            if self._evaluates_weights and not (self._skip_check and self._small is not None):
                 self._check(adapted)
         except BaseException:
             classes.restore()
@@ -138,28 +159,40 @@ class Trial:
         try:
             self._check(adapted)
         except UnsuitableModelError as error:
-            raise UnsuitableModelError(f"in a small copy of the model, {error}") from error
+            raise type(error)(f"in a small copy of the model, {error}") from error
 
     def _check(self, model: LanguageModel) -> None:
-        if self._yardstick is None:
+        if self._prepared is None:
             prompts = _prompts(model)
-            self._yardstick = prompts, Yardstick.of(self.model, prompts)
-        prompts, yardstick = self._yardstick
-        try:
-            parts = list(_parts(model, prompts, yardstick.logits))
-        except Exception as error:
-            # It may rely on any detail of mlx-lm's caches, such as the shape of a mask.
-            raise UnsuitableModelError(
-                f"it can't run on caches here ({type(error).__name__}: {one_line(error)})"
-            ) from error
-        for what, logits, expected in parts:
-            found = median_error(logits, expected)
-            # NaN counts as a difference unless mlx-lm's logits are NaN, too.
-            if not found <= yardstick.limit and not mx.isnan(expected).any():
-                raise UnsuitableModelError(
-                    f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
-                    f"(rounding explains {yardstick.limit:.2g})"
-                )
+            self._prepared = prompts, Yardstick.of(self.model, prompts)
+        prompts, yardsticks = self._prepared
+        differences = []
+        for yardstick in yardsticks:
+            difference = _difference(model, prompts, yardstick)
+            if difference is None:
+                return
+            differences.append(difference)
+        raise FailedCheckError(differences[-1])
+
+
+def _difference(model: LanguageModel, prompts: Prompts, yardstick: Yardstick) -> str | None:
+    """A text about the first logits that differ by more than rounding; ``None`` if none do."""
+    try:
+        parts = list(_parts(model, prompts, yardstick.logits))
+    except Exception as error:
+        # It may rely on any detail of mlx-lm's caches, such as the shape of a mask.
+        raise UnsuitableModelError(
+            f"it can't run on caches here ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    for what, logits, expected in parts:
+        found = median_error(logits, expected)
+        # NaN counts as a difference unless mlx-lm's logits are NaN, too.
+        if not found <= yardstick.limit and not mx.isnan(expected).any():
+            return (
+                f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
+                f"(rounding explains {yardstick.limit:.2g})"
+            )
+    return None
 
 
 def _prompts(model: LanguageModel) -> Prompts:

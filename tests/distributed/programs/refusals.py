@@ -44,7 +44,7 @@ told(model=other)
 model, tokenizer = load_for(launched_ranks(), demo_model_path())
 from mlx_paged.models import kv_cache  # noqa: E402
 
-kv_cache.default_kv_cache_bytes = lambda nbytes: 3_000_000 if is_second else 5_000_000
+kv_cache.default_kv_cache_bytes = lambda *_: 3_000_000 if is_second else 5_000_000
 told(model=model, tokenizer=tokenizer)
 if is_second:
     try:

@@ -15,6 +15,7 @@ from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.engine import disk_tier, kv_fingerprint
+from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier import DiskTier, is_reading_cheaper
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
@@ -167,6 +168,31 @@ def test_blocks_that_are_evicted_before_they_are_copied_are_not_missed(
     assert not engine.save_more()
     flushed(engine)
     assert stored_tokens(tmp_path) == set()
+
+
+def test_blocks_that_a_step_in_flight_computes_are_copied_after_it(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the hashes of blocks that are due, which were evicted before they were copied."""
+    engine = open_engine(model, tmp_path)
+    tier = tier_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._writer, "has_room", lambda n: False)
+        ask(engine, "a", prompt(40), max_tokens=1)
+    due = list(tier._unsaved)
+    assert engine.reset_prefix_cache() and len(due) == 2
+    engine.add_request("b", prompt(40), greedy(5))
+    batch = engine.scheduler.schedule()
+    assert batch is not None and batch.new_block_ids
+    tier.note(Batch(), [batch])
+    assert list(tier._unsaved) == due
+    # The step fails: nothing of it was written.
+    engine.scheduler.discard(batch)
+    flushed(engine)
+    assert stored_tokens(tmp_path) == set()
+    assert run(engine)["b"].outputs[0].token_ids == ask_alone(model, prompt(40), greedy(5))
+    flushed(engine)
+    assert len(stored_tokens(tmp_path)) == 2
 
 
 def test_a_step_that_fails_leaves_nothing_on_disk(

@@ -164,8 +164,23 @@ KEY = "qwen3."
             {f"{KEY}rope.scaling.type": "yarn", f"{KEY}rope.scaling.factor": 2.0,
              f"{KEY}rope.scaling.original_context_length": 64,
              f"{KEY}rope.scaling.attn_factor": 2.0},
-            "rope.scaling.attn_factor other than 1 is not supported, got 2.0",
+            "rope.scaling.attn_factor is 2.0, which is not supported",
         ),
+        ({f"{KEY}rope.scaling.attn_factor": 2.0}, "attn_factor is 2.0, which is not supported"),
+        (
+            {f"{KEY}rope.scaling.type": "none", f"{KEY}rope.scaling.attn_factor": 2.0},
+            "rope.scaling.attn_factor is 2.0, which is not supported",
+        ),
+        ({f"{KEY}rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, which is not supp"),
+        ({f"{KEY}rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1, which is"),
+        ({f"{KEY}rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, which is not supp"),
+        ({f"{KEY}rope.scaling.factor": -2.0}, "rope.scaling.factor must be a finite number at l"),
+        ({f"{KEY}rope.scale_linear": "2"}, "qwen3.rope.scale_linear must be a number, got '2'"),
+        ({f"{KEY}rope.dimension_sections": [8, 8]}, "rope.dimension_sections is [8, 8], which is"),
+        ({f"{KEY}rope.scaling.new_kind": 2.0}, "qwen3.rope.scaling.new_kind is 2.0, which is not"),
+        ({f"{KEY}attention.temperature_scale": 0.1}, "attention.temperature_scale is 0.1, which"),
+        ({f"{KEY}something.new": True}, "qwen3.something.new is True, which is not supported for"),
+        ({f"{KEY}attention.gate": 0}, "qwen3.attention.gate is 0, which is not supported for the"),
         ({"tokenizer.ggml.model": "bert"}, "a tokenizer of the kind 'bert'"),
         ({"tokenizer.ggml.scores": None}, "give a folder with the model's tokenizer as token"),
     ],
@@ -272,6 +287,10 @@ def test_factors_of_the_wrong_number(tmp_path, demo_parts):
     tensors["rope_freqs.weight"] = ("F32", np.zeros(16, np.float32))
     message = refused(write(tmp_path / "b.gguf", "qwen3", keys, tensors))
     assert "rope_freqs.weight has numbers that are not finite" in message
+    tensors["rope_freqs.weight"] = ("F32", np.full(16, 2, np.float32))
+    keys = {**keys, f"{KEY}rope.scaling.factor": 8.0}
+    message = refused(write(tmp_path / "z.gguf", "qwen3", keys, tensors))
+    assert "has both rope_freqs.weight and linear scaling of RoPE by 8; only one" in message
 
 
 # Parts

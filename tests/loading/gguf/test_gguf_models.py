@@ -230,25 +230,77 @@ def test_other_factors_are_taken_as_they_are(tmp_path):
     assert mx.isfinite(logits_of(load(file)[0])).all()
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
 @pytest.mark.parametrize(
     ("metadata", "scaling"),
     [
-        ({"type": "none"}, None),
-        ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.type": "none"}, None),
+        ({"scaling.type": "linear", "scaling.factor": 2.0}, LINEAR),
+        # What llama.cpp makes of files that leave something out, of old ones, and of zeros.
+        ({"scaling.factor": 2.0}, LINEAR),
+        ({"scale_linear": 2.0}, LINEAR),
+        ({"scaling.type": "linear", "scale_linear": 2.0}, LINEAR),
+        ({"scaling.factor": 2.0, "scale_linear": 8.0}, LINEAR),
+        ({"scaling.factor": 2}, LINEAR),
+        ({"scaling.type": "none", "scaling.factor": 2.0}, None),
+        ({"scaling.type": "linear"}, None),
+        ({"scaling.factor": 0.0}, None),
+        ({"scaling.factor": 1.0}, None),
+        ({"scaling.type": "yarn", "scaling.factor": 1.0}, None),
+        ({"scaling.original_context_length": 1024, "scaling.finetuned": True}, None),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 1024,
-             "yarn_beta_fast": 32.0},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
-             "beta_fast": 32.0},
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 32.0,
+             "scaling.original_context_length": 1024},
+            {**YARN, "beta_fast": 32.0},
+        ),
+        (
+            {"scaling.type": "yarn", "scale_linear": 4.0, "context_length": 1024},
+            YARN,
+        ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.finetuned": False,
+             "scaling.original_context_length": 1024, "scaling.attn_factor": 1.0,
+             "scaling.yarn_attn_factor": 1.0, "scaling.yarn_ext_factor": -1.0,
+             "scaling.yarn_log_multiplier": 0.0},
+            YARN,
         ),
     ],
 )  # fmt: skip
-def test_scalings_are_read_as_configurations_have_them(metadata, scaling, tmp_path):
-    keys = {f"qwen3.rope.scaling.{name}": value for name, value in metadata.items()}
+def test_scalings_are_read_as_llama_cpp_reads_them(metadata, scaling, tmp_path):
+    keys = {
+        f"qwen3.{name}" if name == "context_length" else f"qwen3.rope.{name}": value
+        for name, value in metadata.items()
+    }
     model, _, config = load(write_demo(tmp_path / "x.gguf", **keys), return_config=True)
     assert config["rope_scaling"] == scaling
     folder = load(demo_model_path(), model_config={"rope_scaling": scaling})[0]
     assert mx.array_equal(logits_of(model), logits_of(folder))
+
+
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_llama_whose_file_names_no_kind_of_scaling_is_scaled_linearly(name, tmp_path):
+    config, weights = random_llama()
+    path = write_llama(tmp_path / "x.gguf", config, weights, **{f"llama.{name}": 4.0})
+    got = logits_of(load(path)[0])
+    linear = {**config, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert mx.allclose(got, stock_logits(linear, weights), rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(got, stock_logits(config, weights), rtol=1e-2, atol=1e-2)
+
+
+def test_metadata_that_changes_no_logits_is_ignored(tmp_path):
+    harmless = {
+        "vocab_size": 1024, "tensor_data_layout": "Meta AI original pth", "pooling_type": 3,
+        "attention.layer_norm_epsilon": 1e-5, "attention.causal": True, "expert_count": 0,
+        "expert_used_count": 0, "attention.sliding_window": 0, "attention.scale": 0.0,
+        "final_logit_softcapping": 0.0, "logit_scale": 1.0, "use_parallel_residual": False,
+    }  # fmt: skip
+    keys = {f"qwen3.{name}": value for name, value in harmless.items()}
+    others = {"general.file_type": 0, "quantize.imatrix.chunks_count": 7, "x.expert_count": 8}
+    model = load(write_demo(tmp_path / "x.gguf", **keys, **others))[0]
+    assert mx.array_equal(logits_of(model), logits_of(load(demo_model_path())[0]))
 
 
 # What is lost

@@ -8,14 +8,22 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.fast_lane import mostly_slow
-from helpers.mlx_lm_models import LLAMA, random_model
+from helpers.mlx_lm_models import (
+    LLAMA,
+    QUANTISATIONS,
+    QWEN3_MOE,
+    quantised_model,
+    random_model,
+)
 from helpers.model_zoo import config_of, make_from_config
 from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_paged import Sequences, make_kv_cache, run_step
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
-from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt, stock_logits, trial
+from mlx_paged.errors import FailedCheckError, UnsuitableModelError
+from mlx_paged.models.mlx_lm import adapt, stock_logits, trial
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.trial import Trial
@@ -89,6 +97,30 @@ def test_a_fault_that_begins_beyond_a_window_is_found(
         Trial(model, config).run(PerSequenceModel)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_positions_from_the_shape_of_k_are_found_in_the_model_itself(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    assert isinstance(adapt(*made("afm7", dtype)), PerSequenceModel)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=["dense", "experts"])
+def test_keys_of_the_wrong_tokens_are_found_in_quantised_weights(
+    config: dict, monkeypatch: pytest.MonkeyPatch
+):
+    fetch = PagedLayerKV.update_and_fetch
+
+    def first_twice(self: Any, run: Any, k: mx.array, v: mx.array, num_before: int | None) -> Any:
+        k, v = fetch(self, run, k, v, num_before)
+        return mx.concatenate([k[:, 1:2], k[:, 1:]], axis=1), v
+
+    monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    monkeypatch.setattr(PagedLayerKV, "update_and_fetch", first_twice)
+    with pytest.raises(UnsuitableModelError, match="its logits of its first tokens differ"):
+        Trial(quantised_model(config, ("mxfp4", 4, 32)), config).run(PerSequenceModel)
+
+
 def test_a_model_that_raises_on_our_caches_is_refused_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -111,6 +143,18 @@ def test_latents_in_bfloat16_run_packed_however_many_layers_round():
     assert isinstance(adapt(model, config), PackedModel)
 
 
+@mostly_slow("seed", range(3), quick=(2,))
+@mostly_slow("quantisation", QUANTISATIONS, ids=str, quick=(5, 6))
+@pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=["dense", "experts"])
+def test_quantised_weights_in_bfloat16_run_packed(
+    config: dict, quantisation: tuple[str, int, int], seed: int
+):
+    """Rounding to bfloat16 sends tokens to other experts than float32 does, so that mlx-lm's own
+    logits are far from those of float32; ours are mlx-lm's.
+    """
+    assert isinstance(adapt(quantised_model(config, quantisation, seed), config), PackedModel)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "minicpm3", "mamba2"])
@@ -125,6 +169,50 @@ def test_a_model_without_a_small_copy_is_tried_by_itself(monkeypatch: pytest.Mon
     assert isinstance(adapt(*made("llama", mx.bfloat16)), PackedModel)
     with pytest.raises(UnsuitableModelError, match="where a prompt is cut elsewhere"):
         adapt(*made("plamo3", sliding_window=8))
+
+
+# The way out
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("plamo3", PerSequenceModel), ("afm7", PerSequenceModel)]
+)
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_without_the_check_a_model_runs_in_the_way_that_computes_the_least_itself(
+    architecture: str, kind: type, has_copy: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """plamo3 fails in both ways; afm7 would be wrong if it ran packed."""
+    if not has_copy:
+        monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    model, config = made(architecture)
+    adapted = adapt(model, config, skip_check=True)
+    assert isinstance(adapted, kind)
+    prompt = [5, 9, 2, 7]
+    logits = run_step(adapted, Sequences(make_kv_cache(adapted)), {"a": prompt})[0]
+    assert mx.allclose(logits, model(mx.array([prompt]))[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_check_a_model_that_only_its_own_weights_fail_runs_packed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    difference = trial._difference
+
+    def large(model: Any, prompts: Any, yardstick: stock_logits.Yardstick) -> str | None:
+        is_half = model.dtype != mx.float32
+        return "too far" if is_half else difference(model, prompts, yardstick)
+
+    monkeypatch.setattr(trial, "_difference", large)
+    model, config = made("llama", mx.bfloat16)
+    with pytest.raises(FailedCheckError, match="too far"):
+        adapt(model, config)
+    assert isinstance(adapt(model, config, skip_check=True), PackedModel)
+
+
+def test_a_model_that_can_run_in_no_way_is_refused_without_the_check_too():
+    model, config = made("deepseek_v41")
+    with pytest.raises(UnsuitableModelError) as refused:
+        adapt(model, config, skip_check=True)
+    assert not isinstance(refused.value, FailedCheckError)
 
 
 # What it takes
