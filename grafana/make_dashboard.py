@@ -172,6 +172,25 @@ PANELS: dict[str, list[list[Panel]]] = {
                 most=1,
             ),
         ],
+        [
+            Panel(
+                "Disk",
+                {
+                    "written in 24 hours": total(
+                        f"increase(mlx_paged:disk_cache_written_bytes_total{ONE}[24h])"
+                    ),
+                    "held": f"max(mlx_paged:disk_cache_bytes{ONE})",
+                },
+                "bytes",
+                description="Empty without --cache-dir.",
+            ),
+            Panel(
+                "Blocks on disk",
+                {"{{event}}": total(rate("mlx_paged:disk_cache_block_events_total"), "event")},
+                "ops",
+                description="Empty without --cache-dir.",
+            ),
+        ],
     ],
     "Requests": [
         [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
+from mlx_paged.errors import harmless, shown
 from mlx_paged.standard_streams import (
     OutputLostError,
     discard_output,
@@ -21,13 +23,13 @@ usage: {prog} COMMAND ...
 Run language models with a paged K/V cache.
 
 commands:
-  chat        chat with a model in the terminal; {prog} chat --help lists its flags
-  serve       serve a model over the OpenAI and Anthropic APIs
+  chat        chat with a model in the terminal: chat MODEL, or chat MODEL "MESSAGE"
+  serve       serve a model over the OpenAI and Anthropic APIs: serve MODEL
   fit         tell whether a model fits on this machine, before it is downloaded or loaded
   list        list the models on this machine, and whether they fit
   cache       inspect and maintain a folder of K/V blocks (--cache-dir)
 
-  --help, -h  show this help
+  --help, -h  show this help; {prog} chat --help lists the flags of a command
   --version   the version of mlx_paged"""
 
 
@@ -44,8 +46,17 @@ def main(argv: list[str] | None = None) -> int:
         return _print(HELP.format(prog=prog), prog)
     if command == "--version":
         return _print(f"mlx_paged {__version__}", prog)
+    if command in ELSEWHERE:
+        typed = ELSEWHERE[command].format(
+            prog=prog, rest=" ".join(map(shlex.quote, rest)) or "MODEL"
+        )
+        say(f"{prog}: error: there is no command {command}; {harmless(typed)}")
+        return 2
     kind = "option" if command.startswith("-") else "command"
-    say(f"{prog}: error: unknown {kind} {command!r}; commands: {', '.join(COMMANDS)} (see --help)")
+    say(
+        f"{prog}: error: unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} "
+        "(see --help)"
+    )
     return 2
 
 
@@ -56,6 +67,19 @@ COMMANDS = {
     "fit": ("mlx_paged.fit", "main"),
     "list": ("mlx_paged.fit", "main_of_list"),
     "cache": ("mlx_paged.cache_tool", "main"),
+}
+
+
+# What to type in the place of other projects' commands.
+ELSEWHERE = {
+    **dict.fromkeys(("run", "generate"), "type {prog} chat {rest}"),
+    "server": "type {prog} serve {rest}",
+    "pull": "type hf download {rest}; chat --model and serve download what they need, too",
+    **dict.fromkeys(("ls", "models"), "type {prog} list"),
+    "ps": "type curl http://127.0.0.1:8000/v1/models, which a server answers while it runs",
+    "stop": "a server ends with Ctrl-C, or with kill and its process id",
+    "rm": "type hf cache rm model/REPO; {prog} list lists the models",
+    "show": "type {prog} fit {rest}",
 }
 
 

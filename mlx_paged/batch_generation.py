@@ -21,7 +21,7 @@ from mlx_paged.engine.read_array import read_floats
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.generation import Tokenizer
+from mlx_paged.generation import OneShotEngine, Tokenizer
 from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
@@ -134,7 +134,7 @@ class _Batch:
         step_size = AT_LEAST_1.check("batch_generate", "prefill_step_size", step_size)
         batch_size = AT_LEAST_1.check("batch_generate", "completion_batch_size", batch_size)
         num_seqs = min(batch_size, max(1, len(prompts)))
-        self.engine = Engine(
+        self.engine = OneShotEngine(
             model,
             self.tokenizer,
             max_num_seqs=num_seqs,

@@ -78,6 +78,14 @@ def _read_nbytes(text: object) -> int | None:
     return None if budget is None else budget.nbytes
 
 
+def _read_nbytes_a_day(text: object) -> int | None:
+    if type(text) is int:
+        return _read_nbytes(text)
+    nbytes, slash, unit = str(text).partition("/") if isinstance(text, str) else ("", "", "")
+    is_right = slash and unit.strip().lower() == "day"
+    return _read_nbytes(nbytes) if is_right else None
+
+
 def _read_wired_limit(given: object) -> str | int | None:
     return given if isinstance(given, str) and given == RECOMMENDED else _read_nbytes(given)
 
@@ -142,6 +150,12 @@ BUDGET = Domain(
     metavar="N",
 )
 NBYTES = Domain("bytes (65536, 512M, 2G), within 1..2**63", _read_nbytes, _read_nbytes, metavar="N")
+NBYTES_A_DAY = Domain(
+    "bytes per day (50G/day, 512M/day), within 1..2**63",
+    _read_nbytes_a_day,
+    _read_nbytes_a_day,
+    metavar="N/day",
+)
 WIRED_LIMIT = Domain(
     f"{RECOMMENDED!r} or {NBYTES.what}", _read_wired_limit, _read_wired_limit, metavar="N"
 )

@@ -138,6 +138,16 @@ class OneShotOptions(CacheOptions, total=False):
             says="until the space is needed",
         ),
     ]
+    cache_dir_writes: Annotated[
+        str | int | None,
+        Option(
+            "the most bytes that are written to the folder in 24 hours, such as 50G/day, to spare "
+            "an SSD. When half of them are written, blocks are stored at their second use only, "
+            "and at the limit not at all.",
+            config.NBYTES_A_DAY,
+            says="no limit",
+        ),
+    ]
     tier: Annotated[
         Callable[[Fingerprint], Tier] | None,
         Option(
@@ -190,7 +200,8 @@ class EngineOptions(OneShotOptions, total=False):
     max_num_seqs: Annotated[
         int,
         Option(
-            "the most sequences that run at once; others wait, first come, first served.",
+            "the most sequences that run at once; others wait, first come, first served, in "
+            "fair shares of their users.",
             AT_LEAST_1,
             _SERVER,
             elsewhere="max_batch_size batch_size completion_batch_size decode_concurrency "

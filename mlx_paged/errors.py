@@ -7,9 +7,13 @@ import traceback
 
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
-# Control characters and line separators, escaped as Python does.
-_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-_CONTROLS_IN_LINES = {code: text for code, text in _CONTROLS.items() if chr(code) not in "\n\t"}
+# Control characters and line separators; and those that reverse the order of what follows, which
+# answers in some languages contain.
+CONTROLS = (*range(32), *range(127, 160), 0x2028, 0x2029)
+REVERSING = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+# Escaped as Python does.
+_ESCAPED = {code: repr(chr(code))[1:-1] for code in (*CONTROLS, *REVERSING)}
+_ESCAPED_IN_LINES = {code: _ESCAPED[code] for code in CONTROLS if chr(code) not in "\n\t"}
 
 
 class ArgumentError(ValueError):
@@ -38,7 +42,8 @@ def one_line(value: object, limit: int = MAX_QUOTED) -> str:
     """The text of an error, or of any other value, on one line of at most ``limit`` characters,
     with control characters escaped.
     """
-    text = " ".join(str(value).split()).translate(_CONTROLS)
+    text = " ".join(str(value).split()).translate(_ESCAPED)
+    text = text.encode(errors="backslashreplace").decode()  # halves of characters, as in JSON
     if isinstance(value, KeyError):
         text = f"{text} is missing"
     elif not text and isinstance(value, BaseException):
@@ -55,7 +60,7 @@ def harmless(text: str) -> str:
     """Lines that are safe to print on a terminal: control characters are escaped, except line ends
     and tabs.
     """
-    return text.translate(_CONTROLS_IN_LINES)
+    return text.translate(_ESCAPED_IN_LINES)
 
 
 def reason(error: BaseException) -> str:

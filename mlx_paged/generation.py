@@ -16,10 +16,12 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer
+from mlx_paged.engine.thread import EngineThread, ForkedError
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.request import CompletionOutput, Request
@@ -279,6 +281,28 @@ def _as_mlx_lm(engine: Engine, answer: CompletionOutput) -> str:
     return token_texts.without_first_space(answer.text, answer.token_ids)
 
 
+class OneShotEngine(Engine):
+    """The engine of a single call. It runs in a thread that an earlier call has left, if there is
+    one, and leaves it to the next call when it is closed.
+    """
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
+        """As :meth:`Engine.close`; in a forked child there is nothing to do."""
+        is_busy = self.thread.is_interrupted
+        try:
+            return super().close(timeout)
+        except ForkedError:
+            return True
+        finally:
+            given_back = self._let_go_thread()
+            if given_back is not None and not is_busy:
+                given_back.wait()
+
+    @staticmethod
+    def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
+        return EngineThread.shared(forget)
+
+
 class _Logprobs:
     """Keeps the log-probabilities that the tokens of an engine's only request were drawn from."""
 
@@ -323,7 +347,7 @@ def _stream(
         skip_special_tokens=False,  # as in mlx-lm
     )
     # For a single request, prefix caching is only of use with blocks on disk.
-    engine = Engine(
+    engine = OneShotEngine(
         model,
         tokenizer,
         max_num_seqs=1,

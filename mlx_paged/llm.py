@@ -260,6 +260,7 @@ class LLM:
     def _complete(
         self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
+        self.engine.thread.check_process()  # In a child, the turn may never come.
         batch = self._checked(ask(), use_tqdm, raise_on_error)
         requests = batch.requests
         num_tokens = 0

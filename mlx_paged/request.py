@@ -12,10 +12,11 @@ from mlx_paged.domains import Domain, or_none, whole
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mlx_paged.answers.dialect import AnswerFormat
+    from mlx_paged.answers.tokens import ReasoningLimit
     from mlx_paged.core import BlockHash
     from mlx_paged.engine.compiled_grammar import CompiledGrammar
     from mlx_paged.engine.prefix_report import PrefixReport
-    from mlx_paged.reasoning import ReasoningLimit
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -30,15 +31,21 @@ def _read_text(value: object) -> str | None:
 
 REQUEST_ID = Domain("a text", _read_text)
 PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)
-_CACHE_SALT = or_none(Domain("a text that is not empty", lambda salt: _read_text(salt) or None))
+_NAME = or_none(Domain("a text that is not empty", lambda text: _read_text(text) or None))
 
 
 def check_cache_salt(cache_salt: object) -> str | None:
     """The salt as a ``str``. Raises ``ArgumentError`` unless it is ``None`` or a text that is not
     empty.
     """
-    salt: str | None = _CACHE_SALT.check("engine", "cache_salt", cache_salt)
+    salt: str | None = _NAME.check("engine", "cache_salt", cache_salt)
     return salt
+
+
+def check_user(user: object) -> str | None:
+    """The name of a user; errors as :func:`check_cache_salt`."""
+    name: str | None = _NAME.check("engine", "user", user)
+    return name
 
 
 PENDING_TOKEN = -1
@@ -52,6 +59,7 @@ class TokenRules(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
     grammar: CompiledGrammar | None = None  # of the answer
     reasoning: ReasoningLimit | None = None
+    answer_format: AnswerFormat | None = None  # of the marks in its text; None: as it is decoded
 
 
 NO_RULES = TokenRules()
@@ -72,6 +80,48 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+class Share:
+    """What a user has of a scheduler, for :class:`~mlx_paged.engine.fair_shares.FairShares`.
+
+    Args:
+        number: in the order in which users came; decides between equal users.
+        work: what was done for the user so far.
+
+    Attributes:
+        rank: among the users, in the current step: the requests of the lowest one come first.
+        num_running: running sequences.
+        waiting: waiting requests, in their order.
+    """
+
+    __slots__ = ("num_running", "number", "rank", "user", "waiting", "work")
+
+    def __init__(self, user: str | None, number: int = 0, work: int = 0):
+        self.user = user
+        self.number = number
+        self.work = work
+        self.rank = self.num_running = 0
+        self.waiting: list[Request] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the user has requests."""
+        return bool(self.num_running or self.waiting)
+
+    @property
+    def admission_turn(self) -> tuple[int, int, int]:
+        """The user for whom it is lowest is the next whose request is admitted: the one of whom the
+        fewest sequences run, then the one with the least work.
+        """
+        return self.num_running, self.work, self.number
+
+    @property
+    def step_turn(self) -> tuple[bool, int, int]:
+        """The user for whom it is lowest is the first in a step, and has its tokens for prompts:
+        one of whom nothing runs yet, then the one with the least work.
+        """
+        return self.num_running > 0, self.work, self.number
+
+
 class Request:
     """A sequence in the engine: a completion of a prompt, with its tokens and the number of those
     that are computed.
@@ -87,6 +137,8 @@ class Request:
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
         no_store: whether its blocks are kept from being written to disk.
+        user: users have fair shares of the engine; ``None`` is one of them.
+        share: that of its user, assigned by the scheduler on arrival.
         num_cached_tokens: prompt tokens found in the prefix cache when the request first ran;
             ``num_read_tokens`` of them were read from disk for it.
         num_saved_blocks: full blocks that were passed to a tier on disk.
@@ -131,10 +183,12 @@ class Request:
         "sampling_state",
         "seed",
         "seq_id",
+        "share",
         "status",
         "stop_reason",
         "token_ids",
         "token_rules",
+        "user",
     )
 
     def __init__(
@@ -147,6 +201,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        user: str | None = None,
         index: int = 0,
         token_rules: TokenRules = NO_RULES,
     ):
@@ -164,6 +219,8 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.no_store = no_store
+        self.user = user
+        self.share = Share(user)
         self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
@@ -238,6 +295,7 @@ class Request:
             priority=self.priority,
             cache_salt=self.cache_salt,
             no_store=self.no_store,
+            user=self.user,
             index=index,
             token_rules=self.token_rules,
         )
@@ -246,6 +304,7 @@ class Request:
         child.arrival_time = self.arrival_time
         child.first_scheduled_time = self.first_scheduled_time
         child.order = (*self.order[:2], index)
+        child.share = self.share
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
         child.num_read_tokens = self.num_read_tokens

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from urllib.request import urlopen
 
 import pytest
@@ -26,7 +27,10 @@ PAGES = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 MENTION = re.compile(r"(?<![\w/'`.])docs/[\w./-]+\.md")
-SNIPPET = re.compile(r"(<!-- [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
+# Code, the mark before it, and after it what it prints, if the page shows that.
+SNIPPET = re.compile(
+    r"(<!-- [^\n]+ -->\n)?```python\n(.*?)^```$(?:\n\n((?:    [^\n]+\n)+))?", re.M | re.S
+)
 SERVER = "http://127.0.0.1:8000"  # as the pages call it
 # Why a snippet does not run as it stands, by what stands before it.
 NOT_RUN = {
@@ -100,6 +104,7 @@ class Snippet:
     number: int
     mark: str
     code: str
+    printed: str
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(REPOSITORY)}-{self.number}"
@@ -107,8 +112,8 @@ class Snippet:
 
 def snippets() -> Iterator[Snippet]:
     for page in [REPOSITORY / "README.md", *GUIDE]:
-        for number, (mark, code) in enumerate(SNIPPET.findall(page.read_text()), 1):
-            yield Snippet(page, number, mark.strip(), code)
+        for number, (mark, *parts) in enumerate(SNIPPET.findall(page.read_text()), 1):
+            yield Snippet(page, number, mark.strip(), *parts)
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +158,10 @@ def test_a_snippet_of_the_readme_or_the_guide_runs_pasted_alone(
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    if snippet.printed:
+        assert done.stdout == dedent(snippet.printed)
+
+
+def test_the_snippets_of_the_library_show_what_they_print_but_for_a_stream():
+    shown = [each.printed for each in snippets() if each.page.name == "library.md"]
+    assert [bool(each) for each in shown] == [True, True, False, True]

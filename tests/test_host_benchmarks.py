@@ -118,6 +118,16 @@ def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Pa
     assert result["policies"]["this package"]["8"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_state_budgets_run_more_sequences_than_fixed_quarters(tmp_path: Path):
+    short = ["--requests", "12", "--seeds", "1", "--budgets", "2", "12"]
+    for result in results_of("state_budgets.py", tmp_path / "budgets.json", *short).values():
+        before, after = (result["budgets"][kind] for kind in ("fixed quarters", "one budget"))
+        assert before["2.0"] is None and after["2.0"]["num_running"] == 1
+        assert after["12.0"]["num_running"] > before["12.0"]["num_running"]
+        assert 0 < after["12.0"]["share"] < 1
+
+
 @pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v3"])
 def test_decode_measures_models_of_mlx_lm(architecture: str):
     ours, theirs = random_model(config_of(architecture))

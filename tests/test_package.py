@@ -53,8 +53,6 @@ def test_imports_go_one_way():
         "llm_arguments",
         "conversation_encoder",
         "chat_template",
-        "answers",
-        "model_dialect",
         "loading",
     ]
     order += [
@@ -70,7 +68,7 @@ def test_imports_go_one_way():
         "standard_streams",
         "replaced_file",
     ]
-    order += ["sampling", "reasoning"]
+    order += ["sampling", "answers"]
     order += ["request", "sampling_params", "foreign_arguments"]
     order += ["engine_options", "sampling_declarations", "structured_outputs", "declarations"]
     order += ["block_store", "core"]

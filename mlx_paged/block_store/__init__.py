@@ -16,7 +16,7 @@ package handles bytes and imports no MLX.
 """
 
 from mlx_paged.block_store.errors import BlockStoreError
-from mlx_paged.block_store.fingerprint import Fingerprint
+from mlx_paged.block_store.fingerprint import STORED_KV_VERSION, Fingerprint
 from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
 from mlx_paged.block_store.layout import BlockName
 from mlx_paged.block_store.reader import BlockReader, ReadBlock
@@ -25,6 +25,7 @@ from mlx_paged.block_store.weight_digests import WeightDigests
 from mlx_paged.block_store.writer import BlockWriter
 
 __all__ = [
+    "STORED_KV_VERSION",
     "BlockName",
     "BlockReader",
     "BlockStore",

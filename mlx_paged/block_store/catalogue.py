@@ -1,7 +1,8 @@
 """``Catalogue``: what a folder of blocks contains, read from its directory entries.
 
 The name of a file is the block's hash, and its status has its size and the time of its last use.
-No index is stored. Only the sums and the blocks that are evicted next are kept in memory.
+No index is stored. Only the sums and the blocks that are evicted next are kept in memory. Outdated
+blocks, which no engine uses any more, are evicted before all others.
 
 A block never has an earlier time than its successors, so the least recently used block has none,
 and a prefix is evicted from its end. This invariant is maintained as follows:
@@ -120,8 +121,8 @@ class Catalogue:
         return is_removed
 
     def shrink(self, max_nbytes: int, pause: Pause | None = None) -> tuple[int, int]:
-        """Evict the least recently used blocks until the rest takes at most ``max_nbytes``, or only
-        pinned blocks are left. Files that can't be removed are skipped.
+        """Evict outdated and then the least recently used blocks until the rest takes at most
+        ``max_nbytes``, or only pinned blocks are left. Files that can't be removed are skipped.
 
         Returns:
             The number and the bytes of the evicted blocks.
@@ -205,14 +206,18 @@ class Catalogue:
         number = max(_LEAST_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
         oldest = Oldest(number, self._place)
         with contextlib.suppress(OSError):
-            blocks = self.shards.blocks()
-            blocks.remove_abandoned(blocks.entries())
-            yield from take_over(Directory.at(self._layout.folder), self.shards)
+            top, blocks = Directory.at(self._layout.folder), self.shards.blocks()
+            for folder in (top, blocks):
+                folder.remove_abandoned(folder.entries())
+            yield from take_over(top, self.shards)
         for digest in self.shards.digests():
             pinned = self.pins.kept(digest)
+            fingerprint = self.shards.fingerprint(digest)
+            is_outdated = fingerprint is not None and fingerprint.is_outdated
             over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
             for name, status in self.shards.files(digest):
-                block = Block(name, time_used(status), nbytes_on_disk(status.st_size))
+                nbytes_of_file = nbytes_on_disk(status.st_size)
+                block = Block(name, time_used(status), nbytes_of_file, is_outdated)
                 is_pinned = name[1] in pinned
                 if not is_pinned and block.used < over and self._expire(block):
                     continue

@@ -26,7 +26,8 @@ _NOT_REGULAR = "it is not a regular file"
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUPP})
 
 _ASIDE_SUFFIX = ".tmp"
-_ASIDE = re.compile(r"\..*\.(\d+)-([0-9a-f]+)-\d+" + re.escape(_ASIDE_SUFFIX))
+# Saves of earlier versions left names with the number of the process alone.
+_ASIDE = re.compile(r"\..*\.(\d+)(?:-([0-9a-f]+)-\d+)?" + re.escape(_ASIDE_SUFFIX))
 _MOST_SECONDS_OF_A_WRITE = 3600.0
 _MOST_SECONDS_FOR_A_LOCK = 5.0
 # Process ids are reused; this distinguishes processes with the same id.
@@ -87,11 +88,16 @@ class Directory:
         return Directory(fd, path, self.owner)
 
     def make_folder(self, name: str) -> Directory:
-        """A folder in this one, made with mode 0700 if it doesn't exist. Raises as ``folder``."""
+        """A folder in this one, made with mode 0700 if it doesn't exist. Raises as ``folder``, or
+        OSError with its path as ``filename`` if it can't be made.
+        """
         try:
             os.mkdir(name, FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             return self.folder(name)
+        except OSError as error:
+            error.filename = f"{self.path}/{name}"
+            raise
         # A umask may remove permissions of the owner, too.
         os.chmod(name, FOLDER_MODE, dir_fd=self._fd)
         made = self.folder(name)
@@ -131,6 +137,10 @@ class Directory:
     def status(self, name: str) -> os.stat_result:
         """Of whatever has the name; of a link, and not of what it leads to."""
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def is_writable(self) -> bool:
+        """Whether this process may make files in it."""
+        return os.access(".", os.W_OK | os.X_OK, dir_fd=self._fd)
 
     def is_own_file(self, status: os.stat_result) -> bool:
         """Whether something is a regular file of the owner's."""
@@ -231,9 +241,23 @@ class Directory:
             mtime: the file's time, in nanoseconds since 1970; now by default.
 
         Raises:
-            OSError: it could not be written; the temporary file was removed.
+            OSError: it could not be written; the temporary file was removed. Its ``filename`` is
+                the path of the file.
         """
         aside = name_aside(name)
+        try:
+            self._write_and_rename(aside, name, pieces, mtime)
+        except OSError as error:
+            error.filename = f"{self.path}/{name}"
+            raise
+
+    def _write_and_rename(
+        self,
+        aside: str,
+        name: str,
+        pieces: Sequence[bytes | bytearray | memoryview],
+        mtime: int | None,
+    ) -> None:
         file = self.create_file(aside)
         try:
             try:
@@ -274,7 +298,12 @@ class Directory:
 def name_aside(name: str) -> str:
     """A temporary name, under which a file is written before it is renamed."""
     number = f"{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}"
-    return f".{name[:16]}.{number}{_ASIDE_SUFFIX}"
+    return f"{beginning_aside(name)}.{number}{_ASIDE_SUFFIX}"
+
+
+def beginning_aside(name: str) -> str:
+    """How all temporary names for a file begin."""
+    return f".{name[:16]}"
 
 
 def is_abandoned(name: str, age: float) -> bool:

@@ -44,7 +44,8 @@ def make_folder(folder: Path) -> None:
         os.close(blocks.create_file(probe))
         blocks.remove(probe)
         if not _has_tag(top):
-            top.write_aside(TAG_NAME, [_TAG])
+            with contextlib.suppress(IsADirectoryError):  # Backups then include the folder.
+                top.write_aside(TAG_NAME, [_TAG])
 
 
 def _make_below(folder: Path) -> None:

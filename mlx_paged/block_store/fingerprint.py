@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.block_store.block_file import VERSION
@@ -14,6 +15,12 @@ from mlx_paged.errors import shown
 
 DIGEST_LENGTH = 32
 """Hexadecimal digits of a digest: 128 bits of SHA-256."""
+
+STORED_KV_VERSION = 3
+"""The version of what is stored: increase it if the blocks in existing folders may be wrong. They
+are not found then, and are evicted first. Until version 2, K/V of files were stored, too.
+"""
+_VERSION_IN_CODE = re.compile(r"mlx_paged (\d+)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Fingerprint:
         layers: a description of each layer's K/V: heads, widths, format of its rows.
         kv_format: the K/V format that the user chose.
         block_size: tokens per block.
-        code: versions of the code that computes K/V and lays out a block's payload.
+        code: ``STORED_KV_VERSION``, the version of MLX, its backend and the kind of device.
     """
 
     model: str
@@ -51,6 +58,12 @@ class Fingerprint:
         del fields["model_name"]
         text = json.dumps(["mlx_paged.fingerprint", VERSION, fields], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the blocks are of an earlier ``STORED_KV_VERSION``, and not used any more."""
+        found = _VERSION_IN_CODE.match(self.code)
+        return found is not None and int(found[1]) < STORED_KV_VERSION
 
     def as_json(self) -> str:
         """A readable text, which ``from_json`` reads."""

@@ -17,7 +17,6 @@ from mlx_paged.block_store.errors import (
 from mlx_paged.block_store.files import check_is_ours
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import (
-    FINGERPRINT_NAME,
     BlockLayout,
     BlockName,
     block_hash_of,
@@ -25,6 +24,7 @@ from mlx_paged.block_store.layout import (
     shard_name_of,
 )
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
+from mlx_paged.block_store.written import Written, WrittenBytes
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 
@@ -130,7 +130,7 @@ class CacheFolder:
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` if the description next to the blocks is missing or unreadable."""
-        return {digest: self._fingerprint(digest) for digest in self._shards.digests()}
+        return {digest: self._shards.fingerprint(digest) for digest in self._shards.digests()}
 
     def entries(self) -> list[Entry]:
         """All blocks, for each fingerprint parents before children. Reads all headers, and skips
@@ -210,6 +210,10 @@ class CacheFolder:
             self._catalogue.list_files()
             return FolderSize(self._catalogue.num_blocks, self._catalogue.nbytes)
 
+    def written(self) -> Written:
+        """What all engines have written to the folder."""
+        return WrittenBytes(self._layout).now()
+
     def shrink(self, max_nbytes: int) -> FolderSize:
         """Evict until the folder takes at most ``max_nbytes``, except for pinned blocks."""
         self.size()
@@ -234,14 +238,6 @@ class CacheFolder:
                 *name, block.parent_hash, block.first_token, len(block.token_ids), block.group,
                 nbytes, header.created, header.ttl, used, is_pinned,
             )  # fmt: skip
-
-    def _fingerprint(self, digest: str) -> Fingerprint | None:
-        try:
-            text = self._shards.folder(digest).read(FINGERPRINT_NAME).decode()
-            fingerprint = Fingerprint.from_json(text)
-        except (OSError, ValueError, BadBlockFileError):
-            return None
-        return fingerprint if fingerprint.digest == digest else None
 
     def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
         """A block and its ancestors, first block first, as far as their files exist."""

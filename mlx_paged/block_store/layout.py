@@ -1,9 +1,11 @@
 """The layout of a folder of blocks.
 
     DIR/CACHEDIR.TAG                               marks it as a cache
+    DIR/written.json                               how much was written, see written.py
     DIR/weights/<64 hex>.json                      digests of weights, see weight_digests.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
-    DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block; the first two digits of its hash
+    DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block, a state or an answer; the first two
+                                                   digits of its hash
     DIR/blocks/<digest>/<2 hex>/.<...>.tmp         one that is being written
     DIR/blocks/<digest>/pins/<hash hex>.pin        pins that block and its ancestors
 
@@ -27,6 +29,7 @@ BlockName: TypeAlias = tuple[str, bytes]
 
 BLOCKS_NAME = "blocks"
 WEIGHTS_NAME = "weights"
+WRITTEN_NAME = "written.json"
 TAG_NAME = "CACHEDIR.TAG"
 FINGERPRINT_NAME = "fingerprint.json"
 PINS_NAME = "pins"
@@ -37,9 +40,10 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 _HASH = re.compile(r"(?:[0-9a-f]{2})+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _OLD_INDEX = re.compile(r"index-v\d+\.sqlite3.*")
-# What a folder of blocks may contain, in any version; the tag also while it is written.
+# What a folder of blocks may contain, in any version; files also while they are written.
 _OWN_NAMES = re.compile(
-    rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|{_OLD_INDEX.pattern}|\.DS_Store"
+    rf"{BLOCKS_NAME}|{WEIGHTS_NAME}|{TAG_NAME}|{re.escape(WRITTEN_NAME)}|"
+    rf"\.({TAG_NAME}|{re.escape(WRITTEN_NAME)})\..*\.tmp|{_OLD_INDEX.pattern}|\.DS_Store"
 )
 
 

@@ -1,4 +1,4 @@
-"""``Oldest``: the least recently used of many blocks, in the order of eviction."""
+"""``Oldest``: the blocks to evict next, of many: outdated ones, then the least recently used."""
 
 from __future__ import annotations
 
@@ -16,60 +16,68 @@ class Block(NamedTuple):
     Attributes:
         used: when it was last used, in nanoseconds since 1970.
         nbytes: size of its file on disk.
+        is_outdated: whether no engine uses it any more (``Fingerprint.is_outdated``).
     """
 
     name: BlockName
     used: int
     nbytes: int
+    is_outdated: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Its place in the order of eviction: outdated blocks first, then by their times."""
+        return not self.is_outdated, self.used
 
 
 class Oldest:
     """The least recently used of the blocks that were added.
 
-    A block and its successors often have the same time. So blocks with the same time are kept or
+    A block and its successors often have the same time. So blocks of the same rank are kept or
     dropped together, and are evicted by their position in the sequence, the last one first.
 
     Args:
-        number: how many blocks are kept; more only if they have the same time.
-        place: returns the position of a block in its sequence, by which blocks with the same time
+        number: how many blocks are kept; more only if they have the same rank.
+        place: returns the position of a block in its sequence, by which blocks of the same rank
             are ordered. It is called only when they are about to be evicted.
     """
 
     def __init__(self, number: int, place: Callable[[BlockName], tuple[float, int]]) -> None:
         self._number = number
         self._place = place
-        self._times: list[int] = []  # sorted
-        self._blocks: dict[int, list[Block]] = {}  # by their time
+        self._ranks: list[tuple[bool, float]] = []  # sorted
+        self._blocks: dict[tuple[bool, float], list[Block]] = {}  # by their rank
         self._num_blocks = 0
-        self._end = math.inf  # all blocks that were used before this are kept
-        self._time_in_order: int | None = None  # the time whose blocks are sorted
+        self._end = (True, math.inf)  # all blocks of lower ranks are kept
+        self._rank_in_order: tuple[bool, float] | None = None  # whose blocks are sorted
 
     def add(self, block: Block) -> None:
-        if block.used >= self._end:
+        rank = block.rank
+        if rank >= self._end:
             return
-        if block.used not in self._blocks:
-            self._blocks[block.used] = []
-            bisect.insort(self._times, block.used)
-        elif block.used == self._time_in_order:
-            self._time_in_order = None
-        self._blocks[block.used].append(block)
+        if rank not in self._blocks:
+            self._blocks[rank] = []
+            bisect.insort(self._ranks, rank)
+        elif rank == self._rank_in_order:
+            self._rank_in_order = None
+        self._blocks[rank].append(block)
         self._num_blocks += 1
-        while self._num_blocks - len(self._blocks[self._times[-1]]) >= self._number:
-            self._end = self._times.pop()
+        while self._num_blocks - len(self._blocks[self._ranks[-1]]) >= self._number:
+            self._end = self._ranks.pop()
             self._num_blocks -= len(self._blocks.pop(self._end))
 
     def pop(self) -> Block | None:
         """Remove and return the next block to evict; ``None`` if none is left."""
-        if not self._times:
+        if not self._ranks:
             return None
-        used = self._times[0]
-        blocks = self._blocks[used]
-        if used != self._time_in_order:
+        rank = self._ranks[0]
+        blocks = self._blocks[rank]
+        if rank != self._rank_in_order:
             if len(blocks) > 1:
                 blocks.sort(key=lambda block: self._place(block.name))
-            self._time_in_order = used
+            self._rank_in_order = rank
         self._num_blocks -= 1
         block = blocks.pop()
         if not blocks:
-            del self._blocks[used], self._times[0]
+            del self._blocks[rank], self._ranks[0]
         return block

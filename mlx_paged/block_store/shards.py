@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from mlx_paged.block_store.block_file import FileHeader, parse_block, parse_header
-from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.directory import Directory, name_aside
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import (
@@ -72,6 +72,15 @@ class Shards:
                 self._folders.clear()
             self._folders[digest] = folder
         return folder
+
+    def fingerprint(self, digest: str) -> Fingerprint | None:
+        """The description next to the blocks; ``None`` if it is missing or unreadable."""
+        try:
+            text = self.folder(digest).read(FINGERPRINT_NAME).decode()
+            fingerprint = Fingerprint.from_json(text)
+        except (OSError, ValueError, BadBlockFileError):
+            return None
+        return fingerprint if fingerprint.digest == digest else None
 
     def files(self, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:
         """The blocks of a fingerprint and the status of their files, in any order. Links, folders,
@@ -151,7 +160,10 @@ class Shards:
         """
         file = file_name_of(name[1])
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            shard = self.shard(name)
+            try:
+                shard = self.shard(name)
+            except PermissionError:
+                return
             status = shard.status(file)
             if shard.is_own_file(status) and time_used(status) < used:
                 shard.set_time(file, used)
@@ -164,8 +176,31 @@ class Shards:
         with contextlib.suppress(FileNotFoundError, BadBlockFileError):
             if folder.read(FINGERPRINT_NAME) == text:
                 return folder
-        folder.write_aside(FINGERPRINT_NAME, [text])
+        with contextlib.suppress(IsADirectoryError):  # It is only for readers of the folder.
+            folder.write_aside(FINGERPRINT_NAME, [text])
         return folder
+
+    def probe(self, fingerprint: Fingerprint, num_bytes: int) -> None:
+        """Write a file of this size for a fingerprint, and remove it. Raises OSError."""
+        folder, name = self.make_fingerprint_folder(fingerprint), name_aside("probe")
+        folder.write_aside(name, [bytes(num_bytes)])
+        folder.remove(name)
+
+    def is_blocked(self, name: BlockName) -> bool:
+        """Whether something else has the name of a block's folder, or a folder that can't be used,
+        while the folder of its fingerprint can.
+        """
+        digest, block_hash = name
+        try:
+            folder = self.blocks().folder(digest)
+        except OSError:
+            return False
+        try:
+            return not folder.folder(shard_name_of(block_hash)).is_writable()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def write(
         self, fingerprint: Fingerprint, block_hash: bytes, pieces: Sequence[Payload], used: int

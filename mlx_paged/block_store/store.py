@@ -6,23 +6,26 @@ import errno
 import os
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.catalogue import Catalogue, Pause
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
+    BlockStoreError,
     OtherVersionError,
     refusals,
 )
 from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.layout import BlockLayout, BlockName
+from mlx_paged.block_store.layout import BlockLayout, BlockName, shard_name_of
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
-from mlx_paged.config import DURATION, NBYTES
-from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
+from mlx_paged.block_store.written import WrittenBytes
+from mlx_paged.config import DURATION, NBYTES, NBYTES_A_DAY
+from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason
 
 # The files are listed again, to find what other processes have written and removed: after this many
@@ -35,6 +38,15 @@ _LISTINGS_PER_TTL = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # The process lacks a resource, or only this file can't be used: the next access may succeed.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
+# The disk or the server of a network folder can't be reached. The files are as they were.
+_AWAY = frozenset(
+    {errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
+)
+
+# Seconds from a failure to the next try, which double with each try that fails.
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
+_MAX_PROBE_NBYTES = 4 * 2**20
+_MAX_USES = 2**31
 
 
 class BlockStore(Tier):
@@ -44,8 +56,10 @@ class BlockStore(Tier):
     listing; ``store``, ``maintain`` and ``close`` may take long, and are called by the writer.
 
     No method raises for errors of the disk. A bad file is removed and counts as a miss. When the
-    disk itself fails, ``failure`` has the reason, and from then on nothing is found or written. A
-    full disk is a failure only if evicting blocks doesn't help.
+    disk itself fails, ``failure`` has the reason, and nothing is found or written until
+    ``maintain`` has written a file there as a probe, which it tries after a second, then after
+    longer and longer times, up to a minute. A full disk is a failure only if evicting blocks
+    doesn't help.
 
     Args:
         folder: made, with mode 0700, if it doesn't exist.
@@ -56,10 +70,14 @@ class BlockStore(Tier):
         ttl: seconds after its last use when a block expires. It applies to the blocks written here,
             in all processes, and in this process to all blocks of the fingerprint, which it removes
             within a quarter of the time. Pinned blocks don't expire.
+        max_nbytes_a_day: the most bytes that all processes write to the folder in 24 hours, as far
+            as they know of each other; ``None`` for no limit. When half of it is written, blocks
+            are stored at their second use, and then not at all.
 
     Raises:
         BlockStoreError: the folder can't be used.
-        ArgumentError: a limit is invalid (``cache_dir_size``, ``cache_dir_ttl``).
+        ArgumentError: a limit is invalid (``cache_dir_size``, ``cache_dir_ttl``,
+            ``cache_dir_writes``).
     """
 
     def __init__(
@@ -68,10 +86,16 @@ class BlockStore(Tier):
         max_nbytes: int,
         fingerprint: Fingerprint,
         ttl: float | None = None,
+        max_nbytes_a_day: str | int | None = None,
     ) -> None:
         self.layout = BlockLayout(folder)
         self.max_nbytes = NBYTES.check("block store", "cache_dir_size", max_nbytes)
         self.ttl = None if ttl is None else DURATION.check("block store", "cache_dir_ttl", ttl)
+        self.max_nbytes_a_day: int | None = None
+        if max_nbytes_a_day is not None:
+            self.max_nbytes_a_day = NBYTES_A_DAY.check(
+                "block store", "cache_dir_writes", max_nbytes_a_day
+            )
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
         make_folder(self.layout.folder)
@@ -80,9 +104,15 @@ class BlockStore(Tier):
         with refusals(self.layout.folder):
             self._shards.make_fingerprint_folder(fingerprint)
         self._uses: deque[tuple[tuple[bytes, ...], int]] = deque()  # not in the files yet
-        self._is_off = False
-        self._lock = threading.Lock()  # of the counters
+        self._is_closed = False
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._retry_at = self._worked_again_at = -float("inf")
+        self._probe_nbytes = 0
+        self._blocked: set[str] = set()  # shards
+        self._lock = threading.Lock()  # of the counters and the failure
         self._counts: Counter[str] = Counter()
+        self._written = WrittenBytes(self.layout)
+        self._has_told_limit = False
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
@@ -103,7 +133,9 @@ class BlockStore(Tier):
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno in _AWAY:
+                self._fail_for("a block could not be read", error)
+            elif error.errno not in _PASSING:
                 self._discard(key, "num_corrupt")
             return None
         except BadBlockFileError:
@@ -112,23 +144,27 @@ class BlockStore(Tier):
         if self._is_over(key, last_used, header.ttl):
             self._discard(key, "num_evicted")
             return None
-        self.count("num_hits")
+        if header.block.group != ANSWERS:
+            self.count("num_hits")
         return payload
 
     def store(self, header: BlockHeader, content: Payload) -> bool:
-        """Write a block unless it exists, after evicting others if necessary.
+        """Write a block unless it exists, after evicting others if necessary. An answer replaces an
+        earlier one to the same conversation.
 
         Returns:
             Whether it is in the folder now.
         """
         if self._is_off:
             return False
-        if self.has(header.block_hash):
+        is_answer = header.group == ANSWERS
+        if not is_answer and self.has(header.block_hash):
             return True
         is_written = False
-        with self._writing, self._failing("a block could not be written"):
+        with self._writing, self._failing("a block could not be written", header.block_hash):
             is_written = self._write(header, content)
-        self.count("num_written" if is_written else "num_dropped")
+        if not (is_written and is_answer):
+            self.count("num_written" if is_written else "num_dropped")
         return is_written
 
     def note_used(self, keys: Iterable[bytes]) -> None:
@@ -147,7 +183,7 @@ class BlockStore(Tier):
             pause: called every few milliseconds of long work, without a lock. An exception that it
                 raises interrupts the work, which the next call resumes.
         """
-        if self._is_off:
+        if self._is_off and not self._works_again():
             return
         # The first listing may take long: finish it before taking the lock that ``store`` takes.
         with self._failing("the files could not be listed"):
@@ -155,6 +191,7 @@ class BlockStore(Tier):
         with self._writing, self._failing("the folder could not be maintained"):
             self._shards.refresh()
             self._note_uses()
+            self._written.update(is_due=False)
             self._list_if_due(pause)
             self._make_room(0, pause)
 
@@ -164,20 +201,25 @@ class BlockStore(Tier):
         Args:
             timeout: the most seconds to wait for a write of another thread.
         """
-        was_off, self._is_off = self._is_off, True
+        was_off, self._is_closed = self._is_off, True
         if was_off or not self._writing.acquire(timeout=timeout):
             return
         try:
             with self._failing("the folder could not be maintained"):
                 self._note_uses()
+            self._written.update()
         finally:
             self._writing.release()
 
     def fail(self, why: str) -> None:
-        """Turn the store off. The first reason is kept."""
+        """Turn the store off until ``maintain`` finds that the folder works again. The first reason
+        is kept.
+        """
         with self._lock:
-            self._is_off = True
-            self._failure = self._failure or f"[block store] {self.layout.folder}: {why}"
+            if self._failure is None:
+                self._failure = f"[block store] {self.layout.folder}: {why}"
+                has_just_worked = time.monotonic() - self._worked_again_at < _MAX_RETRY_SECONDS
+                self._retry_later(2 * self._retry_seconds if has_just_worked else 0.0)
 
     def stats(self) -> TierStats:
         """The current figures. Sums are of the whole folder, in multiples of 4,096 bytes per file.
@@ -194,6 +236,45 @@ class BlockStore(Tier):
         with self._lock:
             self._counts[name] += number
 
+    @property
+    def min_uses(self) -> int:
+        """See :class:`Tier`."""
+        if self.max_nbytes_a_day is None:
+            return 1
+        num_left = self.max_nbytes_a_day - self._written.nbytes_last_day
+        if num_left < self._probe_nbytes or num_left <= 0:
+            return _MAX_USES
+        return 1 if num_left > self.max_nbytes_a_day // 2 else 2
+
+    @property
+    def _is_off(self) -> bool:
+        return self._is_closed or self._failure is not None
+
+    def _retry_later(self, seconds: float) -> None:
+        self._retry_seconds = min(max(seconds, _FIRST_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        self._retry_at = time.monotonic() + self._retry_seconds
+
+    def _works_again(self) -> bool:
+        """After a failure, and if it is time to try: whether a file can be written again, of the
+        size of the last block.
+        """
+        if self._is_closed or time.monotonic() < self._retry_at:
+            return False
+        try:
+            with self._writing:
+                self._shards.refresh()
+                self._shards.blocks()  # A folder that was removed is not made again.
+                make_folder(self.layout.folder)
+                self._shards.probe(self.fingerprint, min(self._probe_nbytes, _MAX_PROBE_NBYTES))
+        except (OSError, BlockStoreError):
+            with self._lock:
+                self._retry_later(2 * self._retry_seconds)
+            return False
+        self._catalogue.list_again()
+        with self._lock:
+            self._failure, self._worked_again_at = None, time.monotonic()
+        return True
+
     def _name(self, block_hash: bytes) -> BlockName:
         return self._digest, block_hash
 
@@ -209,12 +290,13 @@ class BlockStore(Tier):
             if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
         except OSError as error:
-            self.fail(f"a bad block could not be removed: {system_reason(error)}")
+            if not self._is_alone(block_hash, error):
+                self._fail_for("a bad block could not be removed", error)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
-        nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
-        if nbytes > self.max_nbytes:
+        nbytes = self._probe_nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
+        if nbytes > self.max_nbytes or self._is_over_limit_of_day(nbytes):
             return False
         self._note_uses()
         self._list_if_due()
@@ -222,10 +304,31 @@ class BlockStore(Tier):
         if not self._make_room(nbytes):
             return False
         name = self._name(header.block_hash)
-        if self.ttl is not None and self._catalogue.remove(name):  # an expired one
+        if header.group == ANSWERS:
+            self._catalogue.remove(name)
+        elif self.ttl is not None and self._catalogue.remove(name):  # an expired one
             self.count("num_evicted")
         self._write_file(header.block_hash, [prefix, payload], nbytes, used)
         self._catalogue.added(name, used, nbytes)
+        self._written.add(nbytes)
+        self._written.update(is_due=False)
+        self.count("nbytes_written", nbytes)
+        return True
+
+    def _is_over_limit_of_day(self, nbytes: int) -> bool:
+        """Whether so much more may not be written today, of which a warning tells."""
+        limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
+        if limit is None or written + nbytes <= limit:
+            # A smaller block may still fit: that does not make a second warning due.
+            self._has_told_limit &= limit is not None and written > limit // 2
+            return False
+        if not self._has_told_limit:
+            self._has_told_limit = True
+            _warn(
+                f"[block store] {self.layout.folder}: as much was written in the last 24 hours as "
+                f"cache_dir_writes allows ({limit:,} bytes); until there is less, new K/V are kept "
+                "in memory only"
+            )
         return True
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int, used: int) -> None:
@@ -265,10 +368,36 @@ class BlockStore(Tier):
             self._catalogue.use(self._digest, *self._uses.popleft())
 
     @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """Turn an error of the disk into ``failure``, or ignore it if it is temporary."""
+    def _failing(self, what: str, block_hash: bytes | None = None) -> Iterator[None]:
+        """Turn an error of the disk into ``failure``, or ignore it if it is temporary, or if only
+        the folder of this block can't be used.
+        """
         try:
             yield
         except OSError as error:
-            if error.errno not in _PASSING:
-                self.fail(f"{what}: {system_reason(error)}")
+            is_alone = block_hash is not None and self._is_alone(block_hash, error)
+            if error.errno not in _PASSING and not is_alone:
+                self._fail_for(what, error)
+
+    def _is_alone(self, block_hash: bytes, error: OSError) -> bool:
+        """Whether only the shard of this block can't be used, of which a warning tells once."""
+        name = self._name(block_hash)
+        if not self._shards.is_blocked(name):
+            return False
+        shard = str(self.layout.of(name[0]) / shard_name_of(block_hash))
+        if shard not in self._blocked:
+            self._blocked.add(shard)
+            why = system_reason(error)
+            where = "" if shard in why else f"{shard}: "
+            _warn(f"[block store] {where}{why}; the blocks that belong there are not kept")
+        return True
+
+    def _fail_for(self, what: str, error: OSError) -> None:
+        path = error.filename
+        where = f" ({path})" if isinstance(path, str) and os.path.isabs(path) else ""
+        self.fail(f"{what}: {system_reason(error)}{where}")
+
+
+def _warn(text: str) -> None:
+    with suppress(Warning):  # If warnings are errors, this one would end the thread.
+        warnings.warn(text, stacklevel=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -44,6 +45,9 @@ class BlockWriter:
             target=self._run, name="mlx_paged block writer", daemon=True
         )
         _running.add(self)
+        # After the handlers that are registered before: the last of these may end the process.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self._thread.start()
 
     def offer(self, header: BlockHeader, payload: Payload) -> bool:
@@ -198,4 +202,4 @@ def _close_all() -> None:
         writer.close(max(0.0, deadline - time.monotonic()))
 
 
-atexit.register(_close_all)
+os.register_at_fork(after_in_child=_running.clear)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable, SharedBudget
 from mlx_paged.ops import AttentionMetadata, Backend, StepState
 
 INITIAL_BLOCKS = 64
@@ -37,6 +37,7 @@ class KVCache(ABC):
         pool: the blocks, including the null block.
         all_can: called before the pool changes with whether this cache can make the change; returns
             whether all ranks that hold a part of the K/V can. The default is for a single process.
+        shared_budget: that recurrent states share with the blocks, if they do.
     """
 
     kind: ClassVar[str]
@@ -44,6 +45,7 @@ class KVCache(ABC):
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
         self.all_can: Callable[[bool], bool] = bool
+        self.shared_budget: SharedBudget | None = None
         # The open step for each group of layers, and the layers that it runs.
         self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
@@ -67,7 +69,7 @@ class KVCache(ABC):
         self._begin()
 
     def _begin(self) -> None:
-        self._max_num_blocks = self.config.num_blocks
+        self._num_available_blocks: int | None = None
         self._allocate_layers()
 
     # Implemented by each kind of storage
@@ -234,21 +236,57 @@ class KVCache(ABC):
     # Memory
 
     @property
+    def nbytes_budget(self) -> int:
+        """The budget in bytes, with the recurrent states that share it."""
+        shared = self.shared_budget
+        return self.config.nbytes if shared is None else shared.sizes.budget
+
+    def max_num_blocks(self, num_seqs: int = 1) -> int:
+        """The most blocks that the budget holds beside the recurrent states of this many sequences,
+        if no others run.
+        """
+        if self.shared_budget is None:
+            return self._available(self.config.num_blocks)
+        return self._available(self.shared_budget.sizes.max_num_blocks(num_seqs))
+
+    @property
     def num_growable_blocks(self) -> int:
         """Blocks that may be added to the pool within the budget."""
-        return self._max_num_blocks - self.pool.num_usable_blocks
+        return self.num_growable_with()
 
-    def make_room(self, num_blocks: int) -> None:
+    def num_growable_with(self, num_new_seqs: int = 0) -> int:
+        """Blocks that may be added to the pool while these more sequences run; negative if their
+        recurrent states take some of its blocks.
+        """
+        most = self.config.num_blocks
+        if self.shared_budget is not None:
+            most = self.shared_budget.max_num_blocks(num_new_seqs)
+        return self._available(most) - self.pool.num_usable_blocks
+
+    def _available(self, num_blocks: int) -> int:
+        most = self._num_available_blocks
+        return num_blocks if most is None else min(num_blocks, most)
+
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
         """Grow until ``num_blocks`` can be allocated without an eviction, as far as the budget and
         the device allow.
+
+        Args:
+            num_new_seqs: sequences that begin with these blocks.
         """
-        num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
+        most = self.num_growable_with(num_new_seqs)
+        num_missing = min(num_blocks - self.pool.num_empty_blocks, most)
         if num_missing <= 0:
             return
+        if self.shared_budget is not None:
+            most = min(most, self.shared_budget.make_room(num_blocks, num_new_seqs))
+            num_missing = min(num_missing, most)
+            if num_missing <= 0:
+                return
         num_usable = self.pool.num_usable_blocks
         # Doubling keeps the cost of the copies constant per token. If it fails, what is needed may
         # still fit.
-        doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
+        doubled = min(max(num_missing, num_usable), most)
         for num_new_blocks in dict.fromkeys((doubled, num_missing)):
             has_grown = self._grow(num_new_blocks)
             if self.all_can(has_grown):
@@ -257,12 +295,29 @@ class KVCache(ABC):
             if has_grown:
                 self._fit()
         # The present size is the budget until memory is freed by a shrink.
-        self._max_num_blocks = num_usable
+        self._num_available_blocks = num_usable
         warnings.warn(
             f"[{self.kind} cache] no memory for more than {num_usable} blocks, which are the "
             "budget now",
             stacklevel=2,
         )
+
+    def make_room_for_states(self, num_new_seqs: int) -> bool:
+        """Make the recurrent states of more sequences fit into the budget by the eviction of
+        checkpoints; False, without a change, if slabs have to shrink first.
+        """
+        shared = self.shared_budget
+        return shared is None or shared.make_room_for_states(num_new_seqs)
+
+    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+        """By how many blocks the pool has to shrink for the recurrent states of more sequences."""
+        shared = self.shared_budget
+        return 0 if shared is None else shared.num_blocks_to_give_up(num_new_seqs)
+
+    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+        """Shrink the slabs to the pool, after these copies of blocks that have moved."""
+        self.copy_blocks(copies)
+        self._fit()
 
     def shrink(self) -> int:
         """Free memory that no sequence needs; returns how many bytes. Blocks cached there are
@@ -273,7 +328,7 @@ class KVCache(ABC):
         """
         if self._steps:
             raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
-        self._max_num_blocks = self.config.num_blocks
+        self._num_available_blocks = None
         used = (block.block_id for block in reversed(self.pool.blocks) if block.ref_cnt)
         num_blocks = max(next(used, 0), self._initial_blocks) + 1
         before = self.nbytes_held

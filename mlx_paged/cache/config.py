@@ -24,7 +24,7 @@ class KVCacheConfig:
         num_blocks: the budget in blocks, without a paged cache's null block.
         groups: which layers share a block table; by default one group that keeps all tokens.
         state_nbytes: the size of a sequence's recurrent state, which does not depend on its length
-            and is not part of the budget.
+            and is not part of these blocks.
         state_layout: per recurrent cache, a description of the dtypes and shapes of its arrays.
         keeps_kv: whether the model has any K/V; without them, blocks only count tokens.
 
@@ -74,21 +74,29 @@ class KVCacheConfig:
         layers: Sequence[LayerSpec],
         block_size: int = DEFAULT_BLOCK_SIZE,
         groups: tuple[LayerGroup, ...] = (),
+        num_reserved: int = 0,
     ) -> KVCacheConfig:
-        """The largest cache within ``budget``; raises ``ArgumentError`` with the sum if not even
-        one block fits.
+        """The largest cache within ``budget``.
+
+        Args:
+            num_reserved: bytes of it that one sequence needs for its recurrent states.
+
+        Raises:
+            ArgumentError: not even one block fits; with the sum.
         """
         one = cls(tuple(layers), block_size, 1, groups)
         if budget.num_blocks is not None:
             num_blocks = budget.num_blocks
         else:
             # One block of the bytes is the null block.
-            num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
+            num_blocks = ((budget.nbytes or 0) - num_reserved) // one.nbytes_per_block - 1
         if num_blocks < 1:
+            states = f", and the states of a sequence {num_reserved}" if num_reserved else ""
             raise ArgumentError(
                 f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of "
                 f"{block_size} tokens and the null block take 2 * {one.nbytes_per_block} = "
-                f"{one.nbytes} bytes; raise kv_cache_bytes",
+                f"{one.nbytes} bytes{states}; raise kv_cache_bytes to at least "
+                f"{one.nbytes + num_reserved}",
                 "kv_cache_bytes",
             )
         return cls(one.layers, block_size, num_blocks, one.groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_paged.cache.layer import LayerSpec
@@ -11,9 +11,12 @@ from mlx_paged.core import KEEP_ALL, POSITION_WRAP, Retention
 
 # The most tokens evicted from a streaming window at a time: prompts are computed in such runs.
 MAX_STRIDE = 256
-# A group with fewer layers than the others leaves a part of each of its blocks unused: the largest
-# such share over all groups.
-MAX_PADDING = 1 / 8
+# A group with fewer layers than the others leaves a part of each of its blocks unused. The largest
+# share of bytes that this may add to a sequence of ``CONTEXT`` tokens, and to one that is still
+# shorter than any window.
+CONTEXT = 32_768
+MAX_PADDING = 1 / 32
+MAX_PADDING_SHORT = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def group_layers(
     if len(by_retention) == 1 or len(shapes) > 1:
         widest = next(iter(by_retention))
         return (LayerGroup(widest, tuple(range(len(layers)))),)
-    size = _group_size([len(indices) for indices in by_retention.values()])
+    size = _group_size({retention: len(each) for retention, each in by_retention.items()})
     return tuple(
         LayerGroup(retention, tuple(sorted(indices)[start : start + size]))
         for retention, indices in by_retention.items()
@@ -72,10 +75,23 @@ def _width(retention: Retention) -> float:
     return float("inf") if recent is None else recent
 
 
-def _group_size(counts: Sequence[int]) -> int:
-    """The largest group size whose padding is within ``MAX_PADDING``."""
-    for size in range(min(counts), 1, -1):
-        num_padded = sum(-count % size for count in counts)
-        if num_padded <= MAX_PADDING * sum(counts):
+def _group_size(counts: Mapping[Retention, int]) -> int:
+    """The largest group size, and so the fewest tables, whose padding is within the limits.
+
+    In groups of ``size``, the ``count`` layers of a retention take the slots of ``ceil(count /
+    size) * size`` layers, each for the tokens that the retention keeps. So the bytes of a sequence
+    are proportional to the sum, over the retentions, of these slots times those tokens. A single
+    unused slot among layers that keep all tokens can cost more than many among windows.
+    """
+
+    def padding(size: int, held: Mapping[Retention, int]) -> float:
+        used = sum(count * held[retention] for retention, count in counts.items())
+        unused = sum(-count % size * held[retention] for retention, count in counts.items())
+        return unused / used
+
+    long = {retention: retention.max_num_held(CONTEXT) for retention in counts}
+    short = dict.fromkeys(counts, 1)
+    for size in range(max(counts.values()), 1, -1):
+        if padding(size, long) <= MAX_PADDING and padding(size, short) <= MAX_PADDING_SHORT:
             return size
     return 1

@@ -15,6 +15,7 @@ from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
+from mlx_paged.domains import whole
 from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata, StateStack
 from mlx_paged.request import SeqId
@@ -260,10 +261,15 @@ class Sequences:
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
         """A copy of the dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and
-        ``value_dim``, of the tokens that the layer keeps; ``KeyError`` if there is no such
-        sequence.
+        ``value_dim``, of the tokens that the layer keeps.
+
+        Raises:
+            KeyError: there is no such sequence.
+            ArgumentError: there is no such layer.
         """
         self._table(seq)
+        last = len(self.cache.layers) - 1
+        whole(0, last, f"within 0..{last}").check(f"{self.cache.kind} cache", "layer", layer)
         table = self.manager.groups[seq][self.cache.config.group_of(layer)]
         kv = self.cache.layers[layer]
         form = kv.spec.format

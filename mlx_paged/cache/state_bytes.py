@@ -8,7 +8,9 @@ dtype and shape, or null), and the arrays in turn.
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
@@ -41,17 +43,23 @@ def state_to_bytes(row: StateRow) -> bytes:
     return b"".join([_LENGTH.pack(len(header)), header, *pieces])
 
 
-def state_from_bytes(content: bytes) -> StateRow:
+def state_from_bytes(content: bytes, layout: Sequence[str] = ()) -> StateRow:
     """The state that :func:`state_to_bytes` serialised.
 
+    Args:
+        layout: ``KVCacheConfig.state_layout`` of the cache for which it is; the dtypes of its
+            arrays have to be the same. Not compared if it is empty.
+
     Raises:
-        ValueError: the bytes are malformed.
+        ValueError: the bytes are malformed, or a dtype differs.
     """
     try:
         (length,) = _LENGTH.unpack_from(content)
         begin = _LENGTH.size + length
         arrays: list[list[mx.array | None]] = []
-        for slots in json.loads(content[_LENGTH.size : begin]):
+        header = json.loads(content[_LENGTH.size : begin])
+        _check_dtypes(header, layout)
+        for slots in header:
             arrays.append([])
             for slot in slots:
                 array = None if slot is None else _read(content, begin, *slot)
@@ -66,6 +74,28 @@ def state_from_bytes(content: bytes) -> StateRow:
     row = StateRow(StateStack(arrays, 1), 0)
     mx.eval(row.stack.leaves)
     return row
+
+
+def _check_dtypes(header: list[list[Any]], layout: Sequence[str]) -> None:
+    """Raise ValueError if an array has another dtype than in the layout of a cache. Arrays that are
+    not set have none.
+    """
+    if not layout:
+        return
+    # As in "float32 [3, 192], none".
+    ours = [re.sub(r" \[[^]]*\]", "", text).split(", ") for text in layout]
+    theirs = [["none" if slot is None else slot[0] for slot in slots] for slots in header]
+    is_same = [len(slots) for slots in ours] == [len(slots) for slots in theirs] and all(
+        one == other or "none" in (one, other)
+        for pair in zip(ours, theirs, strict=True)
+        for one, other in zip(*pair, strict=True)
+    )
+    if not is_same:
+        raise ValueError(f"it has arrays of {_in_words(theirs)}, and this cache {_in_words(ours)}")
+
+
+def _in_words(dtypes: list[list[str]]) -> str:
+    return "; ".join(", ".join(map(str, slots)) for slots in dtypes)
 
 
 def _bytes_of(array: mx.array) -> np.ndarray:

@@ -27,18 +27,25 @@ def states_before(
         return None
     made = []
     drafts = [0] * len(seq_ids) if num_drafts is None else num_drafts
+    block_size, num_planned = manager.pool.block_size, 0
     for seq, num_new, num_drafted in zip(seq_ids, num_new_tokens, drafts, strict=True):
-        begin = manager.num_tokens(seq) - num_new
-        cuts = [cut.num_tokens - begin for cut in _cuts(manager, states, seq, num_new, num_drafted)]
+        end = manager.num_tokens(seq)
+        begin = end - num_new
+        planned = states.plan_cuts(seq, begin, end - num_drafted, block_size, num_planned)
+        num_planned += len(planned)
+        cuts = [cut.num_tokens - begin for cut in planned]
         made.append(StepState(states.get(seq, begin), cuts, num_drafted))
     return made
 
 
-def _cuts(
-    manager: KVCacheManager, states: SequenceStates, seq: SeqId, num_new: int, num_drafts: int
+def _planned_cuts(
+    manager: KVCacheManager, states: SequenceStates, seq: SeqId, num_new: int, state: StepState
 ) -> list[Cut]:
+    """The cuts of :func:`states_before`, which may have left out some."""
     end = manager.num_tokens(seq)
-    return states.cuts(seq, end - num_new, end - num_drafts, manager.pool.block_size)
+    begin = end - num_new
+    cuts = states.cuts(seq, begin, end - state.num_drafts, manager.pool.block_size)
+    return [cut for cut in cuts if cut.num_tokens - begin in state.cuts]
 
 
 def put_states(
@@ -67,7 +74,7 @@ def put_states(
     at_block_ends, drafted = {}, []
     for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True):
         if state.cuts:
-            cuts = _cuts(manager, states, seq, num_new, state.num_drafts)
+            cuts = _planned_cuts(manager, states, seq, num_new, state)
             at_block_ends[seq] = list(zip(cuts, state.at_cuts, strict=True))
         if state.num_drafts:
             drafted.append(seq)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.core import BlockHash, BlockPool, KVCacheBlock
-from mlx_paged.core.tier import BlockHeader, Tier
+from mlx_paged.core.tier import BlockHeader, LostBlockError, Tier
 from mlx_paged.errors import CacheFullError
 
 Blocks: TypeAlias = Sequence[tuple[BlockHeader, int]]
@@ -30,7 +30,7 @@ def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
     """Fill blocks of a cache from a tier. No step may read them yet.
 
     Raises:
-        KeyError: a block is not in the tier.
+        LostBlockError: a block is not in the tier.
     """
     for group, part in _parts(cache, blocks):
         contents = [loaded(tier, header) for header, _ in part]
@@ -47,18 +47,21 @@ def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
 
 
 def loaded(tier: Tier, header: BlockHeader) -> bytes:
-    """The bytes of a block in a tier; raises ``KeyError`` if it is not there."""
+    """The bytes of a block in a tier; raises ``LostBlockError`` if it is not there."""
     content = tier.load(header.block_hash)
     if content is None:
-        raise KeyError(f"[tier] no block {header.block_hash.hex()}")
+        raise LostBlockError(f"[tier] no block {header.block_hash.hex()}")
     return content
 
 
-def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader]) -> int:
+def load_prefix(
+    cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader], is_foreign: bool = True
+) -> int:
     """Load missing blocks of a prefix from a tier into the prefix cache. No step may be open.
 
     Args:
         headers: of full blocks, under their hashes.
+        is_foreign: unless they are known to equal what would be computed here.
 
     Returns:
         How many blocks were loaded.
@@ -91,6 +94,7 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
             pool,
             [BlockHash(header.block_hash) for header in missing],
             lambda ids: load_blocks(cache, tier, list(zip(missing, ids, strict=True))),
+            is_foreign,
         )
     finally:
         pool.free_blocks(reversed(there))
@@ -98,18 +102,22 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
 
 
 def put_cached_blocks(
-    pool: BlockPool, block_hashes: Sequence[BlockHash], fill: Callable[[list[int]], None]
+    pool: BlockPool,
+    block_hashes: Sequence[BlockHash],
+    fill: Callable[[list[int]], None],
+    is_foreign: bool,
 ) -> None:
     """Fill free blocks of the pool and enter them into the prefix index.
 
     Args:
         block_hashes: of the blocks; the pool must have this many free ones.
         fill: writes them, given their ids. If it raises, the index is unchanged.
+        is_foreign: whether they hold foreign K/V.
     """
     blocks = pool.get_new_blocks(len(block_hashes)) or []
     try:
         fill([block.block_id for block in blocks])
-        pool.cache_full_blocks(blocks, block_hashes, 0, len(blocks))
+        pool.cache_full_blocks(blocks, block_hashes, 0, len(blocks), is_foreign)
     finally:
         # Tail first, as a sequence frees its blocks.
         pool.free_blocks(reversed(blocks))

@@ -20,10 +20,12 @@ def model(tree: PrefixTree) -> dict[str, Any]:
     return {
         "fingerprint": tree.digest,
         "depends_on": _fingerprint(tree.fingerprint),
+        "is_outdated": tree.is_outdated,
         "num_prefixes": tree.num_leaves,
         "num_blocks": len(tree.blocks),
         "num_tokens": tree.num_tokens,
         "num_states": tree.num_states,
+        "num_answers": len(tree.answers),
         "nbytes": tree.nbytes,
         "num_files_of_other_versions": len(tree.other_versions),
         "nbytes_of_other_versions": sum(entry.nbytes for entry in tree.other_versions),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from mlx_paged.block_store import BlockName
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full
-from mlx_paged.cache_tool.listing import Look, list_runs
+from mlx_paged.cache_tool.listing import OUTDATED, Look, list_runs
 from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree
 from mlx_paged.cache_tool.selection import num_unique_digits
 from mlx_paged.cache_tool.text import in_a_line, in_lines
@@ -61,7 +61,7 @@ def _facts(tree: PrefixTree, path: Sequence[PrefixBlock], now: float) -> dict[st
     facts = {"hash": block.block_hash.hex(), "model": tree.name, "fingerprint": tree.digest}
     if known is not None:
         facts["content"] = known.model
-        facts["code"] = known.code
+        facts["code"] = known.code + (f" ({OUTDATED})" if tree.is_outdated else "")
         is_state = [layer.startswith("state ") for layer in known.layers]
         facts["K/V"] = f"{known.kv_format}, {counted(is_state.count(False), 'layer')}"
         if any(is_state):

@@ -20,6 +20,7 @@ _GAP = "  "
 _MAX_TEXT = 200  # columns, if the output is not a terminal
 _TEXT_BLOCKS = 16  # of a run: more than fit in a line
 _CUT_OFF = "…"
+OUTDATED = "of an earlier version of mlx_paged and no longer used"
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,13 @@ def model_heading(tree: PrefixTree) -> str:
     kv_format = "" if known is None else f", K/V {in_a_line(known.kv_format, _MAX_TEXT)}"
     block_size = "" if known is None else f" of {known.block_size}"
     states = f", {counted(tree.num_states, 'state')}" if tree.num_states else ""
+    outdated = f"; {OUTDATED}" if tree.is_outdated else ""
+    answers = f", {counted(len(tree.answers), 'answer')}" if tree.answers else ""
     return (
         f"{in_a_line(tree.name, _MAX_TEXT)} ({tree.digest[:SHOWN_DIGITS]}{kv_format}): "
         f"{counted(tree.num_leaves, 'prefix', 'prefixes')}, "
         f"{counted(len(tree.blocks), 'block')}{block_size}, "
-        f"{counted(tree.num_tokens, 'token')}{states}, {in_bytes(tree.nbytes)}"
+        f"{counted(tree.num_tokens, 'token')}{states}{answers}, {in_bytes(tree.nbytes)}{outdated}"
     )
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
 from mlx_paged.core.block_hash import HASH_NBYTES
-from mlx_paged.core.tier import STATES
+from mlx_paged.core.tier import ANSWERS, STATES
+from mlx_paged.errors import one_line
 
+MAX_NAME = 200  # characters of a model's name
 MAX_LEVELS = 8
 """Levels of the tree that are drawn, the innermost ones: a conversation may fork at each turn."""
 
@@ -116,16 +118,20 @@ class PrefixTree:
         children: of each block, and under ``None`` the roots, whose parents are not in the folder;
             the most recently used first.
         num_prefixes: number of leaves below each block, 1 for a leaf.
+        answers: files of answers that conversations continue from.
         other_versions: files in the format of another version, which can't be read.
     """
 
     def __init__(self, digest: str, fingerprint: Fingerprint | None, entries: Iterable[Entry]):
         self.digest = digest
         self.fingerprint = fingerprint
+        self.answers: list[Entry] = []
         self.other_versions: list[Entry] = []
         files: dict[bytes, list[Entry]] = {}
         for entry in entries:
-            if entry.num_tokens == 0:
+            if entry.group == ANSWERS:
+                self.answers.append(entry)
+            elif entry.num_tokens == 0:
                 self.other_versions.append(entry)
             else:
                 files.setdefault(entry.block_hash[:HASH_NBYTES], []).append(entry)
@@ -143,8 +149,14 @@ class PrefixTree:
 
     @property
     def name(self) -> str:
-        """The name of the model."""
-        return "an unknown model" if self.fingerprint is None else self.fingerprint.model_name
+        """The name of the model on one line. Another user's folder may name anything."""
+        known = self.fingerprint
+        return "an unknown model" if known is None else one_line(known.model_name, MAX_NAME)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the blocks are of an earlier version, and no engine uses them any more."""
+        return self.fingerprint is not None and self.fingerprint.is_outdated
 
     @property
     def num_leaves(self) -> int:
@@ -161,11 +173,14 @@ class PrefixTree:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks.values())
+        nbytes = sum(block.nbytes for block in self.blocks.values())
+        return nbytes + sum(answer.nbytes for answer in self.answers)
 
     @property
     def last_used(self) -> float:
-        return max((block.last_used for block in self.blocks.values()), default=-math.inf)
+        blocks = (block.last_used for block in self.blocks.values())
+        answers = (answer.last_used for answer in self.answers)
+        return max((*blocks, *answers), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""

@@ -1,6 +1,7 @@
 """``rm``: which blocks are removed.
 
-A block can't be used without its ancestors, so its successors are removed with it.
+A block can't be used without its ancestors, so its successors are removed with it, and so are
+stored answers whose tokens are among theirs.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlx_paged.block_store import Entry
-from mlx_paged.cache_tool.prefixes import PrefixTree
+from mlx_paged.block_store import CacheFolder, Entry
+from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree
 from mlx_paged.cache_tool.selection import find
+from mlx_paged.cache_tool.text import token_ids
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import ArgumentError
 
 
@@ -51,29 +54,62 @@ def check_choice(args: argparse.Namespace) -> None:
         )
 
 
-def choose(args: argparse.Namespace, trees: Sequence[PrefixTree], now: float) -> Removal:
+def choose(
+    args: argparse.Namespace, folder: CacheFolder, trees: Sequence[PrefixTree], now: float
+) -> Removal:
     """The blocks that the flags of ``rm`` name, except for ``--shrink-to``.
 
     Args:
+        folder: reads the tokens of blocks and answers.
         trees: of the requested models.
         now: seconds since 1970.
 
     Raises:
         ArgumentError: a hash names no block, or several.
     """
-    named = list(_under(args.hash, trees) if args.hash else _unused_since(args, trees, now))
+    named = list(_under(args.hash, folder, trees) if args.hash else _unused_since(args, trees, now))
     entries = [entry for entry in named if args.pinned or not entry.is_pinned]
     return Removal(entries, len(named) - len(entries))
 
 
-def _under(texts: Iterable[str], trees: Sequence[PrefixTree]) -> Iterable[Entry]:
-    """The lines of ``ls`` that contain the hashes, and those under them."""
+def _under(
+    texts: Iterable[str], folder: CacheFolder, trees: Sequence[PrefixTree]
+) -> Iterable[Entry]:
+    """The lines of ``ls`` that contain the hashes, those under them, and the answers there."""
     entries: dict[tuple[str, bytes], Entry] = {}
     for text in texts:
         tree, named = find(text, trees)
-        for block in tree.alone_with(named):
-            entries |= {(each.digest, each.block_hash): each for each in block.entries}
+        blocks = tree.alone_with(named)
+        files = [each for block in blocks for each in block.entries]
+        if tree.answers and any(not each.is_pinned for each in files):
+            files += _answers_with(folder, tree, blocks[0])
+        entries |= {(each.digest, each.block_hash): each for each in files}
     return entries.values()
+
+
+def _answers_with(folder: CacheFolder, tree: PrefixTree, block: PrefixBlock) -> list[Entry]:
+    """The stored answers with a token of this block, after the same tokens before it."""
+    path = tree.path_to(block)
+    begin, tokens = path[0].first_token, token_ids(folder, path)
+    headers = {each.block_hash: folder.header(*each.name) for each in tree.answers}
+
+    def has_other_tokens(part: BlockHeader) -> bool:
+        first = max(begin, part.first_token)
+        own = part.token_ids[first - part.first_token :]
+        there = tokens[first - begin :]
+        return any(a != b for a, b in zip(own, there, strict=False))
+
+    def is_within(part: BlockHeader | None) -> bool:
+        if part is None or part.first_token + len(part.token_ids) <= block.first_token:
+            return False
+        while part is not None and not has_other_tokens(part):
+            before = headers.get(part.parent_hash) if part.parent_hash else None
+            if before is None or before.first_token >= part.first_token:
+                return True
+            part = before
+        return False
+
+    return [each for each in tree.answers if is_within(headers[each.block_hash])]
 
 
 def _unused_since(
@@ -85,4 +121,5 @@ def _unused_since(
         for block_hash, last_used in tree.last_uses().items():
             if last_used < before:
                 yield from tree.blocks[block_hash].entries
-        yield from (entry for entry in tree.other_versions if entry.last_used < before)
+        others = (*tree.answers, *tree.other_versions)
+        yield from (entry for entry in others if entry.last_used < before)

@@ -12,14 +12,16 @@ from rich.cells import cell_len, set_cell_size
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.cache_tool.prefixes import PrefixBlock
+from mlx_paged.errors import CONTROLS, REVERSING
 
 TextOf: TypeAlias = Callable[[Sequence[PrefixBlock]], str]
 """Returns the text of consecutive blocks."""
 
 # A prompt must not be able to move the cursor or set the terminal's title.
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-_IN_A_LINE = _CONTROLS | {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
-_IN_LINES = _CONTROLS | {ord("\n"): "\n", ord("\t"): "\t"}
+# Halves of characters, which JSON may contain, can't be printed.
+_REPLACED = {code: "\ufffd" for code in (*CONTROLS, *REVERSING, *range(0xD800, 0xE000))}
+_IN_A_LINE = _REPLACED | {ord("\n"): "\\n", ord("\t"): "\\t", ord("\r"): "\\r"}
+_IN_LINES = _REPLACED | {ord("\n"): "\n", ord("\t"): "\t"}
 
 
 def token_ids(folder: CacheFolder, blocks: Iterable[PrefixBlock]) -> list[int]:

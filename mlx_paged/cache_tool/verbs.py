@@ -117,7 +117,7 @@ def rm(args: argparse.Namespace) -> int:
         more = "; pinned blocks are kept" if left > args.shrink_to else ""
         print_lines([f"removed {_in_words(removed)}; {in_bytes(left)} are left{more}"])
         return 0
-    removal = choose(args, of_model(read_trees(folder), args.model), time.time())
+    removal = choose(args, folder, of_model(read_trees(folder), args.model), time.time())
     removed = folder.remove((entry.digest, entry.block_hash) for entry in removal.entries)
     kept = f"; {removal.num_kept:,} pinned ones are kept (see --pinned)" if removal.num_kept else ""
     print_lines(_left(removed))
@@ -153,7 +153,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def size(args: argparse.Namespace) -> int:
     folder, trees = _open(args)
-    held = folder.size()
+    held, written = folder.size(), folder.written()
     if args.json:
         models = [as_json.model(tree) for tree in trees]
         print_json(
@@ -161,11 +161,19 @@ def size(args: argparse.Namespace) -> int:
                 "nbytes": held.nbytes,
                 "num_files": held.num_blocks,
                 "limit": args.limit,
+                "written": written._asdict(),
                 "models": models,
             }
         )
         return 0
-    print_lines([_in_words(held) + _against(args.limit, held.nbytes)])
+    since = time.strftime("%Y-%m-%d", time.localtime(written.since))
+    print_lines(
+        [
+            _in_words(held) + _against(args.limit, held.nbytes),
+            f"written: {in_bytes(written.nbytes_last_day)} in the last 24 hours, "
+            f"{in_bytes(written.nbytes)} since {since}",
+        ]
+    )
     print_lines(f"  {model_heading(tree)}" for tree in trees)
     return 0
 

@@ -30,6 +30,11 @@ OPTIONS = {
         "continue the prompt whose K/V are in this file: of mlx_lm.cache_prompt, or a snapshot",
         replace(_TEXT, metavar="FILE"),
     ),
+    "allow_other_model": Option(
+        "use --prompt-cache-file with --model even if the file names another model",
+        BOOL,
+        default=False,
+    ),
     "hide_thinking": Option("hide the model's reasoning (<think>)", BOOL, default=False),
     "prefill_step_size": Option(
         "prompt tokens computed at a time",
@@ -65,12 +70,14 @@ def setup_arg_parser(prog: str | None = None) -> parser.Parser:
         prog=prog or _name_as_called(),
         description="Chat with a model in the terminal, or ask it once.",
         flags=flags.SAMPLING | FLAGS,
-        usage="%(prog)s [options] [message]",
+        usage="%(prog)s [options] [model] [message]",
     )
     chat.add_argument(
-        "message",
-        nargs="?",
-        help="answer this message and exit; - reads it, of any number of lines, from stdin",
+        "words",
+        nargs="*",
+        metavar="model, message",
+        help="the model, as --model, or a single word that is a path or a model on this machine; "
+        "answer this message and exit; - reads it, of any number of lines, from stdin",
     )
     flags.add_flags(chat, "chat", OPTIONS)
     chat.add_version()
@@ -88,13 +95,23 @@ def write_json(content: Mapping[str, Any]) -> None:
 
 
 class _Parser(parser.Parser):
-    """With ``--json``, errors in the arguments are also written to stdout as JSON."""
+    """With ``--json``, errors in the arguments are also written to stdout as JSON.
+
+    ``words`` of the result are those that are no flags, and ``is_message`` says that the only one
+    comes after ``--``.
+    """
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        self._writes_json = "--json" in (sys.argv if args is None else args)
-        return super().parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        self._writes_json = "--json" in given
+        known, rest = super().parse_known_args(given, namespace)
+        if not any(word.startswith("-") for word in rest):
+            # argparse takes the words before the next flag only.
+            known.words, rest = [*known.words, *rest], []
+        known.is_message = len(known.words) == 1 and given[-2:] == ["--", *known.words]
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
         if self._writes_json:

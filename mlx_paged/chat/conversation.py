@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
@@ -21,7 +22,6 @@ from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, Verbatim
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.model_dialect import ModelDialect
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.snapshots import is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.errors import SnapshotError, check_path
@@ -65,8 +65,7 @@ class Conversation:
     Attributes:
         messages: mappings as :func:`normalise_messages` describes them.
         tokens: of the last prompt and its answer, as far as their K/V are computed.
-        opens_thinking: whether the prompt of the last turn ended with the mark that opens
-            reasoning.
+        answer_format: how the answer to the prompt of the last turn is read.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template.
@@ -86,7 +85,7 @@ class Conversation:
         self.engine = engine
         self.tokens: list[int] = []
         self.tokenizer = tokenizer
-        self.opens_thinking = False
+        self.answer_format = PLAIN
         self._prefix = prefix
         self._encoder = ConversationEncoder()
         self._prompt: Prompt | None = None  # of the last turn
@@ -288,8 +287,7 @@ class Conversation:
         prompt = self._encoder.encode(
             self.tokenizer, self.messages, self._template_options, write=write
         )
-        marks = ModelDialect.of(self.tokenizer).reasoning
-        self.opens_thinking = marks is not None and marks.are_opened_by(prompt.text)
+        self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
         self._prompt = prompt
         return [*prefix, *prompt.token_ids]
 
@@ -337,13 +335,16 @@ def read_facts(path: str) -> PromptCacheFacts:
     return PromptCacheFacts(file, metadata.get(MODEL) or None, config, TOKEN_IDS in metadata)
 
 
-def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
+def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: bool) -> str | None:
     """The model to load, which the file or ``--model`` names.
 
+    Args:
+        allow_other_model: whether they may name different ones.
+
     Raises:
-        ArgumentError: they name different models.
+        ArgumentError: they name different models, and may not.
     """
-    if model is None or facts.model is None:
+    if model is None or facts.model is None or allow_other_model:
         return model or facts.model
     # A file that this package exported may have only the folder's name.
     if facts.model in (model, Path(model).name):
@@ -353,7 +354,8 @@ def chosen_model(facts: PromptCacheFacts, model: str | None) -> str | None:
         return model
     raise ArgumentError(
         f"[chat] --prompt-cache-file {facts.path} was made with the model {facts.model}, and "
-        f"--model is {model}; leave --model out, or create the file again",
+        f"--model is {model}; leave --model out, create the file again, or use "
+        "--allow-other-model if they are the same",
         "model",
     )
 
@@ -368,9 +370,10 @@ def put_before(engine: Engine, facts: PromptCacheFacts) -> PromptPrefix:
     """
     if is_snapshot(facts.path):
         return PromptPrefix(engine.load_snapshot(facts.path))
+    # The model was chosen by the file (chosen_model).
     if facts.has_token_ids:
-        return PromptPrefix(engine.import_prompt_cache(facts.path))
-    return PromptPrefix(*engine.pin_prompt_cache(facts.path))
+        return PromptPrefix(engine.import_prompt_cache(facts.path, allow_other_model=True))
+    return PromptPrefix(*engine.pin_prompt_cache(facts.path, allow_other_model=True))
 
 
 def behind_prefix(

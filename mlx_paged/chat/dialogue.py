@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import threading
@@ -13,21 +14,23 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.chat.command_line import Settings
 from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.command_line.descriptions import (
     describe_backend,
     describe_budget_in_full,
     describe_context,
+    describe_context_briefly,
     describe_device,
     describe_disk_tier,
-    describe_engine,
+    describe_disk_tier_briefly,
     describe_memory,
     describe_model,
     in_words,
 )
 from mlx_paged.command_line.flags import EXAMPLE_MODEL
-from mlx_paged.engine.text_stream import find_unfinished_stop
 from mlx_paged.engine.thread import Call
 from mlx_paged.memory import format_nbytes, memory_size
 from mlx_paged.standard_streams import say
@@ -124,8 +127,8 @@ class Dialogue:
             raise KeyboardInterrupt
         said = "".join(piece.text for piece in pieces if not piece.is_thinking)
         reasoning = "".join(piece.text for piece in pieces if piece.is_thinking)
-        tokenizer = self.conversation.tokenizer
-        for mark in filter(None, (tokenizer.think_start, tokenizer.think_end)):
+        marks = self.conversation.answer_format.dialect.reasoning
+        for mark in () if marks is None else (marks.start, marks.end):
             reasoning = reasoning.replace(mark, "")
         return {
             "text": said.lstrip() if reasoning else said,
@@ -156,9 +159,9 @@ class Dialogue:
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
-                            splitter = ThinkingSplitter.of(conversation)
+                            splitter = ThinkingSplitter(conversation.answer_format)
                             screen.clear_progress()
-                        for piece in splitter.add(response.text):
+                        for piece in splitter.add(response.text, response.token):
                             show(piece)
                         if interrupted:
                             break
@@ -248,53 +251,51 @@ class Piece(NamedTuple):
 
 
 class ThinkingSplitter:
-    """Splits a streamed answer into reasoning, its marks included, and text.
+    """Splits a streamed answer into reasoning, its marks included, and text."""
 
-    Args:
-        start: the mark that opens reasoning; ``None`` for a model without reasoning.
-        end: the mark that closes it.
-        is_thinking: whether the prompt has already opened it.
-    """
+    def __init__(self, answer_format: AnswerFormat):
+        self._marks = answer_format.marks
+        self._reader = AnswerReader(answer_format)
+        self._text = ""  # that was read and not split yet
+        self._num_split = 0
 
-    def __init__(self, start: str | None, end: str | None, is_thinking: bool = False):
-        self._start, self._end = start, end
-        self._is_thinking = is_thinking
-        self._held_back = ""
+    def add(self, text: str, token: int | None = None) -> list[Piece]:
+        """The next pieces. The end of ``text`` is held back if it may begin a mark.
 
-    @classmethod
-    def of(cls, conversation: Conversation) -> ThinkingSplitter:
-        """For the answer to the last prompt of a conversation."""
-        tokenizer = conversation.tokenizer
-        return cls(tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking)
-
-    def add(self, text: str) -> list[Piece]:
-        """The next pieces. The end of ``text`` is held back if it may begin a mark."""
-        if not self._start or not self._end:
-            return [Piece(text, False)] if text else []
-        pieces: list[Piece] = []
-        text = self._held_back + text
-        while True:
-            mark = self._end if self._is_thinking else self._start
-            begin = text.find(mark)
-            if begin < 0:
-                break
-            if self._is_thinking:
-                pieces.append(Piece(text[: begin + len(mark)], True))
-                text = text[begin + len(mark) :]
-            else:
-                pieces.append(Piece(text[:begin], False))
-                pieces.append(Piece(mark, True))
-                text = text[begin + len(mark) :]
-            self._is_thinking = not self._is_thinking
-        place = find_unfinished_stop(text, (mark,))
-        pieces.append(Piece(text[:place], self._is_thinking))
-        self._held_back = text[place:]
-        return [piece for piece in pieces if piece.text]
+        Args:
+            token: the last one of the text.
+        """
+        character = None if token is None else self._marks.characters.get(token)
+        if character is not None:
+            mark = self._marks.decode(character)
+            text = text.removesuffix(mark) + character if text.endswith(mark) else text
+        self._text += text
+        self._reader.add(text)
+        return self._split(len(self._text) - self._reader.num_pending)
 
     def finish(self) -> list[Piece]:
         """The text that was held back at the end of the answer."""
-        text, self._held_back = self._held_back, ""
-        return [Piece(text, self._is_thinking)] if text else []
+        self._reader.finish()
+        return self._split(len(self._text))
+
+    def _split(self, length: int) -> list[Piece]:
+        begin, end = self._num_split, self._num_split + length
+        edges = {begin, end}
+        for span in self._reader.spans:
+            edges |= {edge for edge in (span.begin, span.end) if edge and begin < edge < end}
+        pieces = []
+        places = sorted(edges)
+        for first, last in itertools.pairwise(places):
+            text = self._marks.decode(self._text[first - begin : last - begin])
+            pieces.append(Piece(text, self._is_thinking(first)))
+        self._text, self._num_split = self._text[length:], end
+        return pieces
+
+    def _is_thinking(self, place: int) -> bool:
+        return any(
+            span.begin <= place and (span.end is None or place < span.end)
+            for span in self._reader.spans
+        )
 
 
 # Statistics
@@ -309,36 +310,49 @@ DEMO_HINT = (
 def describe_start(
     args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
 ) -> str:
-    """The model, its device and its cache: in one line, or in full with ``--verbose``."""
+    """The model, its device and its cache, for ``--verbose``."""
     cache = engine.cache
-    sampling, is_of_model = settings.describe_sampling(), bool(settings.from_model)
-    if args.verbose:
-        own = f"; {', '.join(settings.from_model)} from generation_config.json" * is_of_model
-        lines = [
-            f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
-            f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
-            f"[K/V budget: {describe_budget_in_full(cache)}]",
-            f"[{describe_memory(engine)}]",
-            *(f"[{words}]" for words in describe_disk_tier(engine)),
-            f"[context: {describe_context(engine)}; prompt and answer together]",
-            f"[sampling: {sampling}{own}]",
-            *([DEMO_HINT] if args.model is None else []),
-            *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
-        ]
-    else:
-        parts = [
-            *describe_engine(args.model, engine),
-            sampling + " (the model's)" * is_of_model,
-            *(["/help"] if is_dialogue else []),
-        ]
-        lines = [f"[{' | '.join(parts)}]"]
-    nbytes, memory = cache.config.nbytes, memory_size()
+    own = f"; {', '.join(settings.from_model)} from generation_config.json"
+    lines = [
+        f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
+        f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
+        f"[K/V budget: {describe_budget_in_full(cache)}]",
+        f"[{describe_memory(engine)}]",
+        *(f"[{words}]" for words in describe_disk_tier(engine)),
+        f"[context: {describe_context(engine)}; prompt and answer together]",
+        f"[sampling: {settings.describe_sampling()}{own * bool(settings.from_model)}]",
+        *([DEMO_HINT] if args.model is None else []),
+        *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
+    ]
+    return "\n".join(lines)
+
+
+def describe_start_briefly(
+    args: argparse.Namespace, engine: Engine, settings: Settings
+) -> list[str]:
+    """The parts of the line at the start, the most important ones first."""
+    own = " (the model's)" * bool(settings.from_model)
+    return [
+        args.model or "bundled demo model",
+        describe_device(),
+        describe_context_briefly(engine),
+        settings.describe_sampling() + own,
+        *describe_disk_tier_briefly(engine),
+    ]
+
+
+def warnings_at_start(args: argparse.Namespace, engine: Engine) -> list[str]:
+    """What a user has to know before the first message."""
+    warnings: list[str] = []
+    if engine.disk_tier is not None and engine.disk_tier.stats().failure is not None:
+        warnings += [f"[{words}]" for words in describe_disk_tier(engine) if not args.verbose]
+    nbytes, memory = engine.cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
-        lines.append(
+        warnings.append(
             f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
             f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
         )
-    return "\n".join(lines)
+    return warnings
 
 
 def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:
@@ -406,7 +420,7 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
             f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
             f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
-            f"{tier.num_evicted_blocks} evicted",
+            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
         ]
     if stats.num_drafted_tokens:
         lines.append(

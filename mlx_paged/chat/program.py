@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import stat
 import sys
 from contextlib import closing
@@ -29,6 +30,7 @@ from mlx_paged.chat.terminal import (
 )
 from mlx_paged.command_line.imports import import_first
 from mlx_paged.command_line.program import run_program
+from mlx_paged.errors import shown
 from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.standard_streams import NO_STDOUT, OutputLostError, read_all, warnings_as_lines
 
@@ -65,6 +67,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
+    try:
+        _read_words(args)
+    except ValueError as error:
+        if args.json:
+            write_json({"error": error_line(error)})
+        raise
     if is_follower():
         say_errors_only()
         _load(args)[0].engine.follow()
@@ -106,11 +114,22 @@ def _answer_or_converse(
     Raises:
         ValueError: there was no message in the pipe.
     """
-    from mlx_paged.chat.dialogue import Dialogue, describe_start
+    from mlx_paged.chat.dialogue import (
+        Dialogue,
+        describe_start,
+        describe_start_briefly,
+        warnings_at_start,
+    )
     from mlx_paged.chat.loop import converse
 
-    if not args.json or args.verbose:
+    if args.verbose:
         screen.say(describe_start(args, conversation.engine, settings, message is None))
+    elif not args.json:
+        parts = describe_start_briefly(args, conversation.engine, settings)
+        screen.say_in_a_line(parts, "/help" if message is None else "")
+    if not args.json or args.verbose:
+        for warning in warnings_at_start(args, conversation.engine):
+            screen.say(warning)
     dialogue = Dialogue([conversation], settings, screen, reader, args.verbose)
     if message is not None and args.json:
         answer = dialogue.answer_in_full(message)
@@ -121,6 +140,60 @@ def _answer_or_converse(
     if not converse(dialogue) and not reader.is_interactive:
         raise ValueError(f"standard input is empty; {NO_INPUT}")
     return 0
+
+
+def _read_words(args: argparse.Namespace) -> None:
+    """Set ``args.model`` and ``args.message`` from the words of the command line: a message, a
+    model, or a model and a message.
+
+    Raises:
+        ValueError: it is unclear what a word is, or there are too many.
+    """
+    words = args.words
+    args.message = words[-1] if words else None
+    if len(words) == 1 and args.model is None and words[0] != "-" and not args.is_message:
+        _read_only_word(args, words[0])
+    elif len(words) == 2 and args.model is None:
+        args.model = _named_model(words[0])
+    elif len(words) > 1:
+        beside = "" if args.model is None else " beside --model"
+        raise ValueError(
+            f"{len(words)} words are given{beside}; a message of several words needs quotes"
+        )
+
+
+def _read_only_word(args: argparse.Namespace, word: str) -> None:
+    """It is a model if it is one on this machine, and else the message."""
+    if len(word.split()) != 1 and not os.path.exists(os.path.expanduser(word)):
+        return
+    import_first("mlx_paged.loading")
+    from mlx_paged.loading.folder import is_model, local_model_of, way_to_get
+
+    model, way = local_model_of(word), way_to_get(word)
+    if model is not None and not is_model(model):
+        way = "a model is a folder with config.json and weights, or a .gguf file"
+    elif model is not None:
+        args.model, args.message = model, None
+        return
+    if way is not None:
+        quoted = shlex.quote(word) if shlex.quote(word) != word else f"'{word}'"
+        raise ValueError(
+            f"there is no model {shown(word)} on this machine; {way}. To send this as a message, "
+            f"put -- before it (-- {quoted}), or send it through a pipe"
+        )
+
+
+def _named_model(word: str) -> str:
+    """The model that the first of two words names."""
+    import_first("mlx_paged.loading")
+    from mlx_paged.loading.folder import local_model_of, way_to_get
+
+    model = local_model_of(word)
+    if model is None and way_to_get(word) is None:
+        raise ValueError(
+            f"there is no model {shown(word)}; a message of several words needs quotes"
+        )
+    return model or word
 
 
 def _make_reader(screen: Screen) -> Reader:
@@ -187,6 +260,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     )
 
     facts = None
+    if args.allow_other_model and args.prompt_cache_file is None:
+        raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
     if args.prompt_cache_file is not None:
         if args.system_prompt is not None:
             raise ValueError(
@@ -194,7 +269,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
                 "the conversation; make it part of the cached prompt"
             )
         facts = read_facts(args.prompt_cache_file)
-        args.model = chosen_model(facts, args.model)
+        args.model = chosen_model(facts, args.model, args.allow_other_model)
     folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
     defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)

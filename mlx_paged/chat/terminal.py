@@ -103,6 +103,23 @@ class Screen:
         self.clear_progress()
         say(self._folded(harmless(text)))
 
+    def say_in_a_line(self, parts: Sequence[str], last: str) -> None:
+        """Say something whose parts are joined in brackets. On a terminal it takes one line: parts
+        before the last one are left out if there are too many, and the first one loses its
+        beginning if it is too long.
+        """
+        parts, width = list(map(harmless, parts)), self._width
+        line = _bracketed([*parts, last])
+        if width is not None:
+            from rich.cells import cell_len
+
+            while len(parts) > 1 and cell_len(line) > width:
+                parts.pop()
+                line = _bracketed([*parts, last])
+            if (excess := cell_len(line) - width) > 0:
+                line = _bracketed([f"...{parts[0][excess + 3 :]}", last])
+        self.say(line)
+
     def say_rows(self, rows: Iterable[tuple[str, str]]) -> None:
         """Write a table of two columns. On a terminal the second one is wrapped."""
         from rich.console import Console
@@ -203,6 +220,10 @@ class Screen:
         if self._progress_width:
             write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
             self._progress_width = 0
+
+
+def _bracketed(parts: Sequence[str]) -> str:
+    return f"[{' | '.join(filter(None, parts))}]"
 
 
 class PromptProgress:

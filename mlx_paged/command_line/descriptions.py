@@ -100,8 +100,20 @@ def describe_disk_tier(engine: Engine) -> list[str]:
     known = f"{stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of"
     held = known if stats.num_blocks else "up to"
     ttl = "" if store.ttl is None else f", unused blocks for {describe_duration(store.ttl)}"
-    limit = format_nbytes(store.max_nbytes)
-    return [f"disk: {held} {limit}{ttl}, in {store.layout.folder}"]
+    limit, a_day = format_nbytes(store.max_nbytes), store.max_nbytes_a_day
+    writes = "" if a_day is None else f", {format_nbytes(a_day)} written a day"
+    return [f"disk: {held} {limit}{ttl}{writes}, in {store.layout.folder}"]
+
+
+def describe_disk_tier_briefly(engine: Engine) -> list[str]:
+    """What is known of the tier on disk, in two words or three; empty if there is none that
+    works.
+    """
+    tier = engine.disk_tier
+    if tier is None or tier.stats().failure is not None:
+        return []
+    number = tier.stats().num_blocks
+    return [f"{number:,} blocks on disk" if number else "disk cache"]
 
 
 def describe_duration(seconds: float) -> str:
@@ -110,6 +122,14 @@ def describe_duration(seconds: float) -> str:
         if seconds >= length and seconds % length == 0:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:g} seconds"
+
+
+def describe_context_briefly(engine: Engine) -> str:
+    limit = engine.max_model_len
+    num_held = num_tokens_held(engine.cache, engine.manager)
+    if num_held >= (sys.maxsize if limit is None else limit):
+        return "context without end" if limit is None else f"context: {limit:,} tokens"
+    return f"context: {num_held:,}{'' if limit is None else f' of {limit:,}'} tokens"
 
 
 def describe_context(engine: Engine) -> str:

@@ -94,7 +94,8 @@ _GROUPS = {
         *("wired_limit", "preallocate", "block_size", "kv", "swap_bytes"),
     ),
     "what is kept": (
-        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "prompt_cache_file"),
+        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "cache_dir_writes"),
+        *("prompt_cache_file", "allow_other_model"),
         *("enable_prefix_caching", "num_history_tokens"),
     ),
     "speed": (

@@ -41,6 +41,7 @@ from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, state_key
 from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
 from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
+from mlx_paged.core.shared_budget import BudgetSizes, SharedBudget
 
 __all__ = [
     "KEEP_ALL",
@@ -53,6 +54,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "BlockTableError",
+    "BudgetSizes",
     "Checkpoint",
     "Checkpoints",
     "ComputedBlocks",
@@ -72,6 +74,7 @@ __all__ = [
     "SequenceState",
     "SequenceStates",
     "SequenceTables",
+    "SharedBudget",
     "TableState",
     "UseAfterFreeError",
     "extend_block_hashes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.errors import (
@@ -48,6 +48,8 @@ class BlockPool:
         self.block_size = block_size
         self.num_evictions = 0
         """Cached blocks that were evicted since the pool was made."""
+        self.on_eviction: Callable[[BlockHash], None] | None = None
+        """Called with the hash of an evicted block, if no other block has it."""
         self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
@@ -207,12 +209,19 @@ class BlockPool:
         """The block that holds this content, None on a miss. It may be free: ``touch`` it first."""
         return self.prefix_index.get(block_hash)
 
+    def get_storable_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """A block that holds this content and may go to a tier, because it is not foreign; None if
+        there is none.
+        """
+        return self.prefix_index.get_storable(block_hash)
+
     def cache_full_blocks(
         self,
         blocks: Sequence[KVCacheBlock],
         block_hashes: Sequence[BlockHash],
         num_cached_blocks: int,
         num_full_blocks: int,
+        is_foreign: bool = False,
     ) -> None:
         """Enter ``blocks[num_cached_blocks:num_full_blocks]`` into the prefix index, which freezes
         them.
@@ -225,6 +234,7 @@ class BlockPool:
             num_cached_blocks: how many blocks are in the index already.
             num_full_blocks: how many blocks are full. The pool can't check this;
                 ``BlockTable.cache_full_blocks`` does.
+            is_foreign: whether the new ones hold foreign K/V (:class:`KVCacheBlock`).
 
         Raises (nothing has changed then):
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
@@ -256,6 +266,7 @@ class BlockPool:
                 )
         for block, block_hash in entering.values():
             block.block_hash = block_hash
+            block.is_foreign = is_foreign
             self.prefix_index.add(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -293,6 +304,7 @@ class BlockPool:
         self.free_block_queue.popleft_n(self.num_free_blocks)
         for block in self.blocks:
             block.block_hash = None
+            block.is_foreign = False
         self.free_block_queue.append_n(self.blocks[1:])
         self._num_free_cached_blocks = 0
         return True
@@ -336,6 +348,43 @@ class BlockPool:
         del self.blocks[num_blocks:]
         return True
 
+    def give_up(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Drop free blocks, those that are taken next, whatever their ids; other blocks move to
+        lower ids in their place. Copy them, and shrink the slabs afterwards.
+
+        Returns:
+            Old and new ids of the blocks that have moved, in any order. Block tables keep their
+            blocks, and have to read the ids again.
+
+        Raises:
+            ValueError: for a negative number, or more than are free.
+        """
+        if not 0 <= num_blocks <= self.num_free_blocks:
+            raise ValueError(
+                f"BlockPool.give_up: num_blocks must be 0..{self.num_free_blocks}, got {num_blocks}"
+            )
+        dropped = self.free_block_queue.popleft_n(num_blocks)
+        for block in dropped:
+            if block.block_hash is not None:
+                self._uncache(block)
+        end = len(self.blocks) - num_blocks
+        ids = {block.block_id for block in dropped}
+        moved = [block for block in self.blocks[end:] if block.block_id not in ids]
+        moves = []
+        for block, block_id in zip(moved, sorted(each for each in ids if each < end), strict=True):
+            moves.append((block.block_id, block_id))
+            self._move(block, block_id)
+        del self.blocks[end:]
+        return moves
+
+    def _move(self, block: KVCacheBlock, block_id: int) -> None:
+        is_cached = block.block_hash is not None
+        if is_cached:
+            self.prefix_index.remove(block)
+        block.block_id, self.blocks[block_id] = block_id, block
+        if is_cached:
+            self.prefix_index.add(block)
+
     def check_own(self, operation: str, block: KVCacheBlock) -> None:
         """Raise ForeignBlockError, in the name of ``operation``, for a block of another pool."""
         if not (0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
@@ -345,7 +394,12 @@ class BlockPool:
             )
 
     def _uncache(self, block: KVCacheBlock) -> None:
+        block_hash = block.block_hash
         self.prefix_index.remove(block)
         block.block_hash = None
+        block.is_foreign = False
         self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1
+        told = self.on_eviction
+        if told is not None and block_hash and self.prefix_index.get(block_hash) is None:
+            told(block_hash)

@@ -78,6 +78,7 @@ class BlockTable:
         "_block_ids",
         "_blocks",
         "block_size",
+        "is_foreign",
         "is_freed",
         "num_cached_blocks",
         "num_evicted_tokens",
@@ -102,6 +103,9 @@ class BlockTable:
         self.num_cached_blocks = 0
         """Leading full blocks that were entered into the prefix index, or came from it, including
         evicted ones."""
+        self.is_foreign = False
+        """Whether the sequence began with foreign K/V. What is computed after them is foreign, too.
+        """
         self.is_freed = False
         """True after ``free``, which ends the use of a table."""
 
@@ -315,6 +319,10 @@ class BlockTable:
         if self.num_cached_blocks * self.block_size >= self.retention.num_sink_tokens:
             self.num_cached_blocks += num_evicted // self.block_size
 
+    def renumber(self) -> None:
+        """Read the ids of its blocks again, after some have moved (:meth:`BlockPool.give_up`)."""
+        self._block_ids = array("i", [block.block_id for block in self._blocks])
+
     def state(self) -> TableState:
         """The table without its blocks, for ``resume``."""
         return TableState(
@@ -369,7 +377,8 @@ class BlockTable:
         if end <= begin:
             return 0
         blocks = self._blocks[begin - num_evicted : end - num_evicted]
-        self.pool.cache_full_blocks(blocks, block_hashes[begin:end], 0, end - begin)
+        hashes, is_foreign = block_hashes[begin:end], self.is_foreign
+        self.pool.cache_full_blocks(blocks, hashes, 0, end - begin, is_foreign)
         self.num_cached_blocks = end
         return end - begin
 
@@ -440,6 +449,7 @@ class BlockTable:
         other.num_held_tokens = self.num_held_tokens
         other.num_evicted_tokens = self.num_evicted_tokens
         other.num_cached_blocks = self.num_cached_blocks
+        other.is_foreign = self.is_foreign
         self.pool.touch(other)
         return other
 

@@ -13,12 +13,13 @@ from mlx_paged.core.sequence_states import SequenceState
 
 
 class SequenceTables(NamedTuple):
-    """What a preempted request held, without its blocks: the table of each group of layers, and the
-    recurrent state, if the model has one.
+    """What a preempted request held, without its blocks: the table of each group of layers, the
+    recurrent state, if the model has one, and whether the K/V are foreign.
     """
 
     tables: Sequence[TableState]
     state: SequenceState | None = None
+    is_foreign: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +56,15 @@ class ComputedBlocks(NamedTuple):
     def blocks(self) -> list[KVCacheBlock]:
         """The blocks of all groups."""
         return list(itertools.chain.from_iterable(self.groups))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether any of the K/V, or the recurrent state, are foreign."""
+        return (
+            any(block.is_foreign for block in self.blocks)
+            or (self.checkpoint is not None and self.checkpoint.is_foreign)
+            or (self.resumed is not None and self.resumed.is_foreign)
+        )
 
     @property
     def num_loaded_blocks(self) -> int:

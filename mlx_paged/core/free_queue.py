@@ -24,6 +24,10 @@ class KVCacheBlock:
     block_hash: BlockHash | None = None
     is_null: bool = False
     """True for the placeholder block 0, which is never allocated, cached or freed."""
+    is_foreign: bool = False
+    """True for a block in the prefix index whose K/V came from a file, or were computed after such
+    K/V. It is used like any other, and never stored in a tier. Blocks of another pool are a
+    different matter (``ForeignBlockError``)."""
 
     # Owned by FreeKVCacheBlockQueue; None while the block is not in the queue.
     prev_free_block: KVCacheBlock | None = field(default=None, repr=False)

@@ -118,6 +118,8 @@ def _check_blocks(pool: BlockPool) -> None:
                 f"block {index} has is_null {block.is_null}; "
                 f"block 0, and only it, is the null block"
             )
+        if block.is_foreign and block.block_hash is None:
+            _fail(f"block {index} is foreign, and is not in the prefix index")
     null = pool.null_block
     if null.ref_cnt or null.block_hash is not None:
         _fail(f"the null block has ref_cnt {null.ref_cnt}, hashed: {null.block_hash is not None}")

@@ -152,7 +152,7 @@ class KVCacheManager:
         state = None
         if self.states is not None:
             state = SequenceState(num_tokens, self.states.get(request_id, num_tokens))
-        return SequenceTables(tables, state), block_ids
+        return SequenceTables(tables, state, self._tables[request_id].is_foreign), block_ids
 
     def resumed(self, held: SequenceTables, hit: ComputedBlocks) -> ComputedBlocks:
         """The computed blocks of a request that resumes after a preemption.
@@ -330,6 +330,9 @@ class KVCacheManager:
         else:
             self._loads[request_id] = self._resume(tables, computed, computed.resumed)
             num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
+        if computed.is_foreign:
+            for table in tables:
+                table.is_foreign = True
         self._groups[request_id], self._tables[request_id] = tables, tables[0]
         if self.states is not None:
             self.states.begin(
@@ -457,6 +460,18 @@ class KVCacheManager:
             hashes = (self.pool.get_block(block_id).block_hash for block_id in block_ids)
             self.states.checkpoints.remove(filter(None, hashes))
         self.pool.evict_blocks(block_ids)
+
+    def give_up_blocks(self, num_blocks: int) -> list[BlockCopy]:
+        """Drop free blocks from the pool, those that would be taken next. No step may be in flight.
+
+        Returns:
+            Copies of blocks that have moved to lower ids, to be made before the slabs shrink.
+        """
+        copies = self.pool.give_up(num_blocks)
+        if copies:
+            for table in itertools.chain.from_iterable(self._groups.values()):
+                table.renumber()
+        return copies
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, or return False and change nothing while a block is in use."""

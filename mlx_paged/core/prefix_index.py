@@ -35,6 +35,14 @@ class PrefixIndex:
         """The block that was added first with this hash, None on a miss."""
         return self._first.get(block_hash)
 
+    def get_storable(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """The block that was added first with this hash, of those that are not foreign."""
+        first = self._first.get(block_hash)
+        if first is None or not first.is_foreign:
+            return first
+        others = self._others.get(block_hash, {}).values()
+        return next((block for block in others if not block.is_foreign), None)
+
     def add(self, block: KVCacheBlock) -> None:
         """Add a block under its ``block_hash``."""
         block_hash = block.block_hash

@@ -40,9 +40,9 @@ class _Beginning:
     num_prompt_tokens: int = 0
     num_junction_tokens: int = 0  # with cached K/V, whether or not with a state
     checkpoint: BlockHash | None = None
-    # The newest checkpoint of its answer, and the tokens up to the last one of any kind.
+    # The newest checkpoint of its answer, and the others of its tokens, the last one first.
     of_answer: BlockHash | None = None
-    num_kept_tokens: int = 0
+    kept: tuple[tuple[BlockHash, int], ...] = ()
 
 
 class SequenceStates:
@@ -71,9 +71,26 @@ class SequenceStates:
         self._beginnings: dict[Hashable, _Beginning] = {}
         # By sequence: states at the ends of blocks that have no hash yet.
         self._pending: dict[Hashable, list[tuple[Cut, Any]]] = {}
+        self.forget_released()
 
     def __len__(self) -> int:
         return len(self._states)
+
+    @property
+    def num_pending(self) -> int:
+        """States at the ends of blocks that have no hash yet."""
+        return sum(map(len, self._pending.values()))
+
+    @property
+    def num_released(self) -> int:
+        """Sequences that were freed, whose states may still be in memory: in stacks of the newest
+        step, or of the one before, which may not be computed yet.
+        """
+        return sum(self._num_released)
+
+    def forget_released(self) -> None:
+        """No step is in flight, and the states of freed sequences are out of memory."""
+        self._num_released = 0, 0  # since the newest step, and before it
 
     # The newest state of each sequence
 
@@ -113,6 +130,7 @@ class SequenceStates:
             tables: of all sequences.
             drafted: the sequences whose last tokens were drafts.
         """
+        self._num_released = 0, self._num_released[0]
         before = {seq: self._states.get(seq, NO_STATE) for seq in drafted}
         self.put(newest)
         self._before_drafts.update(before)
@@ -140,6 +158,8 @@ class SequenceStates:
             self._beginnings[new_seq] = replace(self._beginnings[seq], of_answer=None)
 
     def free(self, seq: Hashable) -> None:
+        since, before = self._num_released
+        self._num_released = since + (seq in self._states), before
         for of_sequence in (self._states, self._before_drafts, self._pending, self._beginnings):
             of_sequence.pop(seq, None)
 
@@ -192,11 +212,13 @@ class SequenceStates:
             num_prompt_tokens,
             num_junction_tokens,
             None if checkpoint is None else checkpoint.block_hash,
-            num_kept_tokens=num_tokens,
         )
         if checkpoint is not None:
             self._states[seq] = SequenceState(num_tokens, checkpoint.content)
-            self.checkpoints.use(checkpoint)
+            self.checkpoints.use(checkpoint, num_tokens)
+            self._beginnings[seq].kept = (
+                *self.checkpoints.of_prefix(checkpoint.block_hash, num_tokens),
+            )
 
     def cuts(self, seq: Hashable, begin: int, end: int, block_size: int) -> list[Cut]:
         """Where states have to be kept between tokens ``begin`` and ``end`` of a sequence, in
@@ -220,6 +242,29 @@ class SequenceStates:
                 cuts[junction] = Cut(junction, is_junction=True)
         return [cuts[place] for place in sorted(cuts) if begin < place <= end]
 
+    def plan_cuts(
+        self, seq: Hashable, begin: int, end: int, block_size: int, num_planned: int = 0
+    ) -> list[Cut]:
+        """The :meth:`cuts` of a sequence that a step makes: those for which there is memory, after
+        checkpoints of less worth were evicted.
+
+        Args:
+            num_planned: of the other sequences of the step.
+        """
+        planned: list[Cut] = []
+        for cut in sorted(self.cuts(seq, begin, end, block_size), key=_by_use):
+            beginning = self._beginnings[seq]
+            num_new = num_planned + len(planned) + 1
+            num_lost = cut.num_tokens - self._newest(beginning)[1]
+            if not self.checkpoints.make_room(num_new, num_lost):
+                # It would replace the earlier one of its answer in any case.
+                earlier = beginning.of_answer if cut.is_of_answer else None
+                if earlier is None or earlier not in self.checkpoints:
+                    continue
+                self.checkpoints.remove([earlier])
+            planned.append(cut)
+        return sorted(planned)
+
     def offer(self, seq: Hashable, cut: Cut, content: Any) -> None:
         """Hold a state at the end of a block until :meth:`name` finds the hash of the block."""
         self._pending.setdefault(seq, []).append((cut, content))
@@ -233,19 +278,32 @@ class SequenceStates:
             if block_hash is None:
                 self._pending[seq] = pending[place:]
                 return
-            self._keep(self._beginnings[seq], cut, Checkpoint(block_hash, content))
+            checkpoint = Checkpoint(block_hash, content, table.is_foreign)
+            self._keep(self._beginnings[seq], cut, checkpoint)
 
     def _keep(self, beginning: _Beginning, cut: Cut, checkpoint: Checkpoint) -> None:
         if cut.is_of_answer:
             if beginning.of_answer is not None:
                 self.checkpoints.remove([beginning.of_answer])
             beginning.of_answer = checkpoint.block_hash
-        num_lost = cut.num_tokens - beginning.num_kept_tokens
+        before, num_kept = self._newest(beginning)
         if not cut.is_of_answer:
-            beginning.num_kept_tokens = cut.num_tokens
+            beginning.kept = (checkpoint.block_hash, cut.num_tokens), *beginning.kept
         is_end_of_prompt = not cut.is_of_answer and not cut.is_junction
         if is_end_of_prompt and beginning.checkpoint not in (None, checkpoint.block_hash):
             # First, so that it is evicted for the new one if need be.
             self.checkpoints.supersede(beginning.checkpoint)
             beginning.checkpoint = checkpoint.block_hash
-        self.checkpoints.put(checkpoint, num_lost, cut.is_junction)
+        self.checkpoints.put(checkpoint, cut.num_tokens - num_kept, cut.is_junction, before)
+
+    def _newest(self, beginning: _Beginning) -> tuple[BlockHash | None, int]:
+        """The newest checkpoint of a sequence that is kept, and the number of its tokens."""
+        there = (each for each in beginning.kept if each[0] in self.checkpoints)
+        return next(there, (None, 0))
+
+
+def _by_use(cut: Cut) -> tuple[bool, bool, int]:
+    """The order in which memory is found for the cuts of a step: ends of prompts, the last one
+    first, and junctions before answers.
+    """
+    return cut.is_of_answer, cut.is_junction, -cut.num_tokens

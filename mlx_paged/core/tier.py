@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import struct
+import threading
+import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import TypeAlias, TypeVar
 
 Payload: TypeAlias = bytes | bytearray | memoryview
+
+T = TypeVar("T")
 
 MOST_HASH_BYTES = 64
 STATES = 0xFFFF
 """The group of the recurrent layers. Their state after a block is stored under a separate key."""
+ANSWERS = 0xFFFE
+"""The group of answers that conversations continue from: tokens and text, and no rows of layers."""
 _place_in_sequence = struct.Struct("<HI").pack
 
 
@@ -25,7 +32,8 @@ class BlockHeader:
         parent_hash: the hash of the previous block, ``None`` for the first one of a sequence.
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds, below 65,535, or :data:`STATES`.
+        group: the group of layers whose rows it holds, below 65,534, or :data:`STATES` or
+            :data:`ANSWERS`.
 
     Raises:
         ValueError: a hash is too long or empty, or the two hashes are equal.
@@ -58,11 +66,16 @@ def private_key(owner: bytes, group: int, index: int) -> bytes:
     return owner + _place_in_sequence(group, index)
 
 
+class LostBlockError(KeyError):
+    """A block is not in the tier that was to keep it, or not with its own bytes."""
+
+
 class Tier:
     """Stores blocks as ``KVCache.read_blocks`` returns them, by key. Any thread may call it.
 
     A tier has to implement ``has``, ``load`` and ``store``; the other methods are for storage that
-    can fail, is limited or counts what it does.
+    can fail, is limited or counts what it does. An engine calls a tier of the caller's through a
+    :class:`GuardedTier`.
     """
 
     _failure: str | None = None
@@ -98,6 +111,13 @@ class Tier:
         """Add to a counter of ``stats``, such as ``"num_dropped"``."""
 
     @property
+    def min_uses(self) -> int:
+        """How many requests have to use a block before it is stored: 1 for at once, 2 for when a
+        second request finds it in memory, and more for not at all.
+        """
+        return 1
+
+    @property
     def failure(self) -> str | None:
         """Why the tier stopped storing, in one line; ``None`` while it works."""
         return self._failure
@@ -126,6 +146,7 @@ class TierStats:
         num_dropped: blocks that were not stored because the queue or the storage was full.
         num_corrupt: damaged blocks that were deleted.
         num_evicted: blocks that were deleted to stay within the limits.
+        nbytes_written: size of what was stored.
     """
 
     num_blocks: int = 0
@@ -135,6 +156,7 @@ class TierStats:
     num_dropped: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
+    nbytes_written: int = 0
 
 
 class HostMemory(Tier):
@@ -156,3 +178,144 @@ class HostMemory(Tier):
     def discard(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._blocks.pop(key, None)
+
+
+class GuardedTier(Tier):
+    """A tier of the caller's, which may raise anything and return anything: that is a failure of
+    the tier, which is not used any more, and never one of a request.
+
+    The bytes of a block are stored with a checksum of them and of its key. Other bytes, such as
+    those of another block, are a miss.
+
+    Only an interrupt of the main thread is raised, because Ctrl-C may cause it.
+    """
+
+    def __init__(self, tier: Tier):
+        self._tier = tier
+        self._num_corrupt = 0
+
+    def has(self, key: bytes) -> bool:
+        return bool(self._ask("has", "looked up", False, (bool, int), lambda: self._tier.has(key)))
+
+    def load(self, key: bytes) -> bytes | None:
+        kinds = (bytes, bytearray, memoryview, NoneType)
+        stored = self._ask("load", "read", None, kinds, lambda: self._tier.load(key))
+        if stored is None:
+            return None
+        stored = bytes(stored)
+        content, checksum = stored[:-_CHECKSUM_NBYTES], stored[-_CHECKSUM_NBYTES:]
+        if checksum == _checksum(key, content):
+            return content
+        self._num_corrupt += 1
+        self.discard([key])
+        return None
+
+    def store(self, header: BlockHeader, content: Payload) -> bool:
+        stored = b"".join((content, _checksum(header.block_hash, content)))
+        kinds = (bool, int, NoneType)
+        return bool(
+            self._ask("store", "written", False, kinds, lambda: self._tier.store(header, stored))
+        )
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        self._ask("discard", "discarded", None, (object,), lambda: self._tier.discard(keys))
+
+    def note_used(self, keys: Iterable[bytes]) -> None:
+        self._ask("note_used", "marked", None, (object,), lambda: self._tier.note_used(keys))
+
+    def maintain(self, pause: Callable[[], None] | None = None) -> None:
+        ends: list[BaseException] = []
+
+        def noted_pause() -> None:
+            try:
+                if pause is not None:
+                    pause()
+            except BaseException as end:
+                ends.append(end)
+                raise
+
+        def maintain() -> None:
+            try:
+                self._tier.maintain(noted_pause)
+            except BaseException:
+                if not ends:
+                    raise
+
+        self._ask("maintain", "maintained", None, (object,), maintain)
+        if ends:
+            raise ends[0]
+
+    def count(self, name: str, number: int = 1) -> None:
+        self._ask("count", "counted", None, (object,), lambda: self._tier.count(name, number))
+
+    @property
+    def failure(self) -> str | None:
+        if self._failure is None:
+            try:
+                failure = self._tier.failure
+            except BaseException as error:
+                failure = _reason(error)
+            if failure is not None:
+                self._failure = str(failure)
+        return self._failure
+
+    def fail(self, why: str) -> None:
+        super().fail(why)
+        self._try(lambda: self._tier.fail(why))
+
+    def close(self, timeout: float = 1.0) -> None:
+        self._try(lambda: self._tier.close(timeout))
+
+    def stats(self) -> TierStats:
+        stats = self._try(self._tier.stats)
+        if not isinstance(stats, TierStats):
+            return TierStats(num_corrupt=self._num_corrupt)
+        return replace(stats, num_corrupt=stats.num_corrupt + self._num_corrupt)
+
+    def _ask(
+        self, name: str, done: str, otherwise: T, kinds: tuple[type, ...], call: Callable[[], T]
+    ) -> T:
+        """The result of a method; ``otherwise`` if the tier fails now or has failed before."""
+        if self.failure is not None:
+            return otherwise
+        try:
+            answer = call()
+        except BaseException as error:
+            _raise_if_interrupt(error)
+            self.fail(f"a block could not be {done}: {_reason(error)}")
+            return otherwise
+        if isinstance(answer, kinds):
+            return answer
+        self.fail(f"a block could not be {done}: {name} returned a {type(answer).__name__}")
+        return otherwise
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        """The result of a method that is also called after a failure; ``None`` if it raises."""
+        try:
+            return call()
+        except BaseException as error:
+            _raise_if_interrupt(error)
+            super().fail(_reason(error))
+            return None
+
+
+_CHECKSUM_NBYTES = 4
+
+
+def _checksum(key: bytes, content: Payload) -> bytes:
+    return zlib.crc32(content, zlib.crc32(key)).to_bytes(_CHECKSUM_NBYTES, "little")
+
+
+def _reason(error: BaseException) -> str:
+    """The type and the text of an error, on one line."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = ""
+    return " ".join(f"{type(error).__name__}: {text}".split())
+
+
+def _raise_if_interrupt(error: BaseException) -> None:
+    is_in_main_thread = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and is_in_main_thread:
+        raise error

@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from mlx_paged.distributed.links import connection_over
 from mlx_paged.errors import one_line
 
 MEETING_SECONDS = 30.0
+MAX_CALLERS = 32
+_HEARD = b"heard"
 _POLL_SECONDS = 0.02
 _ADDRESS_BYTES = 1024
 
@@ -63,25 +66,33 @@ def launcher_address() -> str:
 
 def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, socket.socket]:
     """The sockets of the other ranks. Each caller is authenticated in its own thread, so a silent
-    stranger delays no rank.
+    stranger delays no rank. At most ``MAX_CALLERS`` are connected before they are authenticated, so
+    that strangers can't use up the descriptors of this process: one more replaces the oldest.
     """
     met: dict[int, socket.socket] = {}
-    callers = []
+    meeting = threading.Lock()  # No caller is admitted and hung up on at once.
+    callers: list[socket.socket] = []  # not authenticated yet, the oldest first
     deadline = time.monotonic() + MEETING_SECONDS
     listener.settimeout(_POLL_SECONDS)
     while len(met) < size - 1 and time.monotonic() < deadline:
-        with contextlib.suppress(TimeoutError):
+        caller: socket.socket | None
+        try:
             caller, _ = listener.accept()
-            callers.append(caller)
-            handshake = threading.Thread(
-                target=_admit, args=(caller, secret, size, met), daemon=True
-            )
-            handshake.start()
-    for caller in callers:
-        if caller not in met.values():
-            with contextlib.suppress(OSError):
-                caller.shutdown(socket.SHUT_RDWR)  # This ends its thread.
-            caller.close()
+        except TimeoutError:
+            continue
+        except OSError:  # The process has no descriptor left, or the caller has gone.
+            caller = None
+        with meeting:
+            callers = [each for each in callers if each.fileno() >= 0 and each not in met.values()]
+            _hang_up(callers[: 1 if caller is None else max(0, len(callers) - MAX_CALLERS + 1)])
+        if caller is None:
+            time.sleep(_POLL_SECONDS)
+            continue
+        callers.append(caller)
+        arguments = caller, secret, size, met, meeting
+        threading.Thread(target=_admit, args=arguments, daemon=True).start()
+    with meeting:
+        _hang_up(each for each in callers if each not in met.values())
     missing = [str(rank) for rank in range(1, size) if rank not in met]
     if missing:
         raise ConnectionError(
@@ -91,26 +102,53 @@ def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, sock
     return met
 
 
-def _admit(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
-    """Record an authenticated caller by its rank."""
+def _hang_up(callers: Iterable[socket.socket]) -> None:
+    for caller in callers:
+        with contextlib.suppress(OSError):
+            caller.shutdown(socket.SHUT_RDWR)  # This ends its thread.
+        caller.close()
+
+
+def _admit(
+    caller: socket.socket,
+    secret: bytes,
+    size: int,
+    met: dict[int, socket.socket],
+    meeting: threading.Lock,
+) -> None:
+    """Record an authenticated caller by its rank; hang up on anyone else."""
     with contextlib.suppress(Exception):  # A stranger can send anything.
         connection = connection_over(caller)
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
         rank = int(connection.recv_bytes(8))
-        if 0 < rank < size:
-            met.setdefault(rank, caller)
+        with meeting:
+            if caller.fileno() >= 0:
+                connection.send_bytes(_HEARD)
+                if 0 < rank < size:
+                    met.setdefault(rank, caller)
+    with meeting:
+        if caller not in met.values():
+            _hang_up([caller])
 
 
 def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
-    try:
-        with socket.create_connection((host, port), timeout=MEETING_SECONDS) as sock:
-            connection = connection_over(sock)
-            answer_challenge(connection, secret)
-            deliver_challenge(connection, secret)
-            connection.send_bytes(str(rank).encode())
-            return sock.dup()
-    except Exception as error:  # Another program can listen there, and send anything.
-        raise ConnectionError(
-            f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
-        ) from error
+    deadline = time.monotonic() + MEETING_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=MEETING_SECONDS) as sock:
+                connection = connection_over(sock)
+                answer_challenge(connection, secret)
+                deliver_challenge(connection, secret)
+                connection.send_bytes(str(rank).encode())
+                connection.recv_bytes(len(_HEARD))
+                return sock.dup()
+        except Exception as error:  # Another program can listen there, and send anything.
+            # Rank 0 hangs up when too many strangers call.
+            is_hung_up = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+            if is_hung_up and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                continue
+            raise ConnectionError(
+                f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
+            ) from error

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
+from mlx_paged.core import AbsentBlock, BlockCopy, ComputedBlocks, KVCacheManager
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.fair_shares import MIN_LEAD
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.read_ahead import BlockTier
+from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.swap_space import Swapped, SwapSpace
 from mlx_paged.errors import (
     ArgumentError,
@@ -18,7 +22,7 @@ from mlx_paged.errors import (
     prompt_beyond_context,
     prompt_too_long,
 )
-from mlx_paged.request import Request
+from mlx_paged.request import Request, Share
 
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
@@ -27,13 +31,29 @@ MAX_PREEMPTIONS = 8
 class BlockSupply(Protocol):
     """The part of a cache that the scheduler uses."""
 
-    @property
-    def num_growable_blocks(self) -> int:
-        """By how many blocks the pool may still grow."""
+    def max_num_blocks(self, num_seqs: int = 1) -> int:
+        """The most blocks that the budget holds while this many sequences run."""
         ...
 
-    def make_room(self, num_blocks: int) -> None:
+    def num_growable_with(self, num_new_seqs: int = 0) -> int:
+        """By how many blocks the pool may still grow if this many more sequences run; negative if
+        it has to shrink for their states.
+        """
+        ...
+
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
         """Grow until ``num_blocks`` can be taken without eviction, as far as the budget allows."""
+
+    def make_room_for_states(self, num_new_seqs: int) -> bool:
+        """Evict checkpoints for the states of more sequences; False if the pool has to shrink."""
+        ...
+
+    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+        """By how many blocks the pool has to shrink for the states of more sequences."""
+        ...
+
+    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+        """Free the memory of blocks that the pool has given up, after these copies."""
 
 
 class Found(NamedTuple):
@@ -73,15 +93,14 @@ class Admission:
         self._prefix_cache = prefix_cache
         self._context_length = context_length
 
-    @property
-    def _num_free_blocks(self) -> int:
-        return self._manager.num_free_blocks + self._supply.num_growable_blocks
+    def _num_free_blocks(self, num_new_seqs: int = 0) -> int:
+        """Blocks that can be taken, cached ones included, if this many more sequences run."""
+        return self._manager.num_free_blocks + self._supply.num_growable_with(num_new_seqs)
 
     @property
     def max_num_blocks(self) -> int:
-        """Blocks that the budget holds."""
-        # In this order, so that the sum is not too small if the pool grows in another thread.
-        return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
+        """Blocks that the budget holds for a single sequence."""
+        return self._supply.max_num_blocks()
 
     def max_num_tokens(self, num_blocks: int) -> int:
         """The most tokens of one request in ``num_blocks`` blocks; its last token has no K/V."""
@@ -104,8 +123,17 @@ class Admission:
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run "
                 f"at once, {self._config.max_num_seqs}; raise max_num_seqs"
             )
-        if self._block_need.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
+        num_needed = self._block_need.max_num_held_blocks(request.num_tokens)
+        if num_needed > self.max_num_blocks:
             raise self.prompt_too_long_error(request)
+        if num_needed > (num_blocks := self._supply.max_num_blocks(request.num_seqs)):
+            raise ArgumentError(
+                f"[scheduler] {request.num_seqs} completions of one prompt of "
+                f"{request.num_tokens} tokens don't fit: beside their recurrent states "
+                f"kv_cache_bytes holds {max(0, num_blocks)} blocks of K/V, and the prompt needs "
+                f"{num_needed}; ask for fewer, or raise kv_cache_bytes",
+                "n",
+            )
 
     def prompt_too_long_error(self, request: Request) -> PromptTooLongError:
         """The error of a request that the budget can't hold, with the numbers."""
@@ -124,11 +152,11 @@ class Admission:
         """Whether all tokens of waiting requests fit, without any cached blocks."""
         need = self._block_need
         num_needed = sum(need.max_num_held_blocks(each.num_tokens) for each in requests)
-        return num_needed <= self._num_free_blocks
+        return num_needed <= self._num_free_blocks(num_seqs(requests))
 
     def fits_ahead(self, running: Sequence[Request]) -> bool:
         """Whether there are blocks for all running requests in the step after the one in flight."""
-        manager, num_free = self._manager, self._num_free_blocks
+        manager, num_free = self._manager, self._num_free_blocks()
         budget = self._config.max_num_batched_tokens
         num_most = len(running) + -(-budget // self._manager.pool.block_size)
         if manager.keeps_all and num_most <= num_free:
@@ -139,36 +167,105 @@ class Admission:
             num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
         return num_needed <= num_free
 
+    def comes_first(self, waiting: Request, running: Sequence[Request]) -> bool:
+        """Whether a waiting request may be admitted before some running ones in a step."""
+        if waiting.share.rank < running[-1].share.rank:
+            is_full = len(running) >= self._config.max_num_seqs
+            if not is_full or not waiting.share.num_running:
+                return True
+        return any(self.is_preemptible(each, waiting) for each in running)
+
     @staticmethod
     def is_preemptible(running: Request, waiting: Request) -> bool:
-        """Whether a running request may be preempted so that a waiting one is admitted."""
+        """Whether a running request may be preempted so that a more urgent one of its user is
+        admitted.
+        """
         return (
             waiting.order < running.order
+            and waiting.share is running.share
             and waiting.priority < running.priority
             and running.num_preemptions < MAX_PREEMPTIONS
         )
 
     def requests_to_preempt(
-        self, urgent: Request, found: Found, running: Sequence[Request]
+        self, urgent: Request, found: Found, queues: RequestQueues
     ) -> list[Request] | None:
         """The requests that have to be preempted to admit a waiting one, the last in order first;
         ``None`` if preempting all eligible requests is not enough.
         """
-        num_missing_seqs = num_seqs(running) + urgent.num_seqs - self._config.max_num_seqs
-        num_missing_blocks = -self.num_spare_blocks(urgent, found.computed)
+        running = queues.running
+        num_missing_seqs = queues.num_places([*running, urgent]) - self._config.max_num_seqs
+        num_needed = self._block_need.num_blocks_to_admit(urgent.num_tokens, found.computed)
+        num_free = self._num_free_blocks(urgent.num_seqs)
+        if queues.shares.are_shared and not urgent.share.num_running:
+            if num_missing_seqs <= 0 and num_needed <= num_free:
+                return []
+            states = self._manager.states
+            if num_missing_seqs <= 0 and states is not None and states.num_released:
+                return None  # The memory of those that made way is free soon.
+            taken = self._place_to_take(urgent, found, queues, num_missing_seqs > 0)
+            return None if taken is None else [taken]
         preempted: list[Request] = []
-        num_freed = 0
         for request in [*reversed(running), None]:
             is_alone = len(preempted) == len(running)
             num_left = 0 if is_alone else self.num_watermark_blocks
-            if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
+            if num_missing_seqs <= 0 and num_needed + num_left <= num_free:
                 return preempted
             if request is not None and self.is_preemptible(request, urgent):
                 preempted.append(request)
-                num_missing_seqs -= request.num_seqs
+                num_missing_seqs -= queues.num_places([request])
                 seq_ids = [each.seq_id for each in preempted]
-                num_freed = self._manager.num_freed_blocks(seq_ids, found.computed)
+                num_free = self._num_free_blocks(urgent.num_seqs - num_seqs(preempted))
+                num_free += self._manager.num_freed_blocks(seq_ids, found.computed)
         return None
+
+    def _place_to_take(
+        self, urgent: Request, found: Found, queues: RequestQueues, lacks_place: bool
+    ) -> Request | None:
+        """The running request that makes way for one of a user of whom nothing runs; ``None`` if
+        none has to.
+
+        It is of the user with the most sequences or, if there are enough places, with the most
+        blocks: more than an equal share, and not the user's only sequence, unless much more was
+        done for that user. Of that user's requests it is the last one in order, of those that were
+        preempted least often, so that none is preempted again and again.
+
+        One is enough if places are short. If blocks are, it may take some steps with one each; none
+        is preempted if these blocks will not be enough.
+        """
+        requests: dict[Share, list[Request]] = {}
+        for request in queues.running:
+            requests.setdefault(request.share, []).append(request)
+        num_users = queues.shares.num_active
+        amounts = {share: len(each) for share, each in requests.items()}
+        total = self._config.max_num_seqs
+        if not lacks_place:
+            total = self.max_num_blocks
+            amounts = {share: self._num_freed_blocks(each) for share, each in requests.items()}
+        least_work = urgent.share.work + MIN_LEAD
+        eligible = [
+            share
+            for share, each in requests.items()
+            if amounts[share] * num_users > total and (len(each) > 1 or share.work >= least_work)
+        ]
+        if not eligible:
+            return None
+        freed = [request for share in eligible for request in requests[share]]
+        num_freed = self._num_freed_blocks(freed, found.computed)
+        if self.num_spare_blocks(urgent, found.computed) + num_freed < 0:
+            return None
+        most = max(eligible, key=lambda share: (amounts[share], share.work, share.number))
+        return min(reversed(requests[most]), key=attrgetter("num_preemptions"))
+
+    def _num_freed_blocks(
+        self, requests: Sequence[Request], computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Blocks that running requests would free, and those for which their recurrent states would
+        leave memory.
+        """
+        num_freed = self._manager.num_freed_blocks([each.seq_id for each in requests], computed)
+        num_of_states = self._num_free_blocks(-num_seqs(requests)) - self._num_free_blocks()
+        return num_freed + num_of_states
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -178,7 +275,24 @@ class Admission:
     def num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
         """Free blocks that are left after admitting a request; negative if there are too few."""
         num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
-        return self._num_free_blocks - num_needed
+        return self._num_free_blocks(request.num_seqs) - num_needed
+
+    def num_blocks_to_give_up(self, request: Request, queues: RequestQueues) -> int:
+        """By how many blocks the pool has to shrink so that a waiting request, which fits, and the
+        states of its sequences are admitted; 0 if it does not fit.
+        """
+        num_blocks = self._supply.num_blocks_to_give_up(request.num_seqs)
+        num_places = queues.num_places([*queues.running, request])
+        if num_blocks <= 0 or num_places > self._config.max_num_seqs:
+            return 0
+        computed = self.find(request).computed
+        num_left = self.num_watermark_blocks if request.share.num_running else 0
+        if self.num_spare_blocks(request, computed) < num_left:
+            return 0
+        num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
+        num_free = self._manager.num_free_blocks - num_needed - num_left
+        num_surplus = -self._supply.num_growable_with(request.num_seqs)
+        return max(num_surplus, min(num_blocks, num_free))
 
     def find(self, request: Request) -> Found:
         """Look up the K/V for a waiting request, without taking them."""

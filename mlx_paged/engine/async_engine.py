@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import queue
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -15,12 +17,18 @@ from typing import TypeAlias, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import RequestOptions, with_step_seconds
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import EngineStoppedError
+from mlx_paged.engine.thread import (
+    SECONDS_TO_STOP,
+    EngineStoppedError,
+    ForkedError,
+    StuckStepError,
+)
 from mlx_paged.engine.view import EngineView
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
@@ -101,7 +109,7 @@ class AsyncEngine:
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a new one.
-            options: ``priority``, ``cache_salt``, ``no_store`` and ``token_rules`` of
+            options: ``priority``, ``cache_salt``, ``no_store``, ``user`` and ``token_rules`` of
                 :meth:`Engine.add_request`.
 
         Raises:
@@ -174,6 +182,7 @@ class AsyncEngine:
             output = RequestOutput(request_id, None, [], [])
             yield output
             while not output.finished:
+                self.engine.thread.check_process()
                 output = _newest(inbox.get(), inbox, params)
                 yield output
         finally:
@@ -226,12 +235,29 @@ class AsyncEngine:
         """Load the K/V of a file into the prefix cache; see :meth:`Engine.load_snapshot`."""
         return self.engine.load_snapshot(path, cache_salt=cache_salt)
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> bool:
         """Abort all requests, write the blocks that are queued for ``cache_dir``, for a few seconds
         at most, and end the thread; readers get their last outputs. Can be called more than once.
+
+        Args:
+            timeout: the most seconds to wait for the step that runs; by default, its end is waited
+                for. A step that has not ended by then is abandoned: the engine is stopped, and its
+                readers get an :class:`EngineStoppedError`.
+
+        Returns:
+            Whether all of this was done. ``False`` if a step was abandoned.
         """
         self._loop.stop()
-        self.engine.thread.join()  # unless this is that thread
+        thread = self.engine.thread
+        if timeout is not None and thread.failure is None and not thread.is_current:
+            if self._loop.has_left_steps.wait(timeout):
+                timeout = SECONDS_AT_EXIT + timeout
+            else:
+                thread.stop(StuckStepError("a step did not end when it was shut down"))
+                self._loop.report_stopped()
+        # One that was stopped may not end.
+        has_ended = thread.join(timeout if thread.failure is None else SECONDS_TO_STOP)
+        return has_ended and not isinstance(thread.failure, StuckStepError)
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -278,7 +304,8 @@ class AsyncEngine:
         """Abort a request whose reader has left, unless it is finished."""
         if self._receivers.get(request_id) is receiver:
             # The order matters: while the id has a receiver, no other request can use it.
-            self.abort(request_id)
+            with contextlib.suppress(ForkedError):
+                self.abort(request_id)
             self._receivers.pop(request_id, None)
 
 
@@ -298,6 +325,7 @@ class _EngineLoop:
         self.is_stopping = False
         self.clock: Callable[[], float] = time.monotonic
         self.step_begin: float | None = None
+        self.has_left_steps = threading.Event()  # the thread is about to end
         self._has_answered = False
         self._engine = engine
         self._thread = engine.thread
@@ -317,18 +345,23 @@ class _EngineLoop:
             return 0.0
         return SAVE_SECONDS if self._engine.save_more() else None
 
+    def report_stopped(self) -> None:
+        """Tell all readers that the engine has stopped."""
+        # Readers of finished requests get their last output first.
+        for receive in list(self.receivers.values()):
+            receive(self._thread.stopped())
+
     def _end(self) -> None:
         """Run at the end of the thread."""
         self.is_stopping = True
+        self.has_left_steps.set()
         try:
             if self._thread.failure is None:
                 self._engine.abort_all()
                 self._step()
                 self._engine.close()
         finally:
-            # Readers of finished requests get their last output first.
-            for receive in list(self.receivers.values()):
-                receive(self._thread.stopped())
+            self.report_stopped()
 
     def _step(self) -> None:
         self.step_begin = self.clock() if self._has_answered else None

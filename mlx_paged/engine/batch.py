@@ -80,6 +80,8 @@ class Batch:
     only: Request | None = field(default=None, compare=False)  # no other request may run
     # Planned before the tokens of the previous step were read.
     is_ahead: bool = field(default=False, compare=False)
+    # Requests that don't fit in this step, while those of some other users are still admitted.
+    passed: Sequence[Request] = field(default=(), compare=False)
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
     copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache as once
 
 from mlx.nn.layers.base import Module
@@ -11,10 +11,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
-from mlx_paged.config import DEFAULT_KV, SchedulerConfig
-from mlx_paged.core import KVCacheManager, SequenceStates
-from mlx_paged.core.tier import Tier
+from mlx_paged.config import DEFAULT_KV
+from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
+from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks
+from mlx_paged.engine.admission import num_seqs
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
@@ -26,7 +27,12 @@ from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
 from mlx_paged.engine.prompts import as_tokenizer
-from mlx_paged.engine.recurrent_state import room_for_states
+from mlx_paged.engine.recurrent_state import (
+    most_checkpoints,
+    num_state_copies,
+    sizes_of,
+    warn_if_fewer_run,
+)
 from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
@@ -35,13 +41,14 @@ from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
-from mlx_paged.engine_options import CacheOptions, EngineOptions
+from mlx_paged.engine_options import EngineOptions
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
-from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
+from mlx_paged.models.language_model import check_model, model_type_of
 
 
 @dataclass(eq=False, repr=False)
@@ -91,7 +98,7 @@ class EngineParts:
             busy_seconds=latencies.busy_seconds,
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
-            nbytes_budget=self.cache.config.nbytes,
+            nbytes_budget=self.cache.nbytes_budget,
             nbytes_activations=self.nbytes_activations,
             nbytes_checkpoints=of_manager.num_checkpoints * self.cache.config.state_nbytes,
             disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
@@ -132,9 +139,17 @@ def build(
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
 
+    budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
-    states, config = _take_states(checked, config, cache_options, run_ahead is not False)
-    cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
+    num_copies = num_state_copies(checked, config, run_ahead is not False)
+    cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
+    states = None
+    if num_copies:
+        states = SequenceStates(most_checkpoints(checked, config, budget, num_copies))
+        if budget.nbytes is not None:
+            sizes = sizes_of(cache, budget.nbytes, num_copies)
+            warn_if_fewer_run(sizes, config.max_num_seqs)
+            cache.shared_budget = SharedBudget(sizes, cache.pool, states)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
@@ -175,6 +190,8 @@ def build(
         None if window is not None else context_length(checked.args),
         cache if isinstance(cache, ContiguousKVCache) else None,
     )
+    if cache.shared_budget is not None:
+        cache.shared_budget.count_seqs = lambda: num_seqs(scheduler.running)
     is_default = options.get("kv_cache_bytes") is None
     activations = default_activation_nbytes(checked) if is_default else None
     weights = weight_nbytes(model, draft_model)
@@ -215,20 +232,6 @@ def build(
     )
 
 
-def _take_states(
-    model: LanguageModel, config: SchedulerConfig, cache_options: CacheOptions, runs_ahead: bool
-) -> tuple[SequenceStates | None, SchedulerConfig]:
-    """The store of recurrent states, if the model has any. They are then taken out of the budget of
-    the cache, and may reduce ``max_num_seqs``.
-    """
-    if not model.state_nbytes:
-        return None, config
-    budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
-    room = room_for_states(model, config, budget, runs_ahead)
-    cache_options["kv_cache_bytes"] = room.kv_cache_bytes
-    return SequenceStates(room.num_checkpoints), replace(config, max_num_seqs=room.max_num_seqs)
-
-
 def _open_tier(
     make_tier: Callable[[Fingerprint], Tier],
     cache: KVCache,
@@ -246,4 +249,11 @@ def _open_tier(
         make_tier.check_holds("block", cache.config.nbytes_per_block)
         make_tier.check_holds("recurrent state", cache.config.state_nbytes)
     tier = make_tier(fingerprint_of(cache, identities()))
+    if not isinstance(make_tier, DiskTierOptions):
+        if not isinstance(tier, Tier):
+            raise ArgumentError(
+                f"[engine] tier must be a function that returns a Tier, it returned {shown(tier)}",
+                "tier",
+            )
+        tier = GuardedTier(tier)
     return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)

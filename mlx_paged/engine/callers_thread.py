@@ -7,6 +7,7 @@ streams of the thread that made it, and each thread has its own random state.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
+
+from mlx_paged.engine.thread import end_before_python
 
 T = TypeVar("T")
 
@@ -45,6 +48,9 @@ def with_random_state(
     """Run ``work`` in another thread, by ``call``, with the random state of this one, which
     advances as if ``work`` had run here; returns its result.
     """
+    here = threading.current_thread()
+    if here is not threading.main_thread():
+        end_before_python(here)
     key = _random_key()
 
     def run() -> tuple[T, int]:

@@ -93,7 +93,7 @@ class DiskStates:
         """
         for index in range(max(0, begin - 1), end):
             block_hash = request.block_hashes[index]
-            if block_hash in self.checkpoints:
+            if self.checkpoints.has_storable(block_hash):
                 seen = self._seen.get(block_hash) or self._see(request, index, is_on_disk)
                 if not begin:
                     seen.look_up(is_on_disk)
@@ -110,13 +110,15 @@ class DiskStates:
     def left(self, is_on_disk: IsOnDisk) -> Iterator[BlockHeader]:
         """The states in memory that are to be written when the engine is closed, newest first."""
         for block_hash in reversed(self._seen):
-            if block_hash in self.checkpoints and (seen := self._last(block_hash, is_on_disk)):
+            has_storable = self.checkpoints.has_storable(block_hash)
+            if has_storable and (seen := self._last(block_hash, is_on_disk)):
                 yield from self._written(seen)
 
     def in_memory(self, header: BlockHeader) -> Checkpoint | None:
-        """The state of a header, if it is still in memory."""
+        """The state of a header, unless it was evicted or is foreign."""
         block_hash = BlockHash(header.block_hash[:HASH_NBYTES])
-        return self.checkpoints.get(block_hash) if block_hash in self.checkpoints else None
+        has_storable = self.checkpoints.has_storable(block_hash)
+        return self.checkpoints.get(block_hash) if has_storable else None
 
     def is_written(self, block_hash: BlockHash) -> bool:
         seen = self._seen.get(block_hash)

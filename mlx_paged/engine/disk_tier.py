@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import time
 import warnings
 import weakref
@@ -69,8 +70,9 @@ class DiskTier:
     other cached block. So this class does not depend on block tables, and the scheduler only needs
     to know which requests have to wait (:class:`BlockTier`).
 
-    All methods but ``stats`` are called by the stepping thread. A failure of the disk fails no
-    request: the engine continues without it, and warns once.
+    All methods but ``stats`` and those for answers are called by the stepping thread. A failure of
+    the disk fails no request: the engine continues without it until it can be used again, and warns
+    of both.
 
     Args:
         cache: the cache of the blocks.
@@ -114,7 +116,12 @@ class DiskTier:
         self._num_read_tokens = self._num_unsaved_dropped = 0
         self._num_read_states = self._num_saved_states = 0
         self._is_closed = self._has_said_why = False
+        # Whether a step may still use the cache at the end of Python.
+        self.is_in_use: Callable[[], bool] = lambda: False
         _open_tiers.add(self)
+        # Before the writers' handler, after which they accept no blocks; finalizers may run later.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     # For the scheduler: BlockTier
 
@@ -255,11 +262,37 @@ class DiskTier:
                 self._save_all()
             self._writer.finish()
 
+    # For kept answers. Any thread may call these.
+
+    def has_answer(self, key: bytes) -> bool:
+        """Whether an answer is on disk or about to be written."""
+        return self._writer.is_queued(key) or self.has(BlockHash(key))
+
+    def load_answer(self, key: bytes) -> bytes | None:
+        """An answer that :meth:`keep_answer` has stored, in this process or another."""
+        if not self.has(BlockHash(key)):
+            return None
+        try:
+            return self.store.load(key)
+        except Exception as error:  # raised by a tier of the caller's
+            self.store.fail(f"an answer could not be read: {reason(error)}")
+            return None
+
+    def keep_answer(self, header: BlockHeader, content: bytes) -> None:
+        """Queue an answer to be written; it is dropped if the queue is full."""
+        self._writer.offer(header, content)
+
+    def note_answers_used(self, keys: Sequence[bytes]) -> None:
+        """Record the use of answers of one conversation, in order."""
+        self.store.note_used(keys)
+
     def _save_evicted(self, checkpoint: Checkpoint) -> None:
         """Save a state that is about to be evicted, if it is worth it."""
         assert self._states is not None, "it is called by states"
         key = state_key(checkpoint.block_hash)
         due = self._unsaved.pop(key, None)
+        if checkpoint.is_foreign:
+            return
         evicted = self._states.evicted(checkpoint.block_hash, self._is_kept)
         if self._is_closed or self.store.failure is not None:
             return
@@ -294,6 +327,7 @@ class DiskTier:
             num_evicted_blocks=store.num_evicted,
             num_read_states=self._num_read_states,
             num_saved_states=self._num_saved_states,
+            nbytes_written=store.nbytes_written,
             failure=None if self._is_closed else self.store.failure,
         )
 
@@ -314,25 +348,31 @@ class DiskTier:
             max(request.num_saved_blocks, num_full_blocks),
         )
         hashes, block_size = request.block_hashes, self._block_size
+        num_hit_blocks, min_uses = request.num_cached_tokens // block_size, self.store.min_uses
+        # The blocks that may be saved: all, or those that another request has left in memory.
+        end = num_full_blocks if min_uses == 1 else num_hit_blocks if min_uses == 2 else 0
         if num_full_blocks > begin:
             for group in self._groups:
-                self._note_blocks(request, group, begin, num_full_blocks)
+                self._note_blocks(request, group, range(begin, num_full_blocks), end)
         if self._states is not None:
-            for header in self._states.note(request, begin, num_full_blocks, self._is_kept):
+            end = min(end, num_full_blocks)
+            for header in self._states.note(request, begin, end, self._is_kept):
                 self._unsaved.setdefault(BlockHash(header.block_hash), header)
-            num_hit_blocks = request.num_cached_tokens // block_size
             if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
                 self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
-    def _note_blocks(self, request: Request, group: int, begin: int, num_full_blocks: int) -> None:
-        """Mark the full blocks from ``begin`` on to be saved, or as used if they are on disk."""
+    def _note_blocks(self, request: Request, group: int, blocks: range, end: int) -> None:
+        """Mark full blocks as used if they are on disk, or those before ``end`` to be saved."""
         hashes, block_size = request.block_hashes, self._block_size
         used: list[BlockHash] = []
+        begin = blocks.start
         parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
-        new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
+        new_hashes = group_hashes(hashes[begin : blocks.stop], group)
         for index, block_hash in enumerate(new_hashes, begin):
             if self._writer.is_queued(block_hash) or self.has(block_hash):
                 used.append(block_hash)
+            elif index >= end:
+                pass
             elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
                 start = index * block_size
                 tokens = tuple(request.token_ids[start : start + block_size])
@@ -359,9 +399,9 @@ class DiskTier:
         for block_hash in block_hashes:
             header = self._unsaved[block_hash]
             found = self._find(header)
-            if found is None:  # It was evicted.
+            if found is None:
                 del self._unsaved[block_hash]
-                self._num_unsaved_dropped += 1
+                self._num_unsaved_dropped += not self._is_foreign(header)
                 continue
             if isinstance(found, KVCacheBlock) and found.block_id in unready:
                 continue
@@ -375,11 +415,18 @@ class DiskTier:
             self._offer(header, found)
 
     def _find(self, header: BlockHeader) -> KVCacheBlock | Checkpoint | None:
-        """The block or state of a header, if it is still in memory."""
+        """The block or state of a header, unless it was evicted or is foreign."""
         if header.group != STATES:
-            return self._cache.pool.get_cached_block(BlockHash(header.block_hash))
+            return self._cache.pool.get_storable_block(BlockHash(header.block_hash))
         assert self._states is not None, "states are saved only if there are some"
         return self._states.in_memory(header)
+
+    def _is_foreign(self, header: BlockHeader) -> bool:
+        """Whether all that memory has of a header is foreign. It never goes to the tier."""
+        if header.group != STATES:
+            return self._cache.pool.get_cached_block(BlockHash(header.block_hash)) is not None
+        assert self._states is not None, "states are saved only if there are some"
+        return BlockHash(header.block_hash[:HASH_NBYTES]) in self._states.checkpoints
 
     def _offer(self, header: BlockHeader, found: KVCacheBlock | Checkpoint) -> None:
         """Copy a block or a state out, and queue it."""
@@ -394,7 +441,7 @@ class DiskTier:
         """Put a state that was read into memory. Without K/V, it restores the blocks before it."""
         assert self._states is not None, "states are read only if the model has some"
         try:
-            state = state_from_bytes(read.payload)
+            state = state_from_bytes(read.payload, self._cache.config.state_layout)
         except ValueError:  # From a tier of the caller's: the folder verifies what it reads.
             self.store.count("num_corrupt")
             return
@@ -439,7 +486,7 @@ class DiskTier:
                 self._cache.write_blocks(group, ids, payloads)
 
         try:
-            put_cached_blocks(pool, hashes, fill)
+            put_cached_blocks(pool, hashes, fill, is_foreign=False)
         except RuntimeError as error:  # MLX's, when memory runs out
             self._fail_to_use(error)
             return []
@@ -454,17 +501,19 @@ class DiskTier:
         return self._is_closed or self.store.failure is not None
 
     def _report_failure(self) -> None:
-        """Warn once that the disk is not used any more."""
-        if self.store.failure is None or self._is_closed or self._has_said_why:
+        """Warn when the disk fails, and when it can be used again."""
+        failure = self.store.failure
+        if self._is_closed or (failure is not None) == self._has_said_why:
             return
-        self._has_said_why = True
-        self._unsaved.clear()
+        self._has_said_why = failure is not None
+        text = "[engine] the disk works again, and K/V are kept there"
+        if failure is not None:
+            self._unsaved.clear()
+            kept = "from now on K/V are kept in memory only, until it works again"
+            text = f"[engine] {failure}; {kept}"
         # If warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
-            warnings.warn(
-                f"[engine] {self.store.failure}; from now on K/V are kept in memory only",
-                stacklevel=2,
-            )
+            warnings.warn(text, stacklevel=2)
 
 
 _open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
@@ -473,9 +522,15 @@ _open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
 def _close_all() -> None:
     deadline = time.monotonic() + SECONDS_AT_EXIT
     for tier in list(_open_tiers):
-        tier.close(max(0.0, deadline - time.monotonic()))
+        if not tier.is_in_use():
+            tier.close(max(0.0, deadline - time.monotonic()))
 
 
-# Runs before the exit handler of the writers, which accept no blocks afterwards; finalizers may run
-# later.
-atexit.register(_close_all)
+def _close_in_child() -> None:
+    """After a fork, the threads that read and write are in the other process."""
+    for tier in list(_open_tiers):
+        tier._is_closed = True
+    _open_tiers.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

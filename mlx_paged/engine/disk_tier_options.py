@@ -12,6 +12,7 @@ from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
     DURATION,
     NBYTES,
+    NBYTES_A_DAY,
     SchedulerConfig,
 )
 from mlx_paged.errors import ArgumentError, shown
@@ -26,11 +27,13 @@ class DiskTierOptions:
         max_nbytes: the most bytes that its blocks take, including those of other models and engines
             that use the folder.
         ttl: seconds after which an unused block is removed; ``None`` for never.
+        max_nbytes_a_day: the most bytes that are written in 24 hours; ``None`` for no limit.
     """
 
     folder: Path
     max_nbytes: int
     ttl: float | None = None
+    max_nbytes_a_day: int | None = None
 
     @classmethod
     def read(
@@ -38,6 +41,7 @@ class DiskTierOptions:
         cache_dir: str | os.PathLike[str] | None,
         cache_dir_size: str | int | None = None,
         cache_dir_ttl: str | float | None = None,
+        cache_dir_writes: str | int | None = None,
     ) -> DiskTierOptions | None:
         """The options as users give them to an engine; ``None`` without a folder.
 
@@ -46,14 +50,16 @@ class DiskTierOptions:
             cache_dir_size: bytes, in the notation of budgets; ``None`` is
                 ``DEFAULT_CACHE_DIR_SIZE``.
             cache_dir_ttl: a duration, such as ``"7d"``, or seconds.
+            cache_dir_writes: bytes per day, such as ``"50G/day"``.
 
         Raises:
-            ArgumentError: an invalid value, or a size or a duration without a folder.
+            ArgumentError: an invalid value, or a limit without a folder.
         """
         if cache_dir is None:
             for name, value in (
                 ("cache_dir_size", cache_dir_size),
                 ("cache_dir_ttl", cache_dir_ttl),
+                ("cache_dir_writes", cache_dir_writes),
             ):
                 if value is not None:
                     raise ArgumentError(
@@ -63,11 +69,12 @@ class DiskTierOptions:
                     )
             return None
         size = DEFAULT_CACHE_DIR_SIZE if cache_dir_size is None else cache_dir_size
-        ttl = cache_dir_ttl
+        ttl, writes = cache_dir_ttl, cache_dir_writes
         return cls(
             folder_path(cache_dir),
             NBYTES.check("engine", "cache_dir_size", size),
             None if ttl is None else DURATION.check("engine", "cache_dir_ttl", ttl),
+            None if writes is None else NBYTES_A_DAY.check("engine", "cache_dir_writes", writes),
         )
 
     def __call__(self, fingerprint: Fingerprint) -> BlockStore:
@@ -76,24 +83,31 @@ class DiskTierOptions:
         Raises:
             BlockStoreError: the folder can't be used.
         """
-        return BlockStore(self.folder, self.max_nbytes, fingerprint, self.ttl)
+        return BlockStore(
+            self.folder, self.max_nbytes, fingerprint, self.ttl, self.max_nbytes_a_day
+        )
 
     def digests(self) -> WeightDigests:
         """The digests of weights that earlier starts have stored in the folder."""
         return WeightDigests(self.folder)
 
     def check_holds(self, what: str, nbytes: int) -> None:
-        """Check that one block or state fits within the limit.
+        """Check that one block or state fits within the limits.
 
         Raises:
             ArgumentError: it does not.
         """
-        if nbytes > self.max_nbytes:
-            raise ArgumentError(
-                f"[engine] cache_dir_size of {self.max_nbytes} bytes is too small: a {what} takes "
-                f"{nbytes}",
-                "cache_dir_size",
-            )
+        for name, limit in (
+            ("cache_dir_size", self.max_nbytes),
+            ("cache_dir_writes", self.max_nbytes_a_day),
+        ):
+            if limit is not None and nbytes > limit:
+                a_day = " a day" if name == "cache_dir_writes" else ""
+                raise ArgumentError(
+                    f"[engine] {name} of {limit} bytes{a_day} is too small: a {what} takes "
+                    f"{nbytes}",
+                    name,
+                )
 
 
 def check_engine(name: str, kv: str, config: SchedulerConfig, num_ranks: int) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -30,7 +30,13 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
-from mlx_paged.engine.thread import EngineStoppedError, EngineThread, run_apart
+from mlx_paged.engine.thread import (
+    Call,
+    EngineStoppedError,
+    EngineThread,
+    ForkedError,
+    run_apart,
+)
 from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.errors import ArgumentError
@@ -93,7 +99,8 @@ class Engine(EngineParts):
         self.model = model
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
-        self.thread = EngineThread(forget=None if decode is None else decode.forget_traces)
+        self.thread = self._make_thread(None if decode is None else decode.forget_traces)
+        self._interrupted_step: Call[Any] | None = None  # its wait was interrupted
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
@@ -102,9 +109,17 @@ class Engine(EngineParts):
             acquire_cache_limit(self.nbytes_activations),
         ]
         # These end with the engine; at the end of Python they do so by themselves.
+        self._let_go_thread = weakref.finalize(self, self.thread.let_go)
         let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
-        for end in (self.thread.end, *self._release_limits, *let_go):
-            weakref.finalize(self, end).atexit = False
+        others = [weakref.finalize(self, end) for end in (*self._release_limits, *let_go)]
+        for finalizer in (self._let_go_thread, *others):
+            finalizer.atexit = False
+        if self.disk_tier is not None:
+            self.disk_tier.is_in_use = self.thread.is_alive
+
+    @staticmethod
+    def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
+        return EngineThread(forget=forget)
 
     # From any thread
 
@@ -118,6 +133,7 @@ class Engine(EngineParts):
         priority: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        user: str | None = None,
         token_rules: TokenRules | None = None,
     ) -> None:
         """Queue a request; the next steps work on it.
@@ -126,10 +142,12 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs first, as in vLLM, and preempts running requests; for the order see
-                ``priority_steps``.
+            priority: lower runs first among the requests of a user, as in vLLM, and preempts
+                running requests; for the order see ``priority_steps``.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; stored blocks are still used.
+            user: whose request this is. Users have fair shares of the engine, however many requests
+                each has. Requests without one are those of one user.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are
                 prepared here.
 
@@ -147,6 +165,7 @@ class Engine(EngineParts):
             priority=priority,
             cache_salt=cache_salt,
             no_store=no_store,
+            user=user,
             token_rules=token_rules,
         )
         request = state.requests[0]
@@ -186,8 +205,10 @@ class Engine(EngineParts):
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Abort requests without a last output, because their readers are gone."""
+        self._interrupted_step = None  # Its caller does not wait any more.
         states = [self.reports.states.get(request_id) for request_id in request_ids]
-        self._abort([state for state in states if state is not None], self.reports.drop)
+        with contextlib.suppress(ForkedError):
+            self._abort([state for state in states if state is not None], self.reports.drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt are computed, and its length; zeros for an unknown
@@ -221,17 +242,25 @@ class Engine(EngineParts):
         steps.
 
         An interrupt ends the wait, but not the step, whose outputs are returned by the next call.
+        If that finds the step still running, it continues the wait, and a second interrupt stops
+        the engine.
 
         Raises:
             EngineStoppedError: a step failed so that the engine can't continue, or did not end when
                 it was interrupted twice.
+            ForkedError: this process was forked from the one in which the engine was made.
         """
         self._refuse_on_followers("step")
         step = partial(self._change, "step", self._step)
-        if self._calls_functions and not self.thread.is_current:
-            with_random_state(self.thread.call, step)
+        interrupted, self._interrupted_step = self._interrupted_step, None
+        if interrupted is not None and not interrupted.is_done:
+            self._wait_for_step(interrupted)
+        elif self._calls_functions and not self.thread.is_current:
+            with_random_state(lambda run: self._wait_for_step(self.thread.submit(run)), step)
+        elif self.thread.is_current:
+            step()
         else:
-            self.thread.call(step)
+            self._wait_for_step(self.thread.submit(step))
         # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
@@ -307,20 +336,25 @@ class Engine(EngineParts):
         token_ids: Sequence[int] | None = None,
         *,
         cache_salt: str | None = None,
+        allow_other_model: bool = False,
     ) -> list[int]:
         """Load the K/V of a prompt cache of mlx-lm into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self.snapshots.open_prompt_cache(path, token_ids, cache_salt))
+        opened = self.snapshots.open_prompt_cache
+        return self._put(opened(path, token_ids, cache_salt, allow_other_model))
 
     hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
-    def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
+    def pin_prompt_cache(
+        self, path: str | Path, *, allow_other_model: bool = False
+    ) -> PinnedPrompt:
         """Pin the K/V of a prompt cache of mlx-lm whose tokens are unknown, for requests that begin
         with the returned ``token_ids`` and have its ``cache_salt``. They stay in host memory until
-        the engine ends. Errors: :meth:`Snapshots.pin_prompt_cache`.
+        the engine ends. Arguments and errors: :meth:`Snapshots.pin_prompt_cache`.
         """
-        return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
+        read = self.snapshots.pin_prompt_cache
+        return self.thread.call(partial(read, path, self.swap_space, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call a function that reads K/V, between two steps."""
@@ -346,6 +380,7 @@ class Engine(EngineParts):
         using it; returns whether all were written. Restores MLX's limits of wired memory and freed
         buffers. Without a call, the end of the engine or of Python does the same.
         """
+        self.thread.check_process()
         for release in self._release_limits:
             release()
         if self.disk_tier is None:
@@ -389,6 +424,13 @@ class Engine(EngineParts):
             )
 
     # Inside
+
+    def _wait_for_step(self, call: Call[T]) -> T:
+        try:
+            return self.thread.wait_for(call)
+        except KeyboardInterrupt:
+            self._interrupted_step = call
+            raise
 
     def _changed(self, name: str, change: Callable[[], T]) -> T:
         """Change the bookkeeping between two steps; returns the result of ``change``."""
@@ -444,6 +486,7 @@ class Engine(EngineParts):
         states: Iterable[RequestState],
         then: Callable[[RequestState], None] | None = None,
     ) -> None:
+        self.thread.check_process()
         # States instead of ids, because a later request may have the same id.
         for state in states:
             self._inbox.append(partial(self.steps.abort, state))

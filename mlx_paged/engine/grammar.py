@@ -7,6 +7,7 @@ per token on the host, in microseconds, while the device computes the logits.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
+from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.engine.one_of import one_of_as_any_of
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
@@ -39,6 +41,10 @@ MAX_LINE_BREAKS = 2
 # Separators of JSON with or without a space, as models write them.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 _FLEXIBLE = {"whitespace_flexible": True}
+
+# llguidance's errors begin with a place in its grammar, and end with lines of it.
+PLACE_IN_GRAMMAR = re.compile(r"\bat \d+\(\d+\): (failed to compile JSON schema: )?")
+_LINES_OF_GRAMMAR = re.compile(r"\n *\d+ \| ")
 
 
 class StructuredOutputError(ValueError):
@@ -224,6 +230,13 @@ def fill_masks(
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar of a request in llguidance's notation."""
+    try:
+        return _exact_grammar_text(params)
+    except InexactError as error:
+        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
+
+
+def _exact_grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if params.kind in ("json", "json_object"):
@@ -231,6 +244,9 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         if '"oneOf"' in schema:
             schema = dumps(one_of_as_any_of(loads(schema)))
         options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
+        exact = exact_json(loads(schema), options) if schema != "true" else None
+        if exact is not None:
+            return str(LLMatcher.grammar_from_lark(exact))
         try:
             text: str = LLMatcher.grammar_from_json_schema(
                 "{}" if schema == "true" else schema,
@@ -246,7 +262,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         return "start: " + " | ".join(map(dumps, params.choice))
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
-    return str(LLMatcher.grammar_from_lark(params.grammar or ""))
+    return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar or "")))
 
 
 class _GrammarError(ArgumentError):
@@ -277,20 +293,25 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise _GrammarError(
-            f"[structured_outputs] {kind} can't be compiled: {_message(matcher)}", kind
+            f"[structured_outputs] {kind} can't be compiled: {_message(matcher, kind)}", kind
         )
     # The first mask shows whether there is any answer, and fills caches that copies share.
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error() or not mask.any():
         raise _GrammarError(
-            f"[structured_outputs] no answer of this vocabulary is in {kind}: {_message(matcher)}",
+            f"[structured_outputs] no answer of this vocabulary is in {kind}: "
+            f"{_message(matcher, kind)}",
             kind,
         )
     return matcher
 
 
-def _message(matcher: LLMatcher) -> str:
+def _message(matcher: LLMatcher, kind: str = "grammar") -> str:
+    """The matcher's error, with a place in the grammar only if the user has written it."""
     text = matcher.get_error().replace("<non-verbose/>", "")
+    text = _LINES_OF_GRAMMAR.split(text)[0]
+    if kind != "grammar":
+        text = PLACE_IN_GRAMMAR.sub("", text)
     return one_line(text or matcher.stop_reason())
 
 

@@ -6,6 +6,8 @@ import random
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.dialect import AnswerFormat, Dialect
+from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
 from mlx_paged.domains import BOOL
 from mlx_paged.engine.callers_thread import evaluate_captured
 from mlx_paged.engine.grammar import GrammarCompiler
@@ -14,9 +16,17 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import ArgumentError
-from mlx_paged.reasoning import ReasoningLimit
-from mlx_paged.request import PRIORITY, REQUEST_ID, Request, TokenRules, check_cache_salt
+from mlx_paged.request import (
+    PRIORITY,
+    REQUEST_ID,
+    Request,
+    TokenRules,
+    check_cache_salt,
+    check_user,
+)
 from mlx_paged.sampling_params import SamplingParams
+
+_NUM_TAIL_TOKENS = 16  # more than those of a mark and white space
 
 
 class InputProcessor:
@@ -46,6 +56,7 @@ class InputProcessor:
         priority: int,
         cache_salt: str | None,
         no_store: bool,
+        user: str | None,
         token_rules: TokenRules | None,
     ) -> RequestState:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
@@ -53,6 +64,7 @@ class InputProcessor:
         priority = PRIORITY.check("engine", "priority", priority)
         cache_salt = check_cache_salt(cache_salt)
         no_store = BOOL.check("engine", "no_store", no_store)
+        user = check_user(user)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
@@ -62,7 +74,7 @@ class InputProcessor:
             token_rules = self.prepare(params)
         text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
         if params.thinking_token_budget is not None:
-            limit = ReasoningLimit.of(self._tokenizer, token_ids, params.thinking_token_budget)
+            limit = self._reasoning_limit(token_ids, params.thinking_token_budget, token_rules)
             token_rules = token_rules._replace(reasoning=limit)
         for function in (params.sampler, *params.logits_processors):
             evaluate_captured(function)
@@ -74,9 +86,30 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             no_store=no_store,
+            user=user,
             token_rules=token_rules,
         )
         return self.state_of(request, text)
+
+    def _reasoning_limit(
+        self, token_ids: list[int], num_tokens: int, rules: TokenRules
+    ) -> ReasoningLimit | None:
+        """The limit of an answer to a prompt; ``None`` for a model whose reasoning has no marks."""
+        texts, answer_format = self.token_texts, rules.answer_format
+        if self._tokenizer is None or texts is None:
+            return None
+        if answer_format is None:
+            tail = token_ids[-_NUM_TAIL_TOKENS:]
+            prompt = str(self._tokenizer.decode(tail, skip_special_tokens=False))
+            answer_format = AnswerFormat.of(self._tokenizer, prompt)
+        end = Dialect.of(self._tokenizer).reasoning_end
+        if not end:
+            return None
+
+        def new_reader() -> TokenReader:
+            return TokenReader(answer_format, texts.detokenizer(token_ids[-_NUM_TAIL_TOKENS:]))
+
+        return ReasoningLimit(new_reader, end, num_tokens)
 
     def state_of(self, request: Request, prompt: str | None) -> RequestState:
         """The state of a request until its last output is reported."""

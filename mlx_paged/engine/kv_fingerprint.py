@@ -8,17 +8,14 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlx_paged.block_store import Fingerprint
+from mlx_paged.block_store import STORED_KV_VERSION, Fingerprint
 from mlx_paged.cache import LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, Retention
-from mlx_paged.models.identity import KV_VERSION, ModelIdentity
+from mlx_paged.models.identity import ModelIdentity
 
 
 def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
-    """What the bytes of a block depend on besides its tokens. That includes the version of MLX, the
-    backend and the device, which differ in rounding: an answer must be the same as if it were
-    computed here.
-    """
+    """What the bytes of a block depend on besides its tokens."""
     config = cache.config
     layers = tuple(
         f"group {index}: {_described(config.layers[layer])}, {_kept(group.retention)}"
@@ -34,12 +31,17 @@ def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fi
         layers=layers,
         kv_format=", ".join(formats),
         block_size=config.block_size,
-        code=f"mlx_paged {KV_VERSION}, mlx {version('mlx')}, {_computer(cache)}",
+        code=code_of(cache),
     )
 
 
-def _computer(cache: PagedKVCache) -> str:
-    return f"{cache.backend.name} backend on a {mx.default_device().type.name}"
+def code_of(cache: PagedKVCache) -> str:
+    """The code that computes and stores K/V: the version of what is stored, that of MLX, the
+    backend and the device. They differ in rounding, and an answer must be the same as if it were
+    computed here.
+    """
+    computer = f"{cache.backend.name} backend on a {mx.default_device().type.name}"
+    return f"mlx_paged {STORED_KV_VERSION}, mlx {version('mlx')}, {computer}"
 
 
 def _described(spec: LayerSpec) -> str:

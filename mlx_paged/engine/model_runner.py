@@ -13,6 +13,7 @@ from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
+from mlx_paged.core.tier import LostBlockError
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
@@ -121,6 +122,17 @@ class ModelRunner:
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))
         return logits
 
+    def release_states(self) -> None:
+        """Free the states of sequences that have gone. No step is in flight, so the others can be
+        moved out of the stacks that they shared.
+        """
+        states = self._manager.states
+        if states is not None and states.num_released:
+            rows = [state.content for state in states.snapshot().values()]
+            stacks = {*self._stacks_before, *(row.stack for row in rows if row)}
+            self._stacks_before = WeakSet(forget_before([], stacks))
+            states.forget_released()
+
     def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:
         """``[num_tokens] int32``, the packed new tokens of a batch."""
         scheduled, token_ids = batch.scheduled, batch.token_ids
@@ -164,5 +176,12 @@ class ModelRunner:
                 for load in transfer.loads
                 for index, block_id in zip(load.indices, load.block_ids, strict=True)
             ]
-            load_blocks(cache, self._swap_space.tier, blocks)
+            try:
+                load_blocks(cache, self._swap_space.tier, blocks)
+            except LostBlockError as error:
+                if self._swap_space.is_pinned(transfer.name):
+                    raise RuntimeError(
+                        "[engine] the K/V of a pinned prompt cache are lost; pin it again"
+                    ) from error
+                raise
             self._swap_space.release(transfer.name)

@@ -131,11 +131,22 @@ class _Rewriting:
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
             beside = {name: value for name, value in schema.items() if name != "$ref"}
-            target = _at(self._root, schema["$ref"])
+            target = target_of(self._root, schema["$ref"])
             if target is None or beside.keys() & target.keys() - {"title", "description"}:
                 break
             schema = {**target, **beside}
         return {**common, **schema} if common and isinstance(schema, Mapping) else schema
+
+
+def children_of(schema: Schema) -> Iterator[Any]:
+    """The schemas directly in a schema, without definitions."""
+    for keyword, value in schema.items():
+        if keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
+            yield from value.values()
+        elif isinstance(value, list) and keyword in (*_LISTS, "items"):
+            yield from value
+        elif keyword in (*_SINGLE, "additionalItems"):
+            yield value
 
 
 def _told_by(parent: Schema, branches: Sequence[Any]) -> Iterator[str]:
@@ -189,7 +200,7 @@ def _type_and_json(value: Any) -> str:
     return f"{name} {dumps(value, sort_keys=True)}"
 
 
-def _at(root: Any, reference: str) -> Schema | None:
+def target_of(root: Any, reference: str) -> Schema | None:
     """The schema at a reference within the same document."""
     if not reference.startswith("#"):
         return None

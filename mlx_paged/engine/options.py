@@ -38,6 +38,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     no_store: bool
+    user: str | None
     token_rules: TokenRules | None
 
 
@@ -155,7 +156,10 @@ def tier_of(
     if own is not None:
         checked_options("engine", {"tier": own})
     disk = DiskTierOptions.read(
-        options.get("cache_dir"), options.get("cache_dir_size"), options.get("cache_dir_ttl")
+        options.get("cache_dir"),
+        options.get("cache_dir_size"),
+        options.get("cache_dir_ttl"),
+        options.get("cache_dir_writes"),
     )
     if own is not None and disk is not None:
         raise ArgumentError("[engine] tier replaces cache_dir; leave one out", "tier")

@@ -18,7 +18,7 @@ from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import PromptCacheFile, sequence_headers
+from mlx_paged.snapshots import PromptCacheFile, SnapshotError, sequence_headers
 
 PLACEHOLDER_TOKEN = 0
 
@@ -49,11 +49,13 @@ def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedP
     prompt = PinnedPrompt(
         [PLACEHOLDER_TOKEN] * file.num_tokens, f"prompt cache {secrets.token_hex()}"
     )
-    held = SequenceTables([TableState(len(headers), 0, file.num_tokens)])
+    held = SequenceTables([TableState(len(headers), 0, file.num_tokens)], is_foreign=True)
     swap_space.pin(prompt.cache_salt, held)
     (stored_as,) = swap_space.headers(prompt.cache_salt)
     for header, stored in zip(headers, stored_as, strict=True):
-        swap_space.tier.store(stored, loaded(tier, header))
+        if not swap_space.tier.store(stored, loaded(tier, header)):
+            why = swap_space.tier.failure or "the tier took not all of it"
+            raise SnapshotError(file.file, f"can't be pinned: {why}")
     return prompt
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from mlx_paged.core import AbsentBlock, BlockHash
@@ -76,10 +77,10 @@ class ReadAhead:
         self._demand = demand
         self._asked: dict[SeqId, _Asked] = {}
 
-    def look(self, waiting: Sequence[Request]) -> None:
+    def look(self, waiting: Iterable[Request]) -> None:
         """Begin to read the blocks of the first waiting requests, long before they are admitted."""
         if self._tier is not None:
-            for request in waiting[:MAX_READ_AHEAD]:
+            for request in islice(waiting, MAX_READ_AHEAD):
                 if not self._may_ask(self._tier, request):
                     return
                 self._ask(self._tier, request)

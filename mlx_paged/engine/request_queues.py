@@ -4,62 +4,146 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from mlx_paged.core import KVCacheManager
+from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.fair_shares import FairShares
 from mlx_paged.request import Request, RequestStatus, SeqId
+
+# At most so many requests that arrive after a waiting one are admitted before it because it does
+# not fit yet.
+MAX_PASSING = 256
 
 _by_order = attrgetter("order")
 
 
+def place_of(request: Request) -> tuple[int, tuple[int, ...]]:
+    """The place among the running requests: first by user, then by the order of the requests."""
+    return request.share.rank, request.order
+
+
 class RequestQueues:
-    """The running and the waiting requests, both in the ``order`` that a request gets when it is
-    added.
+    """The running and the waiting requests, each in the ``order`` that it gets when it is added.
+
+    While several users have requests, the running ones are ordered by user first, as ``rank`` last
+    ranked the users.
 
     Attributes:
         running: the requests that hold blocks. Read-only; the methods change it.
         waiting: those that hold none, new or preempted.
         requests: all of them.
+        shares: of the users.
     """
 
     def __init__(self) -> None:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.requests: dict[SeqId, Request] = {}
+        self.shares = FairShares()
         self._arrivals = itertools.count()
 
     def add(self, request: Request, step: int) -> None:
         """Queue a new request, after those with a lower ``step``, or an equal one."""
         request.order = (step, next(self._arrivals), request.index)
+        request.share = self.shares.join(request.user)
         self.requests[request.seq_id] = request
-        insort(self.waiting, request, key=_by_order)
+        self._wait(request)
 
     def add_fork(self, child: Request, has_blocks: bool) -> None:
         """Add a fork of a running request: running, or waiting to be recomputed."""
         self.requests[child.seq_id] = child
-        if not has_blocks:
+        if has_blocks:
+            self._run(child)
+        else:
             child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
-        insort(self.running if has_blocks else self.waiting, child, key=_by_order)
+            self._wait(child)
 
     def run(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
-        _remove(self.waiting, request)
-        insort(self.running, request, key=_by_order)
+        self._remove(request)
+        self._run(request)
         request.status = RequestStatus.RUNNING
 
     def requeue(self, request: Request) -> None:
         """Move a running request back to its place among the waiting ones, to be recomputed."""
-        _remove(self.running, request)
-        insort(self.waiting, request, key=_by_order)
+        self._remove(request)
+        self._wait(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         request.num_computed_tokens = 0
 
     def remove(self, request: Request) -> None:
         """Remove a request; the caller sets its status."""
-        is_running = request.status is RequestStatus.RUNNING
-        _remove(self.running if is_running else self.waiting, request)
+        self._remove(request)
         del self.requests[request.seq_id]
+        self.shares.leave(request.share)
+
+    # Several users
+
+    def rank(self) -> None:
+        """Order the running requests by whose turn it is, for the next step."""
+        if self.shares.are_shared and self.shares.rank():
+            self.running.sort(key=place_of)
+
+    def in_turn(self, passed: Sequence[Request] = ()) -> Iterable[Request]:
+        """The waiting requests in the order in which they may be admitted.
+
+        Args:
+            passed: of users of whom nothing runs, and that do not fit in this step. Only others of
+                whom nothing runs may pass them, and only ``MAX_PASSING`` requests that came later.
+        """
+        if not self.shares.are_shared:
+            return () if passed else self.waiting
+        users = self.shares.in_turn()
+        if passed:
+            users = [each for each in users if not each.num_running]
+            last = min(each.order[1] for each in passed) + MAX_PASSING
+            heads = (each.waiting[0] for each in users)
+            return [each for each in heads if each.order[1] <= last and each not in passed]
+        return itertools.chain.from_iterable(each.waiting for each in users)
+
+    def num_places(self, requests: Sequence[Request]) -> int:
+        """How many of ``max_num_seqs`` places requests take. A request that is not forked yet takes
+        one for each completion; while several users have requests it takes one, and completions
+        without a place wait.
+        """
+        if self.shares.are_shared:
+            return len(requests)
+        return sum([request.num_seqs for request in requests])
+
+    def may_admit_others(self, plan: Batch, request: Request, is_admitted: bool) -> bool:
+        """Whether others may be admitted in a step after a request was, or was not, since it does
+        not fit.
+        """
+        if not self.shares.are_shared or plan.only is not None:
+            return is_admitted
+        if plan.preempted or not (is_admitted or request.share.num_running == 0):
+            return False  # What was freed in this step is not given to others, nor taken back.
+        if not is_admitted:
+            plan.passed = (*plan.passed, request)
+        return True
+
+    # Inside
+
+    def _run(self, request: Request) -> None:
+        insort(self.running, request, key=place_of)
+        request.share.num_running += 1
+
+    def _wait(self, request: Request) -> None:
+        for queue in (self.waiting, request.share.waiting):
+            insort(queue, request, key=_by_order)
+
+    def _remove(self, request: Request) -> None:
+        """Remove a request from its queues; raises ``ValueError`` if it is not there."""
+        if request.status is RequestStatus.RUNNING:
+            _remove(self.running, request, place_of)
+            request.share.num_running -= 1
+        else:
+            for queue in (self.waiting, request.share.waiting):
+                _remove(queue, request, _by_order)
 
     def check_integrity(self, manager: KVCacheManager) -> None:
         """Check the queues against the tables of a manager. Raises AssertionError."""
@@ -69,18 +153,25 @@ class RequestQueues:
         } == running
         assert set(self.requests) == running | {request.seq_id for request in self.waiting}
         assert running <= set(manager.tables), "a running request has a table"
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=_by_order)
+        assert self.running == sorted(self.running, key=place_of)
+        assert self.waiting == sorted(self.waiting, key=_by_order)
+        self._check_shares()
         for request in self.waiting:
             assert request.seq_id not in manager.tables, "a waiting request holds nothing"
         for request in self.running:
             assert manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
 
+    def _check_shares(self) -> None:
+        shares = {request.share for request in self.requests.values()}
+        assert len(shares) == self.shares.num_active
+        for share in shares:
+            assert share.waiting == [each for each in self.waiting if each.share is share]
+            assert share.num_running == sum(each.share is share for each in self.running)
 
-def _remove(queue: list[Request], request: Request) -> None:
-    """Remove a request from a sorted queue; raises ``ValueError`` if it is not there."""
-    index = bisect_left(queue, request.order, key=_by_order)
+
+def _remove(queue: list[Request], request: Request, key: Callable[[Request], Any]) -> None:
+    index = bisect_left(queue, key(request), key=key)
     if index == len(queue) or queue[index] is not request:
         raise ValueError(f"[scheduler] {request} is not in its queue")
     del queue[index]

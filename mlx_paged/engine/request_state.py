@@ -139,6 +139,7 @@ class RequestState:
             min_tokens=params.min_tokens,
             includes_stop=includes_stop,
             skipped_token_ids=self._skipped,
+            answer_format=self.requests[0].token_rules.answer_format,
         )
 
     def _add_logprobs(

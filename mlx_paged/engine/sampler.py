@@ -9,6 +9,7 @@ penalties, so that no bias can bring back a banned token. The thinking budget is
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
 from mlx_paged.engine.thinking_budget import force_tokens
 from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
-from mlx_paged.errors import request_error
+from mlx_paged.errors import ArgumentError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.request import Logprob, Request
 
@@ -52,6 +53,7 @@ class SampledTokens:
         rows: ``[num_requests, vocab_size]``, the logits that the tokens were sampled from: after
             penalties, masks and processors, before temperature, filters and samplers. ``None`` if
             nothing was sampled.
+        positions: of the tokens in the answers, where settings may exclude all tokens.
     """
 
     requests: Sequence[Request]
@@ -64,6 +66,7 @@ class SampledTokens:
     vocab_size: int = 0
     report: LogprobReport | None = None
     rows: mx.array | None = None
+    positions: Sequence[int] = ()
 
     def read(self) -> list[SampledToken | Exception]:
         """Wait for the tokens. An exception in place of a token fails its request."""
@@ -73,7 +76,8 @@ class SampledTokens:
         if self.peaks is not None:
             for entry, peak in zip(self.may_have_none, read_floats(self.peaks), strict=True):
                 if not peak > -np.inf:  # also for NaN
-                    failed.setdefault(entry, _no_token(self.requests[entry]))
+                    error = _no_token(self.requests[entry], self.positions[entry], peak)
+                    failed.setdefault(entry, error)
         for entry, drawn in self.drawn.items():
             token = read_ints(drawn)[0]
             if not 0 <= token < self.vocab_size:
@@ -173,8 +177,9 @@ def _draw_with_settings(
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
     return SampledTokens(
-        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed
-    )
+        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed,
+        positions,
+    )  # fmt: skip
 
 
 def _adjust(
@@ -295,7 +300,21 @@ def _run_samplers(
     return drawn
 
 
-def _no_token(request: Request) -> ValueError:
+def _no_token(request: Request, position: int, peak: float) -> ValueError:
+    params = request.params
+    excluding = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > position,
+        "logit_bias": -math.inf in params.logit_bias.values(),
+        "structured_outputs": params.structured_outputs is not None,
+    }
+    names = [name for name, excludes in excluding.items() if excludes]
+    if names and peak == -math.inf and not params.logits_processors:
+        place = f"as token {position + 1} of the answer"
+        verb = "together allow" if len(names) > 1 else "allows"
+        text = f"[sampler] {' and '.join(names)} {verb} no token {place}"
+        return ArgumentError(text, names[0])
     return ValueError(
         f"[sampler] the logits of {request.request_id!r} allow no token: all are -inf, or NaN; see "
         "its structured_outputs, min_tokens, logit_bias, logits_processors, allowed_token_ids and "

@@ -15,12 +15,12 @@ from types import MappingProxyType
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
+from mlx_paged.engine.admission import Admission, BlockSupply, Found
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedKV
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
-from mlx_paged.engine.request_queues import RequestQueues
+from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
 from mlx_paged.engine.swap_space import SwapSpace
@@ -33,31 +33,34 @@ MAX_SCORED_ROWS = 256
 
 
 class Scheduler:
-    """Continuous batching: first come, first served, with priorities.
+    """Continuous batching: first come, first served, with priorities, in fair shares of the users.
 
     Each request has an ``order``, fixed when it is added: the current step, plus ``priority_steps``
-    for each level of priority below the highest. The lowest order is admitted first and preempted
-    last.
+    for each level of priority below the highest. Of the requests of a user, the one with the lowest
+    order is admitted first and preempted last. While several users have requests, those of the user
+    whose turn it is (:class:`FairShares`) come before those of the others, and the first request of
+    a user of whom nothing runs may take a place (:meth:`Admission.requests_to_preempt`).
 
     A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
     A running request is preempted, the last in order of the eligible ones, when
 
     - another running request finds no free block, or
     - the first waiting request exceeds ``max_num_seqs`` or the free blocks, and fits into what the
-      preempted requests free. Only requests that come after it in order, are less urgent, and
-      were preempted fewer than ``MAX_PREEMPTIONS`` times are eligible; if they would not free
-      enough, none is preempted.
+      preempted requests free. Only requests of its user that come after it in order, are less
+      urgent, and were preempted fewer than ``MAX_PREEMPTIONS`` times are eligible; if they would
+      not free enough, none is preempted.
 
     A preempted request frees its blocks and waits in its old place, to be recomputed or, if it fits
     into the :class:`SwapSpace`, swapped in.
 
-    No request starves. With d levels between the most urgent request and a given one, no request
-    that is added more than ``d * priority_steps`` steps later comes before it in order. If n other
-    requests ever come before it, and none has more than m tokens, prompt and answer, it is finished
-    at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it was added: the
-    first running request in order advances by a token in each step, so all running requests are
-    finished within ``max_num_seqs * m`` steps if none is admitted meanwhile; then the first of all
-    in order is admitted, and takes ``m`` steps itself. (The time to read from a tier is extra.)
+    No request starves. With d levels between the most urgent request of a user and a given one, no
+    request of that user that is added more than ``d * priority_steps`` steps later comes before it
+    in order. If n others ever come before it, and none has more than m tokens, prompt and answer,
+    it is finished at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it
+    was added, for a user alone: the first running request in order advances by a token in each
+    step, so all running requests are finished within ``max_num_seqs * m`` steps if none is admitted
+    meanwhile; then the first of all in order is admitted, and takes ``m`` steps itself. (The time
+    to read from a tier is extra.) Of several users, the one who lags behind comes first.
 
     Not thread-safe: one thread at a time.
 
@@ -137,13 +140,13 @@ class Scheduler:
     def add_fork(self, request: Request, child: Request) -> None:
         """Add another completion of a running request.
 
-        It shares all blocks until one of the two writes. If the cache can't share blocks and a copy
-        does not fit, it waits, to be recomputed.
+        It shares all blocks until one of the two writes. It waits, to be recomputed, if there is no
+        place for it, or if the cache can't share blocks and a copy does not fit.
         """
-        has_blocks = True
-        if self._unshared is None:
+        has_blocks = len(self.running) < self.config.max_num_seqs
+        if has_blocks and self._unshared is None:
             self.manager.fork(request.seq_id, child.seq_id)
-        else:
+        elif has_blocks and self._unshared is not None:
             has_blocks = self._unshared.fork(self.manager, request.seq_id, child.seq_id)
         self._queues.add_fork(child, has_blocks)
 
@@ -180,7 +183,21 @@ class Scheduler:
             only: schedule no other request than this.
             budgets: of its new tokens (:func:`token_budget`); by default ``limits``.
         """
+        self._queues.rank()
+        if self.waiting and self.manager.states is not None:
+            self._give_up_blocks(only)
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
+
+    def _give_up_blocks(self, only: Request | None) -> None:
+        """Shrink the pool if it has memory that the recurrent states of the next waiting request
+        need. No step is in flight, and none is planned on the blocks that move.
+        """
+        request = only or self._read_ahead.first_ready(self._queues.in_turn())
+        if request is None or request.seq_id in self.manager.tables:
+            return
+        num_blocks = self._admission.num_blocks_to_give_up(request, self._queues)
+        if num_blocks > 0:
+            self.supply.give_up(self.manager.give_up_blocks(num_blocks))
 
     def schedule_ahead(
         self, awaited: Iterable[Request], budgets: TokenBudgets | None = None
@@ -199,9 +216,13 @@ class Scheduler:
         """
         if not self._admission.fits_ahead(self.running):
             return None
+        self._queues.rank()
+        first = next(iter(self._queues.in_turn()), None)
+        if first is not None and self._admission.num_blocks_to_give_up(first, self._queues) > 0:
+            return None
         urgent = self._first_urgent()
         if urgent is not None and self._admission.requests_to_preempt(
-            urgent, self._admission.find(urgent), self.running
+            urgent, self._admission.find(urgent), self._queues
         ):
             return None
         for request in awaited:
@@ -214,8 +235,8 @@ class Scheduler:
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self, budgets: TokenBudgets | None) -> int:
-        max_more = self.speculation.max_more
-        return token_budget(budgets or self.limits, self.limits, self.running, max_more)
+        max_more, is_shared = self.speculation.max_more, self._queues.shares.are_shared
+        return token_budget(budgets or self.limits, self.limits, self.running, max_more, is_shared)
 
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1
@@ -228,6 +249,7 @@ class Scheduler:
             self._admit_waiting(plan)
             if self.speculation.is_on and not plan.is_ahead and plan.only is None:
                 add_drafts(plan, self.speculation, self.manager, self.config.max_model_len)
+        self._queues.shares.count_step()
         return plan
 
     def _schedule_running(self, plan: Batch) -> None:
@@ -238,13 +260,12 @@ class Scheduler:
         index = 0
         while index < len(running):
             request = running[index]
-            if urgent is not None and urgent.order < request.order:
+            if urgent is not None and place_of(urgent) < place_of(request):
                 # At its place in the order: the requests before it are scheduled.
-                if self._admit_urgent(plan, urgent, index):
-                    index += 1
-                    urgent = self._first_urgent()
-                else:
-                    urgent = None
+                is_admitted = self._admit_urgent(plan, urgent, index)
+                index += is_admitted
+                may_admit = self._queues.may_admit_others(plan, urgent, is_admitted)
+                urgent = self._first_urgent(plan.passed) if may_admit else None
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
             # 0 if the token that it awaits is its last one.
@@ -263,6 +284,7 @@ class Scheduler:
             elif len(running) > 1:
                 # The last in order: no request after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
+                self.supply.make_room(num_new_tokens * len(manager.retentions))
             elif request.num_output_tokens:
                 # It runs alone, and the device has less memory than the budget allows.
                 self.finish(request, "length")
@@ -285,44 +307,51 @@ class Scheduler:
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        num_running = num_seqs(self.running)
-        self._read_ahead.look(self.waiting)
+        queues = self._queues
+        num_running = queues.num_places(self.running)
+        self._read_ahead.look(queues.in_turn())
         while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
-            request = plan.only or self._read_ahead.first_ready(self.waiting)
+            request = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
             if request is None:
                 return
             # ``plan.only`` may run already, or have just ended.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            if not is_waiting or num_running + request.num_seqs > self.config.max_num_seqs:
+            num_places = queues.num_places([request])
+            if not is_waiting or num_running + num_places > self.config.max_num_seqs:
                 return
             if self._admit(plan, request, self._admission.find(request)):
-                num_running += request.num_seqs
-            elif self.running:
-                return
-            else:
+                num_running += num_places
+            elif not self.running and not plan.is_ahead:
                 # No running request could free blocks, so it would wait forever.
                 self._fail(plan, request)
+            elif not queues.may_admit_others(plan, request, is_admitted=False):
+                return
 
-    def _first_urgent(self) -> Request | None:
-        """The first waiting request, if a running one may be preempted for it."""
-        waiting, running = self.waiting, self.running
-        if not waiting or not running or waiting[0].order > running[-1].order:
+    def _first_urgent(self, passed: Sequence[Request] = ()) -> Request | None:
+        """The first waiting request, if a running one may be preempted for it, or if it is the turn
+        of its user before that of others.
+        """
+        waiting, running, queues = self.waiting, self.running, self._queues
+        if not waiting or not running:
             return None
-        request = self._read_ahead.first_ready(waiting)
-        is_preemptible = self._admission.is_preemptible
-        if request is None or not any(is_preemptible(each, request) for each in running):
+        if not queues.shares.are_shared and waiting[0].order > running[-1].order:
             return None
-        return request
+        request = self._read_ahead.first_ready(queues.in_turn(passed))
+        is_first = request is not None and self._admission.comes_first(request, running)
+        return request if is_first else None
 
     def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
         """Admit a waiting request before those from ``index`` on, preempting the last of them where
         necessary. If that is not enough, nothing changes.
         """
         found = self._admission.find(urgent)
-        preempted = self._admission.requests_to_preempt(urgent, found, self.running)
+        preempted = self._admission.requests_to_preempt(urgent, found, self._queues)
+        here = place_of(self.running[index])
         if (
             preempted is None
             or (preempted and plan.is_ahead)
+            # It is in this step already.
+            or any(place_of(each) < here for each in preempted)
             or self._admission.is_early(plan, found)
         ):
             return False
@@ -344,8 +373,11 @@ class Scheduler:
         hit, computed, swapped = found
         num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
-        num_left = self._admission.num_watermark_blocks if self.running else 0
+        # The first request of a user needs no watermark: where blocks run out, others make way.
+        num_left = self._admission.num_watermark_blocks if request.share.num_running else 0
         if self._admission.num_spare_blocks(request, computed) < num_left:
+            return False
+        if not self.supply.make_room_for_states(request.num_seqs):
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
@@ -353,7 +385,7 @@ class Scheduler:
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks)
+        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks, request.num_seqs)
         num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
         copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
         if copies is None:
@@ -361,6 +393,7 @@ class Scheduler:
         num_new_tokens -= num_slots - num_fitting
         is_new = request.status is RequestStatus.WAITING
         self._queues.run(request)
+        self.supply.make_room_for_states(0)  # A checkpoint that was found is kept again.
         num_read_tokens = self._read_ahead.end(request)
         if is_new:
             request.num_cached_tokens = num_held
@@ -406,6 +439,8 @@ class Scheduler:
         part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
+        if num_new_tokens > 1:
+            request.share.work += num_new_tokens
         if copies:
             plan.copies.append(CopyBlocks(copies))
         if not self.manager.keeps_all:

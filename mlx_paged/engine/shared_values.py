@@ -55,7 +55,16 @@ def from_json(value: Any) -> Any:
     return make(*from_json(arguments))
 
 
-_REQUEST = ("request_id", "token_ids", "params", "seed", "priority", "cache_salt", "no_store")
+_REQUEST = (
+    "request_id",
+    "token_ids",
+    "params",
+    "seed",
+    "priority",
+    "cache_salt",
+    "no_store",
+    "user",
+)
 
 
 def _new_request(request_id: str, token_ids: list[int], params: SamplingParams, *rest: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +13,11 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.cache.transfer import load_prefix, store_blocks
-from mlx_paged.core import Checkpoint, KVCacheManager, hash_token_blocks
+from mlx_paged.core import Checkpoint, ComputedBlocks, KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
+from mlx_paged.domains import BOOL
+from mlx_paged.engine.kv_fingerprint import code_of
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_can_pin, pin
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace
@@ -41,12 +44,14 @@ class Prefix(NamedTuple):
     Attributes:
         headers: of the blocks of these tokens that the tier has.
         checkpoint: the recurrent state after them; ``None`` for a model without one.
+        is_foreign: whether they may differ from what this engine computes for these tokens.
     """
 
     token_ids: list[int]
     headers: Sequence[BlockHeader]
     tier: Tier
     checkpoint: Checkpoint | None
+    is_foreign: bool
 
 
 class Snapshots:
@@ -77,7 +82,7 @@ class Snapshots:
     @cached_property
     def facts(self) -> KVFacts:
         """What the K/V depend on. The first access reads all weights."""
-        return KVFacts.of(self._identities(), self._cache)
+        return KVFacts.of(self._identities(), self._cache, code_of(check_has_blocks(self._cache)))
 
     def check(self) -> PagedKVCache:
         """The cache, if its K/V can be saved.
@@ -118,10 +123,11 @@ class Snapshots:
                 existing snapshot is unchanged.
         """
         file, cache = check_path(path), self.check()
-        token_ids, blocks, checkpoint = self._find(token_ids, cache_salt)
-        headers = [header for header, _ in blocks]
+        token_ids, blocks, computed = self._find(token_ids, cache_salt)
+        headers, checkpoint = [header for header, _ in blocks], computed.checkpoint
         state = None if checkpoint is None else state_to_bytes(checkpoint.content)
-        with written_snapshot(file, self.facts, token_ids, headers, state) as tier:
+        facts = replace(self.facts, computed_by=None) if computed.is_foreign else self.facts
+        with written_snapshot(file, facts, token_ids, headers, state) as tier:
             store_blocks(cache, tier, blocks)
         return len(token_ids)
 
@@ -174,20 +180,26 @@ class Snapshots:
         return num_tokens
 
     def open_prompt_cache(
-        self, path: str | Path, token_ids: Sequence[int] | None, cache_salt: str | None
+        self,
+        path: str | Path,
+        token_ids: Sequence[int] | None,
+        cache_salt: str | None,
+        allow_other_model: bool,
     ) -> Prefix:
         """Open a prompt cache of mlx-lm's.
 
         Args:
             token_ids: of all tokens in the file. Files of :meth:`export_prompt_cache` contain them.
+            allow_other_model: use the file even if it names another model than this one.
 
         Raises:
-            ArgumentError: as :meth:`check`, or the number of tokens differs.
-            SnapshotError: the file can't be read, is not a prompt cache, or its layers, dtype or
-                format differ.
+            ArgumentError: as :meth:`check`, the number of tokens differs, or the engine has a
+                ``window``.
+            SnapshotError: the file can't be read, is not a prompt cache, names another model, or
+                its layers, dtype or format differ.
         """
         self.check()
-        file = PromptCacheFile(path, self._model, self._cache)
+        file = self._prompt_cache(path, allow_other_model)
         if token_ids is not None:
             file.check_token_ids(ids := check_token_ids(token_ids))
         elif file.token_ids is not None:
@@ -200,8 +212,13 @@ class Snapshots:
             )
         return self._prefix(file, ids, cache_salt)
 
-    def pin_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> PinnedPrompt:
+    def pin_prompt_cache(
+        self, path: str | Path, swap_space: SwapSpace, allow_other_model: bool
+    ) -> PinnedPrompt:
         """Read a prompt cache of mlx-lm's without token ids into host memory.
+
+        Args:
+            allow_other_model: as :meth:`open_prompt_cache`.
 
         Raises:
             ArgumentError: as :meth:`check`, or there are layers with windows, or a draft model.
@@ -209,7 +226,7 @@ class Snapshots:
         """
         check_can_pin(self._cache, self._has_draft_model)
         self.check()
-        return pin(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
+        return pin(self._prompt_cache(path, allow_other_model), self._cache, swap_space)
 
     def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.
@@ -223,13 +240,17 @@ class Snapshots:
         """
         process_output()
         try:
-            load_prefix(self.check(), prefix.tier, prefix.headers)
+            load_prefix(self.check(), prefix.tier, prefix.headers, prefix.is_foreign)
             if self._manager.states is not None and prefix.checkpoint is not None:
                 num_tokens = len(prefix.token_ids)
                 self._manager.states.checkpoints.put(prefix.checkpoint, num_tokens)
         except Exception as error:
             return error
         return None
+
+    def _prompt_cache(self, path: str | Path, allow_other_model: bool) -> PromptCacheFile:
+        allow_other_model = BOOL.check("snapshot", "allow_other_model", allow_other_model)
+        return PromptCacheFile(path, self._model, self._cache, allow_other_model)
 
     def _prefix(
         self,
@@ -241,14 +262,15 @@ class Snapshots:
         config = self._cache.config
         hashes = hash_token_blocks(token_ids, config.block_size, _keys(cache_salt))
         headers = prefix_headers(config, token_ids, hashes)
-        checkpoint = None if state is None else Checkpoint(hashes[-1], state)
-        return Prefix(token_ids, headers, file.tier(headers), checkpoint)
+        is_foreign = file.is_foreign
+        checkpoint = None if state is None else Checkpoint(hashes[-1], state, is_foreign)
+        return Prefix(token_ids, headers, file.tier(headers), checkpoint, is_foreign)
 
     def _find(
         self, token_ids: Sequence[int], cache_salt: str | None
-    ) -> tuple[list[int], list[tuple[BlockHeader, int]], Checkpoint | None]:
-        """The longest cached prefix of these tokens, in full blocks, its blocks, and the recurrent
-        state after them.
+    ) -> tuple[list[int], list[tuple[BlockHeader, int]], ComputedBlocks]:
+        """The longest cached prefix of these tokens, in full blocks, its blocks with their headers,
+        and what the manager knows of them.
 
         Raises:
             ArgumentError: the token ids are invalid, or not even one block is cached.
@@ -266,7 +288,7 @@ class Snapshots:
         headers = prefix_headers(config, token_ids, hashes[: computed.num_tokens // block_size])
         ids = [block.block_id for block in computed.blocks]
         blocks = list(zip(headers, ids, strict=True))
-        return token_ids[: computed.num_tokens], blocks, computed.checkpoint
+        return token_ids[: computed.num_tokens], blocks, computed
 
 
 def _keys(cache_salt: str | None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ class DiskTierStats:
         num_dropped_blocks: not written, because the writer was too slow or everything is pinned.
         num_corrupt_blocks: damaged files, which were removed.
         num_evicted_blocks: removed to keep the limits.
+        nbytes_written: size of what this engine has written.
         num_read_states, num_saved_states: blocks of the above that are recurrent states.
         failure: why the folder is no longer used; ``None`` if there is no failure.
     """
@@ -33,6 +34,7 @@ class DiskTierStats:
     num_evicted_blocks: int = 0
     num_read_states: int = 0
     num_saved_states: int = 0
+    nbytes_written: int = 0
     failure: str | None = None
 
 

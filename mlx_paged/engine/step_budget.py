@@ -43,7 +43,9 @@ Clock: TypeAlias = Callable[[], float]
 
 
 class TokenBudgets(NamedTuple):
-    """The most new tokens of a step, decodes included: without and with running answers."""
+    """The most new tokens of a step, decodes included: for a user without running answers, and with
+    answers or several users, who wait for it.
+    """
 
     prefill: int
     mixed: int
@@ -97,7 +99,11 @@ def limits_of(config: SchedulerConfig) -> TokenBudgets:
 
 
 def token_budget(
-    budgets: TokenBudgets, limits: TokenBudgets, running: Sequence[Request], max_more: int
+    budgets: TokenBudgets,
+    limits: TokenBudgets,
+    running: Sequence[Request],
+    max_more: int,
+    is_shared: bool = False,
 ) -> int:
     """The token budget of a step while these requests run: the chosen one, or the first of the
     ladder that holds their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the limit.
@@ -105,8 +111,9 @@ def token_budget(
     Args:
         max_more: the most rows of a request in addition to its next token: its drafts, and tokens
             that are recomputed because of them.
+        is_shared: whether several users have requests.
     """
-    is_mixed = any(request.num_output_tokens for request in running)
+    is_mixed = is_shared or any(request.num_output_tokens for request in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
     least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
     if budget < least:
@@ -256,11 +263,10 @@ class ClockedBudgets:
 
     def _note_prompt(self, step: Measured) -> None:
         """A step with a chunk of a prompt was measured."""
-        self.price.note(step)
-        if self._decodes is not None:
+        if self.price.note(step) and self._decodes is not None:
             # The fixed price is best measured in a step with few tokens.
             self.price.correct(self._decodes)
-            self._decodes = None
+        self._decodes = None
         self._prefill.note(step.num_tokens)
         self._mixed.note(step.num_tokens)
 

@@ -12,7 +12,9 @@ CONTEXT_PRICE, CONTEXT_SPREAD, FIXED_SPREAD = 1e-3, 2e-3, 100.0
 # By how much the times of equal steps differ, and by how much prices change from step to step.
 NOISE, DRIFT = 0.15, 0.03
 # A step that takes this many times its expected time is an outlier (a kernel was compiled, memory
-# was paged out, a laptop slept), unless it is the second in a row.
+# was paged out, a laptop slept), unless it is the second in a row: then the device has become
+# slower (a laptop runs on its battery, another program computes). Two steps in a row that are as
+# many times faster than expected show that it has become faster.
 ACCIDENT = 2.0
 
 
@@ -41,7 +43,7 @@ class StepPrice:
     def __init__(self) -> None:
         self._prices = [0.0, 0.0, 0.0]
         self._covariance = [[0.0] * 3 for _ in range(3)]
-        self._was_slow = False
+        self._last_ratio = 1.0  # of the time that the last step took to the expected time
 
     @property
     def is_known(self) -> bool:
@@ -53,20 +55,26 @@ class StepPrice:
         per_token, per_context, fixed = self._prices
         return num_tokens * per_token + context * per_context + fixed
 
-    def note(self, step: Measured) -> None:
-        """Correct the prices by a step with chunks of prompts. An outlier does not count, unless
-        the previous step was one, too.
+    def note(self, step: Measured) -> bool:
+        """Correct the prices by a step with chunks of prompts; returns whether it counts. An
+        outlier does not. If the previous step was one, too, all prices change at once by as much as
+        both of them show.
         """
         if not self.is_known:
             per_token = step.seconds / (step.num_tokens + CONTEXT_PRICE * step.context)
             self._prices = [per_token, CONTEXT_PRICE * per_token, 0.0]
             for index, spread in enumerate((1.0, CONTEXT_SPREAD, FIXED_SPREAD)):
                 self._covariance[index][index] = (spread * per_token) ** 2
-        expected = self.seconds(step.num_tokens, step.context)
-        was_slow, self._was_slow = self._was_slow, step.seconds > ACCIDENT * expected
-        if was_slow or not self._was_slow:
-            self._drift()
-            self.correct(step)
+        last, ratio = self._last_ratio, step.seconds / self.seconds(step.num_tokens, step.context)
+        self._last_ratio = ratio
+        if min(last, ratio) > ACCIDENT or max(last, ratio) * ACCIDENT < 1:
+            self._scale(min(last, ratio) if ratio > 1 else max(last, ratio))
+            self._last_ratio = 1.0
+        elif ratio > ACCIDENT:
+            return False
+        self._drift()
+        self.correct(step)
+        return True
 
     def correct(self, step: Measured) -> None:
         """Correct the prices by any step."""
@@ -87,6 +95,11 @@ class StepPrice:
                 for other, covariance in enumerate(row):
                     self._prices[other] -= covariance * price / row[index]
         self._prices = [max(0.0, price) for price in self._prices]
+
+    def _scale(self, ratio: float) -> None:
+        """Multiply all prices: the device has become slower or faster."""
+        self._prices = [price * ratio for price in self._prices]
+        self._covariance = [[each * ratio**2 for each in row] for row in self._covariance]
 
     def _drift(self) -> None:
         per_token, per_context, fixed = self._prices

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
+from mlx_paged.core.tier import LostBlockError
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
@@ -91,6 +92,7 @@ class Steps:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
             only = self._next_to_retry()
+            self._runner.release_states()
             self._launch(self._scheduler.schedule(only, budgets))
             self._sample()
             if tier is not None and not steps:
@@ -287,7 +289,8 @@ class Steps:
 
     def _isolate_failure(self, error: Exception) -> None:
         """Fail a request that ran alone; retry several one by one, to find the one that fails. A
-        request that ran with drafts is retried without them.
+        request that ran with drafts is retried without them. If swapped-out blocks were lost, no
+        request is at fault: all of the step wait again, and have no blocks to swap in any more.
         """
         steps = list(self.in_flight)
         requests = {
@@ -297,6 +300,8 @@ class Steps:
             if not request.is_finished
         }
         self._roll_back()
+        if isinstance(error, LostBlockError):
+            return
         if len(steps) == len(requests) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:

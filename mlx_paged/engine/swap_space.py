@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mlx_paged.argument_values import as_integer
 from mlx_paged.config import KVBudget
 from mlx_paged.core import SequenceTables
-from mlx_paged.core.tier import BlockHeader, HostMemory, Tier, private_key
+from mlx_paged.core.tier import BlockHeader, GuardedTier, HostMemory, Tier, private_key
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.request import SeqId
 
@@ -84,17 +86,30 @@ class SwapSpace:
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
         num_state_blocks: how many blocks a sequence's recurrent state counts as.
-        tier: stores the blocks, by default in host memory. It must keep them until they are
-            discarded, because there is no other copy.
+        tier: stores the blocks, by default in host memory, until they are discarded. Requests whose
+            blocks it loses are recomputed; pinned K/V can't be.
     """
 
     def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
         self.num_blocks = num_blocks
         self.tier = tier or HostMemory()
+        self._has_said_why = False
         self._num_state_blocks = num_state_blocks
         self._held: dict[SwapName, SequenceTables] = {}  # by sequence
         self._pinned: dict[SwapName, SequenceTables] = {}  # by salt
         self._owners: dict[SwapName, bytes] = {}  # of the blocks of both, in the tier
+
+    @property
+    def tier(self) -> Tier:
+        return self._tier
+
+    @tier.setter
+    def tier(self, tier: Tier) -> None:
+        self._tier = tier if type(tier) is HostMemory else GuardedTier(tier)
+
+    def is_pinned(self, name: SwapName) -> bool:
+        """Whether K/V are those of a salt."""
+        return name in self._pinned
 
     def pin(self, cache_salt: str, held: SequenceTables) -> None:
         """Keep the first tokens of all requests of a salt; the caller stores their blocks next."""
@@ -129,9 +144,11 @@ class SwapSpace:
         return self._held[seq_id].num_tokens if seq_id in self._held else 0
 
     def reserve(self, seq_id: SeqId, held: SequenceTables) -> bool:
-        """Reserve memory for a sequence until :meth:`release`; False if it doesn't fit."""
+        """Reserve memory for a sequence until :meth:`release`; False if it doesn't fit, or if the
+        tier has failed.
+        """
         num_blocks = held.num_blocks + self._num_state_blocks
-        if num_blocks > self.num_blocks - self.num_used_blocks:
+        if num_blocks > self.num_blocks - self.num_used_blocks or self._has_failed():
             return False
         self._held[seq_id], self._owners[seq_id] = held, os.urandom(16)
         return True
@@ -158,3 +175,16 @@ class SwapSpace:
         """Discard the K/V of all sequences."""
         for name in list(self._held):
             self.release(name)
+
+    def _has_failed(self) -> bool:
+        """Whether the tier has failed; warns once."""
+        failure = self.tier.failure
+        if failure is not None and not self._has_said_why:
+            self._has_said_why = True
+            # If warnings are errors, this one would stop the engine.
+            with contextlib.suppress(Warning):
+                warnings.warn(
+                    f"[engine] {failure}; from now on preempted requests are computed again",
+                    stacklevel=2,
+                )
+        return failure is not None

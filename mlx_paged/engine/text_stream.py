@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.engine.token_texts import TokenTexts
 
 
@@ -28,6 +30,8 @@ class TextStream:
         min_tokens: stop texts that are completed within this many tokens are ignored.
         includes_stop: whether the text keeps the stop text that ends it.
         skipped_token_ids: special tokens, which add no text. One that is a stop text ends the text.
+        answer_format: how the text is read: each control token among its marks is one character,
+            and stop texts count neither in reasoning nor in calls of tools.
 
     Attributes:
         text: the text that can be shown so far. It is only ever appended to.
@@ -43,8 +47,13 @@ class TextStream:
         min_tokens: int = 0,
         includes_stop: bool = False,
         skipped_token_ids: Collection[int] = (),
+        answer_format: AnswerFormat | None = None,
     ):
         self.text = ""
+        self._marks = {} if answer_format is None else answer_format.marks.characters
+        self._reader: AnswerReader | None = None
+        if stop and answer_format is not None and answer_format.has_marks:
+            self._reader = AnswerReader(answer_format)
         self._tokenizer = texts.tokenizer
         self._detokenizer = texts.detokenizer(prompt_token_ids)
         self._stops = tuple(stop)
@@ -67,7 +76,9 @@ class TextStream:
             return self._found
         if self._stop_sequences:
             self._last_tokens.append((token_id, len(self._decided) + len(self._held_back)))
-        if token_id in self._skipped:
+        if token_id in self._marks:
+            found = self._add_mark(token_id)
+        elif token_id in self._skipped:
             found = self._add_special(token_id)
         else:
             found = self._add_text(self._detokenizer.add(token_id))
@@ -96,6 +107,10 @@ class TextStream:
         if not self._stops:
             self._decided += new_text
             return None
+        if self._reader is not None and not self._counts_in(new_text):
+            self._decided += self._held_back + new_text
+            self._held_back = ""
+            return None
         tail = self._held_back + new_text
         if self._num_tokens_left > 0:
             self._num_tokens_left -= 1
@@ -109,6 +124,28 @@ class TextStream:
         self._held_back = tail[unfinished:]
         self._num_ignored = max(0, self._num_ignored - unfinished)
         return None
+
+    def _counts_in(self, new_text: str) -> bool:
+        """Whether stop texts count in this text: it is no reasoning and no call of a tool."""
+        assert self._reader is not None
+        was_text = self._reader.is_text
+        self._reader.add(new_text)
+        if not self._reader.is_text:
+            return False
+        if not was_text:
+            self._num_ignored = len(self._held_back) + len(new_text)
+        return True
+
+    def _add_mark(self, token_id: int) -> str | None:
+        """Add a mark of the answer, which ends the text where it is a stop text itself."""
+        counts = self._num_tokens_left <= 0 and (self._reader is None or self._reader.is_text)
+        found = self._add_text(self._detokenizer.finish())
+        if found is None and self._stops and counts:
+            name = self._tokenizer.convert_ids_to_tokens(token_id)
+            if name in self._stops:
+                self._found = self._end(self._held_back) or name
+                return self._found
+        return found if found is not None else self._add_text(self._marks[token_id])
 
     def _add_special(self, token_id: int) -> str | None:
         """Add a special token, which has no text, but may be a stop text."""

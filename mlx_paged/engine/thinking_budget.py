@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.reasoning import ReasoningLimit, ReasoningTokens
+from mlx_paged.answers.tokens import ReasoningLimit
 from mlx_paged.request import Request
 
 
@@ -16,20 +16,23 @@ class ThinkingBudget:
 
     def __init__(self, limit: ReasoningLimit):
         self._limit = limit
-        self._reasoning = ReasoningTokens(limit.marks, limit.is_open)
+        self._reader = limit.new_reader()
         self._num_read = 0  # tokens of the answer
+        self._is_forcing = False  # the tokens of the end, of which some have come
 
     def forced_token(self, request: Request) -> int | None:
         """The token that has to come next; ``None`` if any may."""
-        self._reasoning.add(request.token_ids[request.num_prompt_tokens + self._num_read :])
+        self._reader.add(request.token_ids[request.num_prompt_tokens + self._num_read :])
         self._num_read = request.num_output_tokens
-        if not self._reasoning.is_thinking or self._reasoning.num_within < self._limit.num_tokens:
-            return None
-        end = self._limit.marks.end_token_ids
-        for length in range(min(len(end) - 1, self._num_read), 0, -1):
-            if tuple(request.token_ids[-length:]) == end[:length]:
-                return end[length]  # The mark has begun.
-        return end[0]
+        end, reader = self._limit.end_token_ids, self._reader
+        is_over = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
+        if is_over or self._is_forcing:
+            for length in range(min(len(end) - 1, self._num_read), 0, -1):
+                if tuple(request.token_ids[-length:]) == end[:length]:
+                    return end[length]  # The mark has begun.
+        # The first of several tokens may end the reasoning; the others follow all the same.
+        self._is_forcing = is_over
+        return end[0] if is_over else None
 
 
 def force_tokens(

@@ -5,11 +5,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import math
+import os
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -20,30 +26,47 @@ T = TypeVar("T")
 
 # The longest time for which a wait may miss an interrupt.
 LOOK_SECONDS = 0.1
-# A second interrupt of the same call, at least this much later, stops the engine.
+# A second interrupt of the same wait, at least this much later, stops the engine.
 STUCK_SECONDS = 0.5
 # How long the end of Python waits for a call that was told to end.
 SECONDS_TO_STOP = 1.0
+STUCK_STATUS = 70
+"""The exit status of a process whose engine was in the middle of a step that did not end."""
 
 
 class EngineStoppedError(RuntimeError):
     """The engine was shut down, or stopped by a failure, which is then the ``__cause__``."""
 
 
+class ForkedError(EngineStoppedError):
+    """The engine was made before a fork, and its thread does not run in the child."""
+
+
 class StuckStepError(RuntimeError):
-    """A step did not end when it was interrupted."""
+    """A step did not end when it was interrupted, or when the program ended."""
 
 
 class Call(Generic[T]):
-    """A function to be called in an engine's thread, and its result."""
+    """A function to be called in an engine's thread, and its result.
+
+    Attributes:
+        interrupted: the call that ran when the last interrupt ended a wait for this one, and the
+            time of that.
+    """
 
     def __init__(self, work: Callable[[], T]):
+        self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
         self._work: Callable[[], T] | None = work
         self._results: list[T] = []
         self._error: BaseException | None = None
         self._is_done = False
         self._done = threading.Lock()
         self._done.acquire()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work has ended."""
+        return self._is_done
 
     def run(self) -> None:
         assert self._work is not None
@@ -95,7 +118,8 @@ class EngineThread:
     delivers signals to the main thread, which only waits. MLX keeps its streams by thread, so all
     work of an engine is done here, whichever thread requests it.
 
-    The thread ends with :meth:`end`, or when Python does, after the current call.
+    The thread ends with :meth:`end`, or when Python does, after the current call. It does not
+    survive a fork: in the child, every call raises :class:`ForkedError`.
 
     Args:
         forget: drops the compiled functions that were called in the thread. It is called at the end
@@ -115,12 +139,36 @@ class EngineThread:
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
         self._running: Call[Any] | None = None
-        # The call that ran at the last interrupt, and the time of that.
-        self._interrupted: tuple[Call[Any] | None, float] = None, 0.0
-        self._has_ended = False
+        self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
+        self._has_ended = self._is_shared = self._is_forked = False
+        self._may_be_cut, self._cutting = True, threading.Lock()
+        self._is_over = threading.Event()  # it has cleared its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Not in the first call, where an interrupt could leave it half started.
         self._thread.start()
+        _threads.add(self)
+        _watch(self._thread.native_id, self._is_over.is_set)
+        # The newest handler is called first: steps end before their K/V are written to disk.
+        atexit.unregister(_end_with_python)
+        atexit.register(_end_with_python)
+
+    @classmethod
+    def shared(cls, forget: Callable[[], None] | None = None) -> EngineThread:
+        """The thread that the last one-shot call has left, or a new one if there is none: the
+        others are in use, hang or have ended. It is kept with :meth:`let_go`.
+
+        A thread is not ended and made again for each call, because MLX keeps an OS thread for each
+        stream that a process has ever had, on a CPU.
+        """
+        thread = None
+        with contextlib.suppress(IndexError):
+            while thread is None or thread._has_ended:
+                thread = _idle.pop()
+        if thread is None or thread._has_ended:
+            thread = cls()
+            thread._is_shared = True
+        thread._forget = forget
+        return thread
 
     @property
     def is_current(self) -> bool:
@@ -135,7 +183,7 @@ class EngineThread:
     @property
     def is_interrupted(self) -> bool:
         """Whether an interrupt has ended the wait for the current call."""
-        return self._running is not None and self._running is self._interrupted[0]
+        return self._running is not None and self._running is self._interrupted
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
         """Queue a call.
@@ -159,13 +207,14 @@ class EngineThread:
     def wait_for(self, call: Call[T]) -> T:
         """Wait for a submitted call; returns its result or raises its error.
 
-        An interrupt ends the wait. A second one during the same call stops the engine, because the
-        call may never end.
+        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
+        step has ended in between, because the step may never end. Interrupts of waits for different
+        calls never do.
         """
         try:
             call.wait()
         except KeyboardInterrupt:
-            self._note_interrupt()
+            self._note_interrupt(call)
             raise
         return call.result()
 
@@ -183,6 +232,11 @@ class EngineThread:
 
     def stopped(self) -> EngineStoppedError:
         """The error for callers once the thread has ended."""
+        if self._is_forked:
+            return ForkedError(
+                "[engine] it was made before this process was forked, and does not run here; make "
+                "another one in this process"
+            )
         failure = self.failure
         # Every caller gets it, so it must not quote what one of them has written.
         why = "it was shut down" if failure is None else words_for_all(failure)
@@ -195,6 +249,11 @@ class EngineThread:
         if self._has_ended:
             raise self.stopped()
 
+    def check_process(self) -> None:
+        """Raise :class:`ForkedError` in a process that was forked after the thread was made."""
+        if self._is_forked:
+            raise self.stopped()
+
     def stop(self, error: BaseException) -> None:
         """Run no further call, and fail the queued ones with this error. ``SystemExit`` is raised
         in the current call, which ends it in Python code but not in native code.
@@ -203,38 +262,67 @@ class EngineThread:
         self.end()
         self._fail_waiting()
         running = self._running
-        if running is not None and not self.is_current:
-            running.fail(self.stopped())
-            ident, end = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, end)
+        if not self.is_current:
+            if running is not None:
+                running.fail(self.stopped())
+            self._cut()
 
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
         self._has_ended = True
         self._wake()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the thread, unless this is the thread."""
-        if not self.is_current:
-            self._thread.join(timeout)
+    def let_go(self) -> Call[None] | None:
+        """Called when the engine has ended: end the thread, or keep a shared one for the next call
+        once the current one has ended.
+        """
+        if self._is_shared:
+            with contextlib.suppress(EngineStoppedError):
+                return self.submit(self._become_idle)
+        self.end()
+        return None
 
-    def _note_interrupt(self) -> None:
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the thread, unless this is the thread; whether it has ended."""
+        if not self.is_current:
+            end = math.inf if timeout is None else time.monotonic() + timeout
+            # Thread.join takes a thread for ended if an interrupt ends the wait.
+            while self.is_alive() and (left := end - time.monotonic()) > 0:
+                self._is_over.wait(min(left, LOOK_SECONDS))
+            if not self.is_alive():
+                self._thread.join(LOOK_SECONDS)
+        return not self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended yet."""
+        return not self._is_over.is_set()
+
+    def _become_idle(self) -> None:
+        self._drop_compiled()
+        self._interrupted = None  # It may refer to the engine.
+        if not self._has_ended:
+            _idle.append(self)
+
+    def _note_interrupt(self, call: Call[Any]) -> None:
         running, now = self._running, time.monotonic()
-        interrupted, before = self._interrupted
-        self._interrupted = running, now
-        if running is not None and running is interrupted and now - before >= STUCK_SECONDS:
+        before, then = call.interrupted
+        call.interrupted = running, now
+        self._interrupted = running
+        if running is not None and running is before and now - then >= STUCK_SECONDS:
             self.stop(StuckStepError("it was interrupted twice while one step ran"))
 
     def _wake(self) -> None:
         self._calls.put(None)
 
     def _run(self) -> None:
-        # Python must not end in the middle of a step.
-        atexit.register(self._end_with_python)
-        try:
-            self._run_calls()
-        except BaseException as error:
-            self.failure = self.failure or error
+        while self._may_be_cut:
+            with contextlib.suppress(SystemExit):  # It may be cut more than once.
+                try:
+                    self._run_calls()
+                    self._refuse_cuts()
+                except BaseException as error:
+                    self._has_ended = True
+                    self.failure = self.failure or error
         try:
             self._has_ended = True
             if self._at_end is not None:
@@ -242,16 +330,13 @@ class EngineThread:
         finally:
             self._fail_waiting()
             self._background = self._at_end = None
-            if self._forget is not None:
-                self._forget()
-                self._forget = None  # It holds the cache.
+            self._drop_compiled()
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             # Their work has to end first, because it may need the GIL, which clearing holds.
             with contextlib.suppress(Exception):
                 mx.synchronize()
             mx.clear_streams()
-            # Only now, because the end of Python has to wait for all of the above.
-            atexit.unregister(self._end_with_python)
+            self._is_over.set()
 
     def _run_calls(self) -> None:
         pause: float | None = None
@@ -269,6 +354,11 @@ class EngineThread:
             call.run()
             self._running = None
 
+    def _drop_compiled(self) -> None:
+        if self._forget is not None:
+            self._forget()
+            self._forget = None  # It holds the cache.
+
     def _fail_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
@@ -276,24 +366,144 @@ class EngineThread:
                 if call is not None:
                     call.fail(self.stopped())
 
-    def _end_with_python(self) -> None:
-        self.end()
-        try:
-            self.join(None if self.failure is None else SECONDS_TO_STOP)
-        except KeyboardInterrupt as interrupt:
-            self.stop(interrupt)
+    def _cut(self) -> None:
+        """Raise ``SystemExit`` in the thread, unless it has left its calls."""
+        with self._cutting:
+            if self._may_be_cut:
+                _raise_in(self._thread, SystemExit)
+
+    def _refuse_cuts(self) -> None:
+        """The thread has left its calls: it can't be cut from now on."""
+        with self._cutting:
+            _raise_in(self._thread, None)
+            self._may_be_cut = False
+
+    def _forked(self) -> None:
+        self._has_ended = self._is_forked = True
+        self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
+        self._is_over.set()
 
 
 def run_apart(work: Callable[[], T]) -> T:
     """Call ``work``; returns its result or raises its error. Outside of the main thread it runs in
     an :class:`EngineThread`, because MLX's streams, on Linux, abort the process if they outlive
-    their thread.
+    their thread. So it does in a forked child, where the streams of its main thread don't run.
     """
-    if threading.current_thread() is threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and os.getpid() == _pid_of_streams:
         return work()
-    thread = EngineThread()
+    thread = EngineThread.shared()
     try:
         return thread.call(work)
     finally:
-        thread.end()
-        thread.join()
+        left = thread.let_go()
+        if left is not None:
+            left.wait()  # The next call may come at once.
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException] | None) -> None:
+    """Raise an error in another thread, as soon as it runs Python code; ``None`` cancels it."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), raised)
+
+
+# The end of Python, and forks
+
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_idle: deque[EngineThread] = deque()  # shared threads that no call uses
+_watched: dict[int, Callable[[], bool]] = {}  # whether a thread of the OS has ended for Python
+_stuck: list[EngineThread] = []  # they did not end with Python
+_pid_of_streams = os.getpid()  # the main thread of this process may use MLX
+
+
+def end_before_python(thread: threading.Thread) -> None:
+    """Let the end of Python wait for the native end of a thread that uses MLX.
+
+    It comes after the end that ``join`` waits for, and needs the GIL if MLX keeps Python objects
+    for the thread, such as the state of ``mx.random``. A thread that asks for the GIL of an
+    interpreter that has ended is unwound, and that aborts the process on Linux.
+    """
+    alive = weakref.ref(thread)
+    _watch(thread.native_id, lambda: (it := alive()) is None or not it.is_alive())
+
+
+def _watch(native_id: int | None, has_ended: Callable[[], bool]) -> None:
+    if native_id is None:
+        return
+    known = _watched.get(native_id)
+    if known is None or known():  # The system uses the id of a thread that has ended again.
+        for each in [each for each in list(_watched) if not _is_there(each)]:
+            _watched.pop(each, None)
+        _watched[native_id] = has_ended
+
+
+def _end_with_python() -> None:
+    """End all engine threads: Python must not end in the middle of a step.
+
+    Steps are waited for, except those that were interrupted twice. An interrupt ends them if they
+    run Python code; others are left to :func:`_exit_if_stuck`.
+    """
+    threads = [each for each in list(_threads) if each.is_alive()]
+    for each in threads:
+        each.end()
+    try:
+        for each in threads:
+            each.join(None if each.failure is None else SECONDS_TO_STOP)
+    except KeyboardInterrupt as interrupt:
+        for each in threads:
+            each.stop(interrupt)
+        _outlast(threads)
+    _stuck[:] = [each for each in threads if each.is_alive()]
+    _wait_for_native_ends()
+
+
+def _outlast(threads: Iterable[EngineThread]) -> None:
+    """Wait for threads that were told to end, ignoring interrupts."""
+    end = time.monotonic() + SECONDS_TO_STOP
+    while any(each.is_alive() for each in threads) and time.monotonic() < end:
+        with contextlib.suppress(KeyboardInterrupt):
+            for each in threads:
+                each._cut()  # It may have caught the last one.
+            time.sleep(LOOK_SECONDS)
+
+
+def _wait_for_native_ends() -> None:
+    end = time.monotonic() + SECONDS_TO_STOP
+    with contextlib.suppress(KeyboardInterrupt):
+        while any(map(_is_ending, list(_watched))) and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+def _is_ending(native_id: int) -> bool:
+    """Whether a thread has ended for Python and not for the system."""
+    return _watched[native_id]() and _is_there(native_id)
+
+
+def _is_there(native_id: int) -> bool:
+    """Whether the system still has a thread. Systems without this folder are not affected."""
+    return Path(f"/proc/self/task/{native_id}").exists()
+
+
+def _exit_if_stuck() -> None:
+    """The last handler: end the process at once if a step still runs. Finalising Python and MLX
+    meanwhile would abort it.
+    """
+    if not any(thread.is_alive() for thread in _stuck):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    logging.shutdown()
+    os._exit(STUCK_STATUS)
+
+
+def _forget_in_child() -> None:
+    for thread in list(_threads):
+        thread._forked()
+    for each in (_threads, _idle, _watched, _stuck):
+        each.clear()
+
+
+# Before the handlers of the disk tier and its writers, which are called first.
+atexit.register(_exit_if_stuck)
+os.register_at_fork(after_in_child=_forget_in_child)

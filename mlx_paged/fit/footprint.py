@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,13 +15,10 @@ from mlx_paged.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     KVBits,
-    KVBudget,
-    SchedulerConfig,
 )
 from mlx_paged.core.block_need import BlockNeed
 from mlx_paged.engine.draft_options import num_parameters_of
-from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD, room_for_states
-from mlx_paged.errors import ArgumentError
+from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD
 from mlx_paged.models.activations import activation_nbytes, num_experts_per_token
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_cache import weight_nbytes
@@ -87,7 +83,7 @@ class Footprint:
 
     def state_nbytes(self, num_seqs: int) -> int:
         """States of recurrent layers, including all copies that exist at once."""
-        return num_seqs * (NUM_COPIES_AHEAD + 1) * self.model.state_nbytes
+        return num_seqs * NUM_COPIES_AHEAD * self.model.state_nbytes
 
     def kv_nbytes(self, num_tokens: int, num_seqs: int) -> int:
         """K/V of sequences of ``num_tokens`` each, in whole blocks."""
@@ -109,20 +105,7 @@ class Footprint:
         """The most tokens that each of ``num_seqs`` sequences may have in a budget of ``nbytes``
         for K/V and states, at most the model's context length; 0 if the budget is too small.
         """
-        if self.model.state_nbytes:
-            config = SchedulerConfig(
-                max_num_seqs=num_seqs,
-                max_num_batched_tokens=max(DEFAULT_MAX_NUM_BATCHED_TOKENS, num_seqs),
-                max_num_mixed_tokens=max(SchedulerConfig.max_num_mixed_tokens, num_seqs),
-            )
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    room = room_for_states(self.model, config, KVBudget(nbytes=nbytes), True)
-            except ArgumentError:
-                return 0
-            if room.max_num_seqs < num_seqs:
-                return 0
-            nbytes = int(room.kv_cache_bytes)
+        nbytes -= self.state_nbytes(num_seqs)
         blocks = (nbytes // self.one_block.nbytes_per_block - 1) // num_seqs
         if blocks < 1:
             return 0

@@ -13,10 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_paged.errors import ArgumentError, one_line
+from mlx_paged.errors import ArgumentError, one_line, shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 UTF_8 = "utf-8-sig"  # with a byte order mark, which editors on Windows write, or without
+# What users type for a model elsewhere: an address on the hub, a path that does not exist.
+_HUB_ADDRESS = re.compile(r"(https://)?(huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+)\S*")
+_LIKE_A_PATH = re.compile(r"(\.\.?|~|/\S+)/\S+")
 GGUF_SUFFIX = ".gguf"
 DEMO = "demo"  # the name of the bundled model, where there is no such folder
 _MODEL_FILES = [
@@ -100,6 +103,44 @@ def _has_all_weights(folder: Path) -> bool:
     return isinstance(files, dict) and all(
         (folder / str(name)).is_file() for name in files.values()
     )
+
+
+def local_model_of(word: str) -> str | None:
+    """The model on this machine that a word names: a path that exists, ``demo``, or a repository in
+    the hub's cache, by its id or by the last part of it; ``None`` if there is none.
+
+    Raises:
+        LoadError: several repositories have this name.
+    """
+    if _local(word) is not None:
+        return word
+    repositories = local_repositories()
+    found = [repo for repo in repositories if word in (repo, repo.partition("/")[2])]
+    if word in found or len(found) < 2:
+        return word if word in found else next(iter(found), None)
+    raise LoadError(f"[load] {shown(word)} is the name of several models: {', '.join(found)}")
+
+
+def is_model(path_or_hf_repo: str) -> bool:
+    """Whether a model on this machine is what it has to be: a repository, a GGUF file, or a folder
+    with a configuration.
+    """
+    path = _local(path_or_hf_repo)
+    if path is None or path.is_file():
+        return path is None or path.suffix.lower() == GGUF_SUFFIX
+    return (path / "config.json").is_file()
+
+
+def way_to_get(word: str) -> str | None:
+    """How to get the model that a word seems to name, which is not on this machine; ``None`` if it
+    has not the form of a path, a hub id or an address on the hub.
+    """
+    if word.lower().endswith(GGUF_SUFFIX) or _LIKE_A_PATH.fullmatch(word):
+        return "give a path that exists"
+    address = _HUB_ADDRESS.fullmatch(word)
+    if address is None and not _HUB_ID.fullmatch(word):
+        return None
+    return f"--model {address['id'] if address else word} downloads it from the hub"
 
 
 def find_tokenizer(path_or_hf_repo: str | Path) -> Path:

@@ -29,6 +29,7 @@ from mlx_paged.loading.folder import (
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
+from mlx_paged.models.identity import model_name
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.weight_files import noting_classes
@@ -243,18 +244,8 @@ def load_from(
         model = _with_adapters(model, adapter_path)
     ours = on_our_caches(model, config, skip_check=skip_check)
     ours.group = group
-    ours.name = model_name(path)
+    ours.name, ours.path = model_name(path), path
     return ours, tokenizer, config
-
-
-def model_name(path: Path) -> str:
-    """The name of the model at ``path``: the id of a repository in the hub's cache, or the name of
-    the folder or file.
-    """
-    repository, is_snapshot = path.parent.parent.name, path.parent.name == "snapshots"
-    if is_snapshot and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return path.resolve().name
 
 
 def build_model(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +16,12 @@ from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.models.array_digests import NOTHING_KNOWN, KnownDigests, array_digests
-from mlx_paged.models.language_model import check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 
 KV_VERSION = 2
-"""The version of the code that computes K/V: increase it when a model's K/V change."""
+"""The version of the code that computes K/V: increase it when a model's K/V change. Snapshots of
+another version are refused; see also ``block_store.STORED_KV_VERSION``.
+"""
 
 # Attributes that do not affect what a model computes.
 _UNRELATED = {"name", "description", "_training"}
@@ -61,6 +65,38 @@ def model_identity(model: Module, known: KnownDigests = NOTHING_KNOWN) -> ModelI
     for (name, array), digest in zip(arrays.items(), digests, strict=True):
         total.update(f"{name} {array.shape} {array.dtype}".encode() + b"\0" + digest)
     return ModelIdentity(total.hexdigest(), checked.name or model_type_of(checked))
+
+
+def model_name(path: Path) -> str:
+    """The name of the model at ``path``: the id of a repository in the hub's cache, or the name of
+    the folder or file.
+    """
+    repository, is_snapshot = path.parent.parent.name, path.parent.name == "snapshots"
+    if is_snapshot and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.resolve().name
+
+
+def may_be_called(model: LanguageModel, given: str) -> bool:
+    """Whether another program may have been given this model as ``given``: a path, or the id of a
+    repository. A path that exists has to be that of the model, and an id that of its repository. In
+    all other cases the last parts of the names are compared, because folders are moved and copied.
+    A model without a name may be any.
+    """
+    if not model.name:
+        return True
+    path = Path(given)
+    names = {path.name}
+    # It may be too long, contain a null byte or begin with the home of an unknown user.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        path = path.expanduser()
+        if path.exists() and model.path is not None and model.path.exists():
+            return path.samefile(model.path)
+        names.add(model_name(path).rpartition("/")[2])
+    is_id = given.count("/") == 1 and not path.is_absolute() and not given.startswith((".", "~"))
+    if is_id and "/" in model.name:
+        return model.name == given
+    return model.name.rpartition("/")[2] in names
 
 
 def identities_of(

@@ -93,6 +93,25 @@ def make_kv_cache(
             backend is unknown; the budget is invalid or smaller than a block; or the format or
             window is invalid or not supported for this model, kind or backend.
     """
+    return make_engine_cache(model, kind, draft_model, options)
+
+
+def make_engine_cache(
+    model: Module,
+    kind: str,
+    draft_model: Module | None,
+    options: CacheOptions,
+    num_state_copies: int = 0,
+) -> KVCache:
+    """As :func:`make_kv_cache`, for an engine.
+
+    Args:
+        num_state_copies: copies of a recurrent state that one sequence needs of a budget in bytes;
+            the budget of the cache is what they leave.
+
+    Raises:
+        ValueError: as :func:`make_kv_cache`.
+    """
     checked = check_model(model)
     backend = options.get("backend", DEFAULT_BACKEND)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -115,31 +134,48 @@ def make_kv_cache(
         )
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
     preallocate = _preallocates(kind, options.get("preallocate", False))
-    specs = checked.layer_specs
-    if draft_model is not None:
-        specs = [*specs, *check_model(draft_model).layer_specs]
+    models = [checked] if draft_model is None else [checked, check_model(draft_model)]
+    specs = [spec for each in models for spec in each.layer_specs]
     bits = KVBits.parse(options.get("kv_format"))
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
     if bits is not None:
         warn_if_coarse(checked, bits)
-    if draft_model is not None:
-        config = _drafted(budget, stored, block_size, streaming)
-        return _paged_cache(config, backend, preallocate)
-    groups = group_layers(stored, block_size, streaming)
+    groups = _groups(stored, block_size, streaming, draft_model is not None)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
-    config = KVCacheConfig.within(budget, stored, block_size, groups)
     config = replace(
-        config,
+        KVCacheConfig.within(
+            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
+        ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
-        keeps_kv=checked.keeps_kv,
+        keeps_kv=any(each.keeps_kv for each in models),
     )
     return _paged_cache(config, backend, preallocate, rotate_keys)
+
+
+def _groups(
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    streaming: StreamingWindow | None,
+    is_beside_drafts: bool,
+) -> tuple[LayerGroup, ...]:
+    """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
+    need tokens that have left the model's windows.
+    """
+    if not is_beside_drafts:
+        return group_layers(layers, block_size, streaming)
+    if streaming is not None:
+        raise ArgumentError(
+            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
+            "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
+            "window",
+        )
+    return ()
 
 
 def _preallocates(kind: str, given: object) -> bool:
@@ -161,9 +197,11 @@ def _paged_cache(
 ) -> PagedKVCache:
     if not preallocate:
         return PagedKVCache(config, backend, rotate_keys=rotate_keys)
+    # States of further sequences and checkpoints take the other half.
+    num_blocks = -(-config.num_blocks // 2) if config.state_nbytes else config.num_blocks
     try:
-        check_available(config.nbytes)
-        return PagedKVCache(config, backend, config.num_blocks, rotate_keys)
+        check_available((num_blocks + 1) * config.nbytes_per_block)
+        return PagedKVCache(config, backend, num_blocks, rotate_keys)
     except (RuntimeError, OSError, OverflowError) as error:  # of MLX or of the system
         raise ArgumentError(
             f"[kv cache] preallocate: there is no memory for a budget of {config.nbytes:,} bytes "
@@ -186,24 +224,6 @@ def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:
     """Bytes of the parameters of a model and of its draft model."""
     weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
     return sum(leaf.nbytes for each in weights for leaf in each.values())
-
-
-def _drafted(
-    budget: KVBudget,
-    layers: Sequence[LayerSpec],
-    block_size: int,
-    streaming: StreamingWindow | None,
-) -> KVCacheConfig:
-    """A single group of layers that keeps all tokens: a draft model may still need tokens that have
-    left the model's windows.
-    """
-    if streaming is not None:
-        raise ArgumentError(
-            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
-            "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
-            "window",
-        )
-    return KVCacheConfig.within(budget, layers, block_size)
 
 
 def _streaming_window(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -35,12 +36,14 @@ class LanguageModel(Module, ABC):
     Attributes:
         args: the model's configuration.
         name: of the folder, repository or file that it was loaded from, or empty.
+        path: of that folder or file, if it is known.
         description: its type and how it runs, for the first line that programs print.
         group: the ranks that its heads are split over; ``None`` if this process has all of them.
     """
 
     args: ModelArgs
     name: str = ""
+    path: Path | None = None
     description: str
     group: mx.distributed.Group | None = None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_paged.request import PENDING_TOKEN
@@ -24,23 +25,28 @@ class Counts(NamedTuple):
 
     Args:
         num_new: running or waiting sequences without a first token. These are also pending here.
+        by_user: running and waiting sequences, and those without a first token, of each user.
     """
 
     num_running: int
     num_waiting: int
     num_new: int
+    by_user: Mapping[str | None, tuple[int, int]] = MappingProxyType({})
 
 
 def counts_of(engine: AsyncEngine) -> Counts:
     """The current numbers of an engine, read without waiting for its step."""
     scheduler = engine.engine.scheduler
     running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
-    num_new = sum(
+    num_new = 0
+    by_user: dict[str | None, tuple[int, int]] = {}
+    for request in (*running, *waiting):
         # The pending token of the step in flight does not count yet.
-        request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
-        for request in (*running, *waiting)
-    )
-    return Counts(len(running), len(waiting), num_new)
+        is_new = request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
+        num_new += is_new
+        num_of_user, num_new_of_user = by_user.get(request.user, (0, 0))
+        by_user[request.user] = num_of_user + 1, num_new_of_user + is_new
+    return Counts(len(running), len(waiting), num_new, by_user)
 
 
 class Admission:
@@ -54,6 +60,10 @@ class Admission:
     counted here. Sequences with a first token are counted by the engine only, so a slow reader
     takes no place in the queue.
 
+    A user who has less than an equal share of all places, running and waiting, is admitted although
+    the queue is full of the requests of others. With k users there, these may then be up to 1 + 1/2
+    + ... + 1/k times as many as fit.
+
     Args:
         max_queue_len: the maximum number of waiting sequences.
         max_num_seqs: the maximum number of running sequences.
@@ -61,7 +71,7 @@ class Admission:
         clock: returns seconds.
 
     Attributes:
-        num_pending: admitted sequences without a first token.
+        num_pending: admitted sequences without a first token, of all users.
     """
 
     def __init__(
@@ -71,7 +81,7 @@ class Admission:
         counts: Callable[[], Counts],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.num_pending = 0
+        self._num_pending: Counter[str | None] = Counter()  # by user
         self._max_queue_len = max_queue_len
         self._max_num_seqs = max_num_seqs
         self._counts = counts
@@ -79,28 +89,45 @@ class Admission:
         self._start = clock()
         self._begun: deque[tuple[float, int]] = deque()  # time and number of sequences
 
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending.total()
+
     @contextmanager
-    def admit(self, num_seqs: int = 1) -> Iterator[None]:
-        """Hold places in the queue until the sequences of a request begin. An idle server admits
-        any request, regardless of its number of sequences.
+    def admit(self, num_seqs: int = 1, user: str | None = None) -> Iterator[None]:
+        """Hold places in the queue until the sequences of a request begin. A user of whom nothing
+        is there may have any request, regardless of its number of sequences.
 
         Raises:
-            ApiError: 503 with ``Retry-After`` if too many sequences are waiting.
+            ApiError: 503 with ``Retry-After`` if too many sequences are waiting, and those of this
+                user are more than an equal share of them.
         """
-        num_running, num_waiting, num_new = self._counts()
+        num_running, num_waiting, num_new, by_user = self._counts()
         num_unseen = max(self.num_pending - num_new, 0)
         num_there = num_running + num_waiting + num_unseen
         # Sequences that wait while fewer than max_num_seqs run are waiting for memory.
         num_places = num_running if num_waiting else self._max_num_seqs
-        if num_there and num_there + num_seqs > num_places + self._max_queue_len:
-            raise self._refusal(max(num_there - num_places, 0))
-        self.num_pending += num_seqs
+        num_most = num_places + self._max_queue_len
+        if num_there and num_there + num_seqs > num_most:
+            users = {user, *by_user, *self._num_pending}
+            num_own = self._num_there_of(user, by_user)
+            # Of a user alone all are there.
+            if len(users) == 1 or (num_own and (num_own + num_seqs) * len(users) > num_most):
+                raise self._refusal(max(num_there - num_places, 0))
+        self._num_pending[user] += num_seqs
         try:
             yield
         finally:
-            self.num_pending -= num_seqs
+            self._num_pending[user] -= num_seqs
+            if not self._num_pending[user]:
+                del self._num_pending[user]
             self._forget_old()
             self._begun.append((self._clock(), num_seqs))
+
+    def _num_there_of(self, user: str | None, by_user: Mapping[str | None, tuple[int, int]]) -> int:
+        """The sequences of a user, in the engine or not seen by it yet."""
+        num_seen, num_new = by_user.get(user, (0, 0))
+        return num_seen + max(self._num_pending[user] - num_new, 0)
 
     def retry_after(self, num_ahead: int) -> int:
         """Estimated seconds until the waiting sequences begin: ``num_ahead / rate``, within 1..60,

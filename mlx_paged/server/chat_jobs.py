@@ -9,21 +9,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+from mlx_paged.answers.dialect import AnswerFormat, Dialect, ToolChoice
+from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.chat_template import NO_TOOLS, ChatTemplateError
 from mlx_paged.conversation_encoder import Prompt
+from mlx_paged.engine.token_rules import special_token_ids
 from mlx_paged.errors import ArgumentError
-from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
-from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
-from mlx_paged.server.answers.tools import JSON_LIST
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation
+from mlx_paged.server.generations import Generation, api_error
 from mlx_paged.server.grammars.tool_grammar import (
     ToolGrammar,
     format_or_calls,
@@ -32,7 +30,9 @@ from mlx_paged.server.grammars.tool_grammar import (
     strict_calls,
 )
 from mlx_paged.server.idle_prefill import Upcoming
+from mlx_paged.server.sampling_fields import made_params
 from mlx_paged.server.service import Service
+from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class ChatJob:
         parallel_tool_calls: whether an answer may contain several calls.
         template_options: variables of the chat template.
         user: the name of the user.
+        fields: as of :class:`Generation`.
     """
 
     messages: list[dict[str, Any]]
@@ -60,6 +61,7 @@ class ChatJob:
     cache_salt: str | None = None
     no_store: bool = False
     user: str = "-"
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
@@ -85,27 +87,27 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     except ChatTemplateError as error:
         param = "tools" if NO_TOOLS in str(error) else "messages"
         raise ApiError(400, str(error), param=param) from error
-    dialect = ModelDialect.of(tokenizer)
+    dialect = Dialect.of(tokenizer)
+    fields = {"grammar": "tools", "structured_outputs": "tool_choice", **job.fields}
     try:
-        calls = _grammar_of_calls(dialect.tools, job)
+        calls = _grammar_of_calls(dialect, job)
     except ArgumentError as error:
-        raise ApiError(400, str(error), param=error.argument) from error
+        raise api_error(error, fields) from error
     structured = job.params.structured_outputs if calls is None else calls.structured_outputs
     if structured is not None:
-        structured = replace(structured, **reasoning_before(dialect.reasoning, prompt.text))
-    answer_format = _format_of(tokenizer, job, prompt.text)
+        structured = replace(structured, **reasoning_before(dialect, prompt.text, calls))
+    answer_format = _format_of(service, job, prompt)
     if calls is not None and calls.is_json:
-        answer_format = replace(answer_format, tool_format=JSON_LIST, is_calls=True)
-    params = job.params.clone(
-        output_kind=RequestOutputKind.DELTA,
-        skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
-        structured_outputs=structured,
-        **({} if structured else _limits_of_calls(dialect.tools, job)),
-    )
+        answer_format = replace(answer_format, calls=JSON_LIST)
+    values = {
+        "output_kind": RequestOutputKind.DELTA,
+        "structured_outputs": structured,
+        **({} if structured else _limits_of_calls(dialect, job)),
+    }
     is_continued = options.get("continue_final_message", False)
     return Generation(
         prompt.token_ids,
-        params,
+        made_params(job.params, values, fields),
         job.priority,
         job.cache_salt,
         job.no_store,
@@ -113,10 +115,24 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         # A continued message comes back together with its beginning, so it is not kept.
         None if is_continued else partial(_answered, service, job, options, prompt, answer_format),
         job.user,
+        fields,
+        partial(_parts_of, calls, job, fields),
     )
 
 
-def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGrammar | None:
+def _parts_of(
+    calls: ToolGrammar | None, job: ChatJob, fields: Mapping[str, str]
+) -> dict[str, StructuredOutputsParams]:
+    """What the grammar of an answer that calls tools is made of, by the client's fields."""
+    if calls is None:
+        return {}
+    parts = {fields.get(path, path): part for path, part in calls.parts().items()}
+    if job.params.structured_outputs is not None:
+        parts[fields["structured_outputs"]] = job.params.structured_outputs
+    return parts
+
+
+def _grammar_of_calls(dialect: Dialect, job: ChatJob) -> ToolGrammar | None:
     """The grammar of an answer that may or must call tools; ``None`` if none is needed. If the
     request also asks for a format, the answer is either in that format or calls tools.
     """
@@ -127,8 +143,8 @@ def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGramm
         return None
     if choice == "auto":
         if wanted is None:
-            return strict_calls(job.tools, call_format, parallel_tool_calls=is_parallel)
-        return format_or_calls(job.tools, call_format, wanted, parallel_tool_calls=is_parallel)
+            return strict_calls(job.tools, dialect, parallel_tool_calls=is_parallel)
+        return format_or_calls(job.tools, dialect, wanted, parallel_tool_calls=is_parallel)
     if wanted is not None:
         raise ArgumentError(
             "tool_choice requires a call, but the request also asks for an answer in a format; "
@@ -136,7 +152,7 @@ def _grammar_of_calls(call_format: ToolFormat | None, job: ChatJob) -> ToolGramm
             "tool_choice",
         )
     name = None if choice == "required" else choice
-    return required_calls(job.tools, call_format, name=name, parallel_tool_calls=is_parallel)
+    return required_calls(job.tools, dialect, name=name, parallel_tool_calls=is_parallel)
 
 
 def _answered(
@@ -149,7 +165,7 @@ def _answered(
 ) -> None:
     """Keep a finished answer; if it has no calls, prefill the prompt of the next question."""
     kept, tokenizer = service.kept_answers, service.tokenizer
-    message = keep_answer(kept, tokenizer, prompt, answer_format, completion)
+    message = keep_answer(kept, tokenizer, prompt, answer_format, completion, job.no_store)
     if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
         return
     computed = [*prompt.token_ids, *completion.token_ids]
@@ -160,34 +176,37 @@ def _answered(
     service.idle_prefill.expect(prompt.key, upcoming)
 
 
-def _limits_of_calls(tool_format: ToolFormat | None, job: ChatJob) -> dict[str, Any]:
+def _limits_of_calls(dialect: Dialect, job: ChatJob) -> dict[str, Any]:
     """Sampling parameters that prevent unwanted calls, if the model's marks are single tokens."""
-    if not job.tools or tool_format is None:
+    if not job.tools or dialect.calls is None:
         return {}
-    start, end = tool_format.start_token_ids, tool_format.end_token_ids
     if job.tool_choice == "none":
-        none = {start[0]: -math.inf} if len(start) == 1 else {}
+        start = dialect.token_of(dialect.calls.start)
+        none = {} if start is None else {start: -math.inf}
         return {"logit_bias": {**job.params.logit_bias, **none}}
-    if not job.parallel_tool_calls and len(end) == 1:
+    if not job.parallel_tool_calls and (end := dialect.call_end_token) is not None:
         # The answer ends after its first call.
-        return {"stop_token_ids": (*job.params.stop_token_ids, end[0])}
+        return {"stop_token_ids": (*job.params.stop_token_ids, end)}
     return {}
 
 
-def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> AnswerFormat:
+def _format_of(service: Service, job: ChatJob, prompt: Prompt) -> AnswerFormat:
+    tokenizer, texts = service.tokenizer, service.token_texts
     tools = job.tools if job.tool_choice != "none" else ()
-    if tools and job.tool_choice == "auto" and ModelDialect.of(tokenizer).tools is None:
+    if tools and job.tool_choice == "auto" and Dialect.of(tokenizer).calls is None:
         raise ApiError(
             400,
             "this model can't call tools: its format of calls is unknown; leave the tools out, or "
             "send tool_choice 'required'",
             param="tools",
         )
-    max_calls = None if job.parallel_tool_calls else 1
-    answer_format = AnswerFormat.of(tokenizer, prompt, tools, max_calls)
-    if not job.params.skip_special_tokens:
-        return replace(answer_format, hidden=())  # The client asked for special tokens.
-    return answer_format
+    skips_special = job.params.skip_special_tokens
+    return replace(
+        AnswerFormat.of(tokenizer, prompt.text, tools, None if job.parallel_tool_calls else 1),
+        hides_special=skips_special,
+        detokenizer=partial(texts.detokenizer, prompt.token_ids),
+        skipped=special_token_ids(tokenizer) if skips_special else frozenset(),
+    )
 
 
 def arguments_of(text: str) -> dict[str, Any]:

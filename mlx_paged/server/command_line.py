@@ -40,7 +40,10 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         prog=prog or "python -m mlx_paged.server",
         description="Serve a model through OpenAI- and Anthropic-compatible APIs.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
-        usage="%(prog)s [options]",
+        usage="%(prog)s [options] [model]",
+    )
+    server.add_argument(
+        "name", nargs="?", metavar="model", help="the model, in the place of --model"
     )
     own = flags.add_flags(server, "server", SERVER_SETTINGS)
     own.add_argument(
@@ -74,6 +77,19 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     server.add_version()
     return server
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """Set ``args.model`` to the model that is given without a flag.
+
+    Raises:
+        ArgumentError: it is given twice.
+    """
+    if args.name is not None and args.model is not None:
+        raise ArgumentError(
+            f"[server] the model is given twice, as --model and as {shown(args.name)}", "model"
+        )
+    args.model = args.model if args.name is None else args.name
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.engine.grammar import StructuredOutputError
 from mlx_paged.engine.thread import EngineStoppedError
@@ -21,8 +23,7 @@ from mlx_paged.errors import (
     without_room,
 )
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.answers.reader import PLAIN, AnswerFormat
+from mlx_paged.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger("mlx_paged.server")
@@ -41,6 +42,9 @@ class Generation:
         answer_format: how the text of an answer is parsed; by default it is plain text.
         when_finished: called with each finished completion, with all of its tokens.
         user: the name of the user.
+        fields: the client's fields by the names of the parameters that they set, for errors.
+        parts: returns what the grammar of the answer is made of, by the client's fields, to find
+            out which of them can't be compiled.
     """
 
     prompt_token_ids: list[int]
@@ -51,6 +55,13 @@ class Generation:
     answer_format: AnswerFormat = PLAIN
     when_finished: Callable[[CompletionOutput], object] | None = None
     user: str = "-"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    parts: Callable[[], Mapping[str, StructuredOutputsParams]] = dict
+
+    @property
+    def marked_format(self) -> AnswerFormat | None:
+        """The format in which the engine is to write marks; ``None`` if there are none."""
+        return self.answer_format if self.answer_format.has_marks else None
 
 
 class Answer:
@@ -67,6 +78,7 @@ class Answer:
         parts: the engine's output.
         places: places in the queue, released when the first part arrives.
         note: called with each part, and whether it is the first.
+        fields: those of the :class:`Generation`.
     """
 
     def __init__(
@@ -74,10 +86,12 @@ class Answer:
         parts: AsyncGenerator[RequestOutput, None],
         places: ExitStack,
         note: Callable[[RequestOutput, bool], None],
+        fields: Mapping[str, str],
     ):
         self._rest = parts
         self._places = places
         self._note = note
+        self._fields = fields
         self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(anext(parts))
 
     def __aiter__(self) -> Answer:
@@ -93,19 +107,19 @@ class Answer:
             else:
                 output = await anext(self._rest)
                 self._note(output, False)
-            return _check_end(output)
+            return _check_end(output, self._fields)
         except StopAsyncIteration:
             raise
         except Exception as error:
             await self.aclose()
-            raise api_error(error) from error
+            raise api_error(error, self._fields) from error
 
     async def wait(self, seconds: float) -> None:
         """Wait for the first part for some seconds; raises an :class:`ApiError` if it failed."""
         if self._first is not None:
             await asyncio.wait({self._first}, timeout=seconds)
             if self._first.done() and (error := self._first.exception()) is not None:
-                raise api_error(error) from error
+                raise api_error(error, self._fields) from error
 
     async def aclose(self) -> None:
         """Abort the generation unless it has finished. May be called more than once."""
@@ -180,7 +194,7 @@ async def _read(
         await inbox.put((index, None))
 
 
-def _check_end(output: RequestOutput) -> RequestOutput:
+def _check_end(output: RequestOutput, fields: Mapping[str, str]) -> RequestOutput:
     """Return the output, or raise an :class:`ApiError` if one of its completions was aborted or
     failed: no protocol has a finish reason for that.
     """
@@ -188,13 +202,17 @@ def _check_end(output: RequestOutput) -> RequestOutput:
         if completion.finish_reason == "abort":
             raise ApiError(503, "the server aborted this answer", code="aborted")
         if completion.finish_reason == "error":
-            raise api_error(output.error or RuntimeError("an unknown error"))
+            raise api_error(output.error or RuntimeError("an unknown error"), fields)
     return output
 
 
-def api_error(error: BaseException) -> ApiError:
+def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
     """The response to an error that ended a generation. Messages of this package's errors are
     shown; for others, which may quote anything, only the type and the place. Frames are logged.
+
+    Args:
+        fields: the client's fields by the names of the parameters that they set. An error about a
+            parameter names the field instead.
     """
     if isinstance(error, ApiError):
         return error
@@ -203,8 +221,12 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
-    if isinstance(error, ArgumentError | ChatTemplateError):
-        return ApiError(400, _words_of(error), param=getattr(error, "argument", None))
+    if isinstance(error, ArgumentError):
+        argument, fields = error.argument, {} if fields is None else fields
+        words = _in_clients_words(_words_of(error), argument, fields)
+        return ApiError(400, words, param=argument and fields.get(argument, argument))
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, _words_of(error))
     logger.error("a request failed: %s", type_and_place(error), exc_info=error)
     is_foreseen = isinstance(error, CacheFullError | RequestError | StructuredOutputError)
     words = _words_of(error) if is_foreseen else type_and_place(error)
@@ -214,3 +236,21 @@ def api_error(error: BaseException) -> ApiError:
 def _words_of(error: BaseException) -> str:
     """The message of an error on one line, without the ``[module]`` in front."""
     return without_room(one_line(error, 500))
+
+
+def _in_clients_words(text: str, argument: str | None, fields: Mapping[str, str]) -> str:
+    """The text of an error with the client's fields in place of parameters."""
+    names = [name for name in fields if name == argument or "_" in name or "." in name]
+    if not names:
+        return text
+    seen: set[str] = set()
+
+    def field_of(match: re.Match[str]) -> str:
+        name = match[1]
+        # Without "_" it may be an ordinary word, so it is replaced only where it comes first.
+        is_name = "_" in name or "." in name or name not in seen
+        seen.add(name)
+        return fields[name] if is_name else name
+
+    either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.])({either})(?!\w)", field_of, text)

@@ -124,6 +124,7 @@ class IdlePrefill:
                 priority=MAX_PRIORITY,
                 cache_salt=upcoming.cache_salt,
                 no_store=upcoming.no_store,
+                user=upcoming.user,
             ):
                 if output.outputs[0].finish_reason == "abort":
                     return False

@@ -27,6 +27,7 @@ from mlx_paged.server.command_line import (
     read_chat_template,
     read_settings,
     setup_arg_parser,
+    take_model,
     template_options,
 )
 from mlx_paged.server.settings import ServerSettings
@@ -54,11 +55,13 @@ _EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_c
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
+STEP_SECONDS_AT_END = 5.0  # that the end of the server waits for a step
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Run the server and return its exit status: 0 after a shutdown by a signal, 1 if the engine
-    failed, 2 for a mistake of the user, 130 if Ctrl-C was pressed twice or before serving.
+    failed, 2 for a mistake of the user, 70 if a step of the engine did not end at the shutdown, 130
+    if Ctrl-C was pressed twice or before serving.
 
     Args:
         argv: the arguments without the program's name; by default those of this process.
@@ -91,6 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             f"the server needs {', '.join(missing)}; install it with pip install "
             "'mlx-paged[server]'"
         )
+    take_model(args)
     settings = read_settings(args)
     if is_follower():
         follow(args)
@@ -262,6 +266,7 @@ def serve(
         announce: called once requests are served.
         key_file: reread when it changes.
     """
+    from mlx_paged.engine.thread import STUCK_STATUS
     from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.http.tidying import freeze_startup_objects
@@ -279,8 +284,10 @@ def serve(
                 "the engine failed: %s", one_line(stopped), exc_info=stopped and stopped.__cause__
             )
             return 1
+        if not service.engine.shutdown(STEP_SECONDS_AT_END):
+            logger.error("a step of the engine did not end; it is abandoned")
+            return STUCK_STATUS
         logger.info("ended")
-        service.engine.shutdown()
     return 0
 
 

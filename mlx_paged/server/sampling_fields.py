@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, create_model
@@ -46,11 +47,14 @@ class _SamplingFields(Body):
     spaces_between_special_tokens: Annotated[Any, fixed(True)] = None
     best_of: int | None = None
 
-    def sampling(self, defaults: SamplingParams, **values: Any) -> SamplingParams:
+    def sampling(
+        self, defaults: SamplingParams, fields: Mapping[str, str] | None = None, **values: Any
+    ) -> SamplingParams:
         """The sampling parameters.
 
         Args:
             defaults: used for parameters that are not given.
+            fields: the fields that set parameters of other names.
             values: parameters that differ between protocols, such as ``max_tokens``.
         """
         values |= {
@@ -60,7 +64,7 @@ class _SamplingFields(Body):
         }
         if "logit_bias" in values:
             values["logit_bias"] = _biases_of(values["logit_bias"])
-        params = made_params(defaults, values)
+        params = made_params(defaults, values, fields)
         if params.n > MAX_COMPLETIONS:
             raise refused("n", f"must be at most {MAX_COMPLETIONS}, got {params.n}")
         if self.best_of not in (None, params.n):
@@ -82,12 +86,21 @@ else:
     )
 
 
-def made_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """``defaults`` with some values replaced; an invalid value raises an :class:`ApiError`."""
+def made_params(
+    defaults: SamplingParams, values: dict[str, Any], fields: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """``defaults`` with some values replaced.
+
+    Args:
+        fields: the client's fields by the names of the parameters that they set.
+
+    Raises:
+        ApiError: a value is invalid, alone or together with others.
+    """
     try:
         return defaults.clone(**values)
     except ArgumentError as error:
-        raise api_error(error) from error
+        raise api_error(error, fields) from error
 
 
 def _biases_of(biases: dict[str, float | None]) -> dict[int, float]:

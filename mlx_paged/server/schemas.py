@@ -26,13 +26,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from mlx_paged.errors import shown
+from mlx_paged.errors import one_line, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
 # Messages of a conversation, parts of a message, tools. Reading one takes about ten microseconds.
 MAX_CHILDREN = 2**13
+MAX_PLACE = 200  # characters of a field's place in an error
 
 LOG = logging.getLogger("mlx_paged.server")
 _MAX_LOGGED = 256  # names of ignored fields
@@ -155,7 +156,8 @@ def wrong(words: str, code: str | None = None) -> PydanticCustomError:
 
 
 def refused(place: str, words: str, code: str | None = None) -> ApiError:
-    """An error for the field at a place in the body."""
+    """An error for the field at a place in the body. Clients choose names, and so their lengths."""
+    place = one_line(place, MAX_PLACE)
     return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
 
 

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.conversation_encoder import ConversationEncoder
+from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.token_texts import TokenTexts
-from mlx_paged.errors import PromptTooLongError
+from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.answers.kept_answers import ReadAnswer
 from mlx_paged.server.fair_threads import FairThreads, Work
 from mlx_paged.server.generations import Answer, CompletionCollector, Generation, api_error
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
@@ -26,6 +28,7 @@ from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
+from mlx_paged.structured_outputs import KINDS, StructuredOutputsParams
 
 T = TypeVar("T")
 
@@ -34,6 +37,10 @@ T = TypeVar("T")
 MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
 MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
 DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
+
+
+def _no_limit(num_seqs: int, user: str) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,12 @@ class Service:
             the rest of the context.
         template_options: default variables of the chat template.
         created: when the server started, in seconds since the epoch.
-        kept_answers: recent answers, so that continued conversations hit the prefix cache.
+        kept_answers: recent answers, so that continued conversations hit the prefix cache. If the
+            engine has a ``cache_dir``, they are stored there, too.
         kept_items: items of recent responses, for clients that refer to them.
-        admit: takes a number of sequences and holds that many places in the queue until their
-            request begins; raises an :class:`ApiError` if the queue is full. By default there is
-            no limit.
+        admit: takes a number of sequences and a user, and holds that many places in the queue until
+            their request begins; raises an :class:`ApiError` if the queue is full. By default there
+            is no limit.
         first_part_seconds: how long a stream waits for its first part before it sends its status,
             so that an early failure can still have an HTTP status.
     """
@@ -70,9 +78,14 @@ class Service:
     created: int = 0
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
-    admit: Callable[[int], AbstractContextManager[object]] = nullcontext
+    admit: Callable[[int, str], AbstractContextManager[object]] = _no_limit
     first_part_seconds: float = 10.0
     takes_any_name: bool = False
+
+    def __post_init__(self) -> None:
+        tier = self.engine.engine.disk_tier
+        if tier is not None:
+            self.kept_answers.stored = StoredAnswers(tier, self.tokenizer, ReadAnswer.of)
 
     @cached_property
     def _threads(self) -> FairThreads:
@@ -164,15 +177,35 @@ class Service:
         try:
             if not params.is_slow_to_prepare:
                 return prepare(params)
-            return await threads.run(generation.user, lambda _: prepare(params))
+            return await threads.run(generation.user, lambda _: self._prepared(generation))
         except Exception as error:
-            raise api_error(error) from error
+            raise api_error(error, generation.fields) from error
+
+    def _prepared(self, generation: Generation) -> TokenRules:
+        """The token rules. If the grammar is refused, the error is about the part of it that is
+        refused alone, if there is one.
+        """
+        try:
+            return self.engine.engine.prepare(generation.params)
+        except ArgumentError as error:
+            if error.argument in KINDS:
+                for field_of_part, part in generation.parts().items():
+                    self._check_part(field_of_part, part)
+            raise
+
+    def _check_part(self, field_of_part: str, part: StructuredOutputsParams) -> None:
+        try:
+            self.engine.engine.prepare(SamplingParams(structured_outputs=part))
+        except ArgumentError as error:
+            # The client has not written this grammar, so places in it would be no help.
+            words = ArgumentError(PLACE_IN_GRAMMAR.sub("", str(error)), error.argument)
+            raise api_error(words, {part.kind: field_of_part}) from error
 
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
         with ExitStack() as places:
-            places.enter_context(self.admit(generation.params.n))
+            places.enter_context(self.admit(generation.params.n, generation.user))
             self.idle_prefill.pause()
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
@@ -181,10 +214,12 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 no_store=generation.no_store,
-                token_rules=rules,
+                user=generation.user,
+                token_rules=rules._replace(answer_format=generation.marked_format),
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
-            answer = Answer(outputs, places.pop_all(), self._note_of(generation))
+            note = self._note_of(generation)
+            answer = Answer(outputs, places.pop_all(), note, generation.fields)
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:

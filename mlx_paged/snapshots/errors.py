@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
+
+_MAX_WHAT = 1000  # characters
 
 
 class SnapshotError(ArgumentError):
     """The file can't be read or written, was altered, or contains K/V that don't match; the message
-    is one line.
+    is one line, whatever the file contains.
     """
 
     def __init__(self, file: Path | str, what: str):
-        super().__init__(f"[snapshot] {file} {what}", "path")
+        super().__init__(f"[snapshot] {file} {one_line(what, _MAX_WHAT)}", "path")
 
 
 def check_path(path: object) -> Path:

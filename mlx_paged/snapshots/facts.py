@@ -18,7 +18,9 @@ from mlx_paged.snapshots.rows import num_kept_tokens, parts_of, retention_of
 from mlx_paged.snapshots.tensor_file import TensorInfo
 
 FORMAT = "mlx_paged.snapshot"
-VERSION = "1"
+VERSION = "2"
+_READABLE = ("1", VERSION)
+COMPUTED_BY = "computed_by"
 STATE = "state"  # name of the array with the bytes of the recurrent state
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
 
@@ -31,26 +33,32 @@ class KVFacts:
         model: identified by content.
         draft_model: the draft model, if there is one; its layers follow those of the model.
         config: of the cache.
+        computed_by: the versions and the backend that have computed the K/V from the tokens with
+            these models; ``None`` if that is not known.
     """
 
     model: ModelIdentity
     draft_model: ModelIdentity | None
     config: KVCacheConfig
+    computed_by: str | None = None
 
     @classmethod
-    def of(cls, identities: Sequence[ModelIdentity], cache: KVCache) -> KVFacts:
+    def of(
+        cls, identities: Sequence[ModelIdentity], cache: KVCache, computed_by: str | None = None
+    ) -> KVFacts:
         """The facts of a cache.
 
         Args:
             identities: as :func:`identities_of` returns them.
         """
         model, *drafts = identities
-        return cls(model, drafts[0] if drafts else None, cache.config)
+        return cls(model, drafts[0] if drafts else None, cache.config, computed_by)
 
     def as_metadata(self, token_ids: Sequence[int]) -> dict[str, str]:
         return {
             "format": FORMAT,
             "version": VERSION,
+            **({} if self.computed_by is None else {COMPUTED_BY: self.computed_by}),
             "model_name": self.model.name,
             "draft_model_name": "" if self.draft_model is None else self.draft_model.name,
             **{name: text for name, _, text in self._compared()},
@@ -67,9 +75,10 @@ class KVFacts:
         """
         if metadata.get("format") != FORMAT:
             raise SnapshotError(file, "is not a snapshot of mlx_paged")
-        if metadata.get("version") != VERSION:
+        if metadata.get("version") not in _READABLE:
+            readable = " and ".join(_READABLE)
             raise SnapshotError(
-                file, f"is of version {metadata.get('version')}, and only {VERSION} can be read"
+                file, f"is of version {metadata.get('version')}, and only {readable} can be read"
             )
         for name, label, ours in self._compared():
             theirs = metadata.get(name)
@@ -81,6 +90,11 @@ class KVFacts:
                     f"has another {label} than this cache: {_short(theirs)} in the file, "
                     f"{_short(_with_name(names, ours))} here",
                 )
+
+    def are_computed_here(self, metadata: Mapping[str, str]) -> bool:
+        """Whether a file that matches states that its K/V are what is computed here."""
+        is_stated = metadata.get("version") == VERSION and COMPUTED_BY in metadata
+        return is_stated and metadata[COMPUTED_BY] == self.computed_by
 
     def _names(self, field: str) -> str:
         model = {"model": self.model, "draft_model": self.draft_model}.get(field)

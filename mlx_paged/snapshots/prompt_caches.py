@@ -28,7 +28,8 @@ from mlx_lm.models.cache import (
 from mlx_paged.cache import KVCache as Cache
 from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
 from mlx_paged.core.tier import BlockHeader, Tier
-from mlx_paged.errors import ArgumentError, one_line
+from mlx_paged.errors import ArgumentError, one_line, shown
+from mlx_paged.models.identity import may_be_called
 from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.ops import affine_name, dtype_name
 from mlx_paged.replaced_file import replaced_file
@@ -92,18 +93,29 @@ def export_prompt_cache(
     return num_tokens
 
 
-def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
+def import_prompt_cache(
+    path: str | Path,
+    model: Module,
+    sequences: Sequences,
+    seq: SeqId,
+    *,
+    allow_other_model: bool = False,
+) -> int:
     """Replace the contents of a sequence by the K/V of one of mlx-lm's prompt caches; returns the
     number of tokens.
 
+    Args:
+        allow_other_model: use the file even if it names another model than this one.
+
     Raises:
-        SnapshotError: the file can't be read, is not a prompt cache, or its layers, dtype or format
-            don't match, which are named.
-        ArgumentError: the model has a recurrent state.
+        SnapshotError: the file can't be read, is not a prompt cache, names another model, or its
+            layers, dtype or format don't match, which are named.
+        ArgumentError: the model has a recurrent state, or the cache keeps a ``window`` of a model
+            that attends to all tokens.
         CacheFullError: the K/V exceed the budget.
     """
     cache = check_has_blocks(sequences.cache)
-    file = PromptCacheFile(path, model, cache)
+    file = PromptCacheFile(path, model, cache, allow_other_model)
     headers = sequence_headers(cache.config, file.num_tokens)
     load_sequence(sequences, seq, file.num_tokens, file.tier(headers), headers)
     return file.num_tokens
@@ -145,6 +157,18 @@ def written_prompt_cache(
         metadata[TOKEN_IDS] = json.dumps(list(token_ids))
     with system_errors(file, "written"), replaced_file(file) as stream:
         save_prompt_cache(cast(Any, stream), filled, metadata)  # or whatever MLX writes to
+
+
+def check_attends_to_all(config: KVCacheConfig) -> None:
+    """Raise ``ArgumentError`` if tokens are computed with a ``window`` that mlx-lm does not have:
+    its K/V of the same tokens are others.
+    """
+    if any(retention.cuts_runs for retention in config.retentions):
+        raise ArgumentError(
+            "[snapshot] window: mlx-lm computes K/V with attention to all tokens, which differ "
+            "from those within a window; leave window out",
+            "window",
+        )
 
 
 def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | None]]:
@@ -216,16 +240,29 @@ class PromptCacheFile:
     Attributes:
         num_tokens: number of tokens with K/V.
         token_ids: their ids; ``None`` if the file has none, as files of mlx-lm itself.
+        is_foreign: always true: the file does not identify weights and versions.
 
     Raises:
         SnapshotError, ArgumentError: as :func:`import_prompt_cache`.
     """
 
-    def __init__(self, path: str | Path, model: Module, cache: Cache):
-        self.file = check_path(path)
-        self._stock = _stock_caches(check_model(model), cache)
+    is_foreign = True
+
+    def __init__(
+        self, path: str | Path, model: Module, cache: Cache, allow_other_model: bool = False
+    ):
+        self.file, checked = check_path(path), check_model(model)
+        self._stock = _stock_caches(checked, cache)
         self._config = cache.config
+        check_attends_to_all(cache.config)
         self._caches, self.metadata = read_prompt_cache(self.file)
+        named = self.metadata.get(MODEL)
+        if named and not allow_other_model and not may_be_called(checked, named):
+            raise SnapshotError(
+                self.file,
+                f"was made with the model {shown(named)}, and this one is {checked.name}; if they "
+                "are the same, allow it with allow_other_model=True",
+            )
         if len(self._caches) != len(self._stock):
             raise SnapshotError(
                 self.file,

@@ -200,6 +200,8 @@ class SnapshotFile:
 
     Attributes:
         token_ids: of its K/V.
+        is_foreign: whether its K/V may differ from those that would be computed here: the file
+            states no origin or another one, such as another version of MLX.
 
     Raises:
         SnapshotError: as :func:`load_snapshot`.
@@ -213,6 +215,7 @@ class SnapshotFile:
         facts.check(self.file, metadata)
         self._tensors.verify()
         self.token_ids = token_ids_of(self.file, metadata)
+        self.is_foreign = not facts.are_computed_here(metadata)
         state = self._tensors.tensors.get(STATE)
         expected = facts.tensors(len(self.token_ids), 0 if state is None else state.nbytes)
         has_state = facts.config.state_nbytes > 0
@@ -228,14 +231,15 @@ class SnapshotFile:
         """The recurrent state after its tokens; ``None`` for a model without one.
 
         Raises:
-            SnapshotError: it can't be read.
+            SnapshotError: it can't be read, or a dtype differs from the cache's.
         """
         if STATE not in self._tensors.tensors:
             return None
         try:
-            return state_from_bytes(self._tensors.read(STATE, 0, slice(0, 1)))
+            content = self._tensors.read(STATE, 0, slice(0, 1))
+            return state_from_bytes(content, self._facts.config.state_layout)
         except ValueError as error:
-            raise SnapshotError(self.file, f"is not a snapshot: {error}") from error
+            raise SnapshotError(self.file, f"holds no state for this cache: {error}") from error
 
     def tier(self, headers: Sequence[BlockHeader]) -> Tier:
         """Its blocks, under the keys of these headers."""

@@ -53,7 +53,7 @@ def test_what_is_there_is_not_written_again(tmp_path):
     assert put(store, "a")
     after = file_of(store, "a").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert store.stats() == TierStats(num_blocks=1, nbytes=UNIT, num_written=1)
+    assert store.stats() == TierStats(num_blocks=1, nbytes=UNIT, num_written=1, nbytes_written=UNIT)
 
 
 def test_the_least_recently_used_block_goes_first(tmp_path):
@@ -65,7 +65,12 @@ def test_the_least_recently_used_block_goes_first(tmp_path):
     put(store, "f")
     assert found(store, "abcdef") == "abef"
     assert store.stats() == TierStats(
-        num_blocks=4, nbytes=4 * UNIT, num_hits=4, num_written=6, num_evicted=2
+        num_blocks=4,
+        nbytes=4 * UNIT,
+        num_hits=4,
+        num_written=6,
+        num_evicted=2,
+        nbytes_written=6 * UNIT,
     )
 
 

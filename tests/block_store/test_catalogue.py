@@ -11,6 +11,7 @@ from helpers.block_stores import (
     UNIT,
     block_files,
     file_of,
+    fingerprint,
     found,
     header,
     make_older,
@@ -21,7 +22,7 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import CacheFolder
+from mlx_paged.block_store import BlockStore, CacheFolder
 from mlx_paged.block_store import catalogue as catalogue_module
 from mlx_paged.block_store import shards as shards_module
 from mlx_paged.block_store import store as store_module
@@ -72,6 +73,15 @@ def test_of_many_blocks_those_of_one_time_are_kept_or_left_out_together():
         end = kept[-1].used
         assert sum(each.used < end for each in blocks) < number
         assert len(kept) == sum(each.used <= end for each in blocks)
+
+
+def test_outdated_blocks_come_before_all_others():
+    oldest = Oldest(3, place_of)
+    for name, used in {"1": 5, "3": 2, "4": 9}.items():
+        oldest.add(block(name, used))
+    for name, used in {"10": 7, "20": 8}.items():
+        oldest.add(block(name, used)._replace(is_outdated=True))
+    assert in_order(oldest) == ["10", "20", "3"]
 
 
 def test_places_are_asked_for_only_where_times_are_equal():
@@ -371,3 +381,31 @@ def test_the_tool_sees_what_has_changed(tmp_path):
     assert tool.size().num_blocks == 3
     file_of(store, "c").unlink()
     assert tool.size().num_blocks == 2 and len(tool.entries()) == 2
+
+
+def test_blocks_of_an_earlier_version_are_evicted_before_all_others(tmp_path):
+    def open_version(number: int, num_blocks: int = 1000) -> BlockStore:
+        known = fingerprint(code=f"mlx_paged {number}, mlx 0.30.0, reference backend on a cpu")
+        return BlockStore(tmp_path, num_blocks * UNIT, known)
+
+    old, now, next_one = (open_version(number) for number in (2, 3, 4))
+    put_chain(now, *"abc")
+    put_chain(next_one, *"d")
+    put_chain(old, *"pqrs")  # the most recently used ones
+    for store in (old, now, next_one):
+        store.close()
+    folder = CacheFolder(tmp_path)
+    held = {known.code[:11]: known.is_outdated for known in folder.fingerprints().values()}
+    assert held == {"mlx_paged 2": True, "mlx_paged 3": False, "mlx_paged 4": False}
+    entries = [entry for entry in folder.entries() if entry.block_hash in map(named, "pqrs")]
+    assert folder.pin(entries[0].digest, named("p"))
+    # One more than fits: the last of the outdated chain goes, although it was used last.
+    full = open_version(3, num_blocks=8)
+    put_chain(full, "x")
+    assert found(full, "abcx") == "abcx" and found(open_version(2), "pqrs") == "pqr"
+    for name in "yz":
+        put_chain(full, name)
+    assert found(full, "abcxyz") == "abcxyz"
+    assert found(open_version(2), "pqrs") == "p", "it is pinned"
+    put_chain(full, "w")
+    assert len(found(full, "abcxyzw") + found(open_version(4), "d")) == 7

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,8 +128,13 @@ def test_a_closed_folder_of_another_user_is_named_with_its_owner(
             open_store(tmp_path / "cache")
         assert str(error.value).endswith(f"{tmp_path / 'cache'} can't be used: {said}")
     store.maintain()
-    assert not store.has(named("a")) and not put(store, "a")
-    assert str(store.failure).endswith(f"a block could not be written: {said}")
+    if place == "fingerprint":
+        assert not store.has(named("a")) and not put(store, "a")
+        assert str(store.failure).endswith(f"a block could not be written: {said}")
+        return
+    with pytest.warns(UserWarning, match="the blocks that belong there are not kept") as caught:
+        assert not store.has(named("a")) and not put(store, "a")
+    assert said in str(caught[0].message) and store.failure is None
 
 
 def test_an_administrator_is_refused_a_folder_of_another_user(tmp_path, give_away, monkeypatch):
@@ -271,8 +277,10 @@ def test_no_link_in_the_place_of_a_folder_is_followed(tmp_path, place, is_late):
             assert f"{link} (links are not followed)" in str(error)
     if store is not None:
         assert "b" not in found(store, "abcd") or place is place_of_the_pins or is_late
-        do_all(store)
-        assert place is place_of_the_pins or f"{link} (links are not" in str(store.failure)
+        with warnings.catch_warnings(record=True) as caught:
+            do_all(store)
+        said = [str(store.failure), *(str(each.message) for each in caught)]
+        assert place is place_of_the_pins or f"{link} (links are not" in "".join(said)
     assert tree(other) == before
 
 
@@ -289,6 +297,7 @@ def test_no_link_in_the_place_of_a_file_is_followed(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     do_all(store)
     assert tree(other) == before and store.failure is None
+    store.close()
     # Blocks that are links are no blocks; all else was made again.
     assert not any(path.is_symlink() for path in (tmp_path / "cache").rglob("*"))
 

@@ -174,6 +174,7 @@ def test_what_dead_processes_began_to_write_is_told_from_what_is_being_written(t
     assert not is_abandoned(own, age=1e9)
     assert is_abandoned(f".name.{os.getpid()}-00000000-1.tmp", age=0.0)  # a process of the same id
     assert is_abandoned(f".name.{dead_process()}-00000000-1.tmp", age=0.0)
+    assert is_abandoned(f".name.{dead_process()}.tmp", age=0.0)  # as earlier versions named them
     alive = f".name.{os.getppid()}-00000000-1.tmp"
     assert not is_abandoned(alive, age=3000.0)
     assert is_abandoned(alive, age=4000.0)

@@ -1,4 +1,6 @@
-"""What the disk may do to a ``BlockStore``: it goes on if it can, and else says why."""
+"""What the disk may do to a ``BlockStore``: it goes on if it can, and else says why and tries again
+later.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ from helpers.block_stores import (
 )
 
 from mlx_paged.block_store import BlockWriter, CacheFolder, block_file
+from mlx_paged.block_store import store as store_module
+from mlx_paged.block_store import writer as writer_module
 
 
 class Refusal:
@@ -204,7 +209,8 @@ def test_a_disk_that_refuses_writes_is_given_up(tmp_path, monkeypatch, function,
     end = "" if function == "writev" else ".tmp"
     Refusal(monkeypatch, function, number, end=end)
     assert not put(store, "b")
-    assert store.failure.endswith(f"a block could not be written: {os.strerror(number)}")
+    expected = f"a block could not be written: {os.strerror(number)} ({file_of(store, 'b')})"
+    assert store.failure.endswith(expected)
     assert is_off(store)
 
 
@@ -280,11 +286,152 @@ def test_a_folder_that_goes_while_it_is_used_is_given_up(tmp_path, harm):
     assert block_files(tmp_path) == []
 
 
-def test_a_shard_that_is_a_file_is_given_up(tmp_path):
+def a_file(path: Path) -> None:
+    path.touch()
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parents[2])
+
+
+def unreadable(path: Path) -> None:
+    path.mkdir(mode=0o000)
+
+
+@pytest.mark.parametrize("harm", [a_file, a_link, unreadable])
+def test_a_shard_that_cannot_be_used_costs_only_its_own_blocks(tmp_path, monkeypatch, harm):
     store = open_store(tmp_path / "cache")
-    file_of(store, "a").parent.touch()
-    assert found(store, "a") == "" and not put(store, "a")
-    assert "Not a directory" in store.failure
+    shard = file_of(store, "a").parent
+    harm(shard)
+    if harm is unreadable and os.geteuid() == 0:  # Nothing is unreadable for root.
+        open_file, refuse = os.open, raising(errno.EACCES)
+        monkeypatch.setattr(
+            os,
+            "open",
+            lambda name, *a, **b: (refuse if name == shard.name else open_file)(name, *a, **b),
+        )
+    with pytest.warns(UserWarning, match=f"{shard}.*are not kept") as caught:
+        for _ in range(2):
+            assert found(store, "a") == "" and not put(store, "a")
+        store.note_used([named("a")])
+        store.maintain()
+    assert len(caught) == 1
+    put_chain(store, *"bcd")
+    assert store.failure is None and store.stats().num_dropped == 2
+    assert found(store, "abcd") == "bcd"
+    store = open_store(tmp_path / "cache")
+    store.maintain()
+    assert found(store, "abcd") == "bcd" and store.stats().num_blocks == 3
+
+
+def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    digest = store.fingerprint.digest
+    description = store.layout.of(digest) / "fingerprint.json"
+    description.unlink()
+    (description / "below").mkdir(parents=True)
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcd")
+    assert found(store, "abcd") == "abcd" and store.failure is None
+    assert CacheFolder(tmp_path / "cache").fingerprints() == {digest: None}
+    assert len(CacheFolder(tmp_path / "cache").entries()) == 4
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    shard = file_of(store, "a").parent
+    Refusal(monkeypatch, "mkdir", errno.EROFS, end=shard.name)
+    assert not put(store, "a")
+    assert store.failure.endswith(f"could not be written: Read-only file system ({shard})")
+
+
+def test_a_folder_in_the_place_of_the_tag_costs_only_the_tag(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, "a")
+    (tmp_path / "cache" / "CACHEDIR.TAG").unlink()
+    (tmp_path / "cache" / "CACHEDIR.TAG").mkdir()
+    assert found(open_store(tmp_path / "cache"), "a") == "a"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS])
+def test_a_disk_that_failed_is_used_again_when_it_works(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    with monkeypatch.context() as failing:
+        failing.setattr(store_module, "_FIRST_RETRY_SECONDS", 0.0)
+        Refusal(failing, "writev", number)
+        assert not put(store, "g")
+        assert os.strerror(number) in store.failure
+        assert str(file_of(store, "g")) in store.failure
+        store.maintain()  # It still fails.
+        assert store.failure is not None and not store.has(named("a"))
+    store._retry_at = 0.0
+    store.maintain()
+    assert store.failure is None and put(store, "g")
+    assert found(store, "abcdefg") == ("abcdg" if number == errno.ENOSPC else "abcdefg")
+    assert [path.name for path in (tmp_path / "cache").rglob(".*")] == []
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENXIO])
+def test_a_disk_that_is_away_while_blocks_are_read_loses_none(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pread", raising(number))
+        assert store.load(named("a")) is None and os.strerror(number) in store.failure
+    store._retry_at = 0.0
+    store.maintain()
+    assert found(store, "ab") == "ab" and store.stats().num_corrupt == 0
+
+
+def raising(number: int):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
+    store = open_store(tmp_path / "cache")
+    put_chain(store, "a")
+    probes: list[float] = []
+    monkeypatch.setattr(store._shards, "probe", lambda *_: probes.append(now[0]) or raising(5)())
+    store.fail("the cable is out")
+    began = now[0]
+    while now[0] < began + 200:
+        now[0] += 0.5
+        store.maintain()
+    assert [probe - began for probe in probes] == [1, 3, 7, 15, 31, 63, 123, 183]
+    assert store.failure.endswith("the cable is out")
+    monkeypatch.setattr(store._shards, "probe", lambda *_: None)
+    now[0] += 60
+    store.maintain()
+    assert store.failure is None
+    # A disk that fails again at once is not tried every second.
+    store.fail("the cable is loose")
+    now[0] += 30
+    store.maintain()
+    assert store.failure is not None
+    now[0] += 30
+    store.maintain()
+    assert store.failure is None
+
+
+def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_used(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, "a")
+    (tmp_path / "cache").rename(tmp_path / "away")
+    assert not put(store, "b") and store.failure is not None
+    store._retry_at = 0.0
+    store.maintain()
+    assert store.failure is not None and not (tmp_path / "cache").exists()
+    (tmp_path / "away").rename(tmp_path / "cache")
+    store._retry_at = 0.0
+    store.maintain()
+    assert store.failure is None and put(store, "b") and found(store, "ab") == "ab"
 
 
 def test_a_writer_goes_on_without_the_disk(tmp_path):
@@ -297,6 +444,23 @@ def test_a_writer_goes_on_without_the_disk(tmp_path):
     assert not writer.offer(header("b"), payload_of(named("b")))
     assert store.stats().num_dropped == 2
     assert writer.close(10)
+
+
+def test_an_idle_writer_tries_a_failed_disk_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "_SECONDS_BETWEEN_MAINTENANCE", 0.01)
+    monkeypatch.setattr(store_module, "_FIRST_RETRY_SECONDS", 0.01)
+    store = open_store(tmp_path / "cache")
+    writer = BlockWriter(store, 1 << 20)
+    with monkeypatch.context() as failing:
+        Refusal(failing, "writev", errno.EIO)
+        assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+        assert store.failure is not None
+    deadline = time.monotonic() + 60
+    while store.failure is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert writer.offer(header("b"), payload_of(named("b"))) and writer.close(10)
+    assert found(store, "ab") == "b"
 
 
 def test_a_tool_that_finds_no_folder_says_so(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from helpers.cache_helpers import assert_holds, rows
 
 from mlx_paged.cache import Sequences
+from mlx_paged.errors import ArgumentError
 
 
 def cat(*parts: mx.array) -> mx.array:
@@ -76,6 +77,16 @@ def test_a_freed_sequence_is_gone_and_its_blocks_are_free_again(seqs: Sequences)
     assert list(seqs) == [] and seqs.seq_len("a") == 0
     assert seqs.stats().nbytes_used == 0
     assert seqs.max_seq_len("a") == seqs.cache.config.num_slots == 320
+
+
+@pytest.mark.parametrize("layer", [99, -1, 2, "0", None])
+def test_a_layer_that_there_is_not_is_an_error_with_the_range(seqs: Sequences, layer: object):
+    seqs.append("a", *rows(3))
+    with pytest.raises(ArgumentError) as refused:
+        seqs.materialize("a", layer)  # type: ignore[arg-type]
+    kind, last = seqs.cache.kind, len(seqs.cache.layers) - 1
+    assert str(refused.value) == f"[{kind} cache] layer must be within 0..{last}, got {layer!r}"
+    assert refused.value.argument == "layer"
 
 
 @pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork"])

@@ -69,3 +69,24 @@ def with_header(header: object, rest: bytes = b"") -> bytes:
 def test_other_bytes_are_no_state(content: bytes):
     with pytest.raises(ValueError, match=r"these bytes are not a state|a state must have"):
         state_from_bytes(content)
+
+
+def test_a_state_has_the_dtypes_of_the_layout_whatever_its_shapes():
+    stack = StateStack([[mx.zeros((1, 3)), None], [mx.zeros((1, 2, 5), mx.bfloat16)]], 1)
+    content = state_to_bytes(StateRow(stack, 0))
+    for layout in (
+        ("float32 [3], none", "bfloat16 [2, 5]"),
+        ("float32 [4], float16 [2, 7]", "bfloat16 [9, 9, 9]"),  # one is not set
+        ("none, none", "none"),
+    ):
+        assert state_layout(state_from_bytes(content, layout).stack.arrays) == [
+            [("float32", (3,)), None],
+            [("bfloat16", (2, 5))],
+        ]
+    for layout in (
+        ("float32 [3], none", "float16 [2, 5]"),
+        ("float32 [3]", "bfloat16 [2, 5]"),
+        ("float32 [3], none",),
+    ):
+        with pytest.raises(ValueError, match="it has arrays of float32, none; bfloat16, and this"):
+            state_from_bytes(content, layout)

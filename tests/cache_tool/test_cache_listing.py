@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from helpers.block_entries import DEMO, NOW, entries, entry, hash_of, tree_of
+import unicodedata
 
+import pytest
+from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
+
+from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full, in_short
 from mlx_paged.cache_tool.detail import show_prefix
 from mlx_paged.cache_tool.listing import Look, list_trees
-from mlx_paged.cache_tool.selection import num_unique_digits
+from mlx_paged.cache_tool.prefixes import as_trees
+from mlx_paged.cache_tool.selection import find, num_unique_digits, of_model
 from mlx_paged.cache_tool.text import in_a_line, in_lines
+from mlx_paged.errors import ArgumentError
 
+# Categories of characters: controls, those that reverse the order, surrogates, ends of lines.
+FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 SHARED = [
     *entries("abcd", "abefg", "abeh"),
 ]
@@ -95,6 +103,25 @@ def test_show_says_whose_pin_keeps_a_prefix():
 def test_control_characters_do_not_reach_the_terminal():
     assert in_a_line("a\x1b]0;title\x07b\nc\u2028d", 40) == "a\ufffd]0;title\ufffdb\\nc\ufffdd"
     assert in_lines("a\n\tb\r\x9bc") == "a\n\tb\ufffd\ufffdc"
+
+
+def test_a_foreign_name_of_a_model_is_shown_and_found_on_one_line_without_controls():
+    hostile = "ev\x1b]0;title\x07il\x9b31m\nnew\rline\u2028\u202etxt\ud800" + "x" * 10_000
+    foreign = Fingerprint("content", hostile, DEMO.layers, hostile, BLOCK_SIZE, hostile)
+    blocks = entries("ab", fingerprint=foreign)
+    trees = as_trees({foreign.digest: foreign}, blocks)
+    (block, _), look = trees[0].blocks.values(), Look(NOW)
+    texts = [*list_trees(trees, look), *show_prefix(trees[0], block, (), look)]
+    for name in ("nothing", block.block_hash.hex()[:4]):
+        with pytest.raises(ArgumentError) as error:
+            of_model(trees, name)
+        texts.append(str(error.value))
+    with pytest.raises(ArgumentError, match="is ambiguous") as error:
+        find(block.block_hash.hex(), [*trees, *trees])
+    texts.append(str(error.value))
+    assert all(unicodedata.category(each) not in FORBIDDEN for text in texts for each in text)
+    assert max(map(len, texts)) < 1500
+    assert of_model(trees, trees[0].name) == trees
 
 
 def test_a_line_is_cut_by_the_columns_that_it_takes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -85,10 +86,12 @@ def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
     assert model == {
         "fingerprint": DEMO.digest,
         "depends_on": json.loads(DEMO.as_json()),
+        "is_outdated": False,
         "num_prefixes": 2,
         "num_blocks": 7,
         "num_tokens": 112,
         "num_states": 0,
+        "num_answers": 0,
         "nbytes": 7 * NBYTES,
         "num_files_of_other_versions": 0,
         "nbytes_of_other_versions": 0,
@@ -96,6 +99,26 @@ def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
     assert (first["parent_hash"], first["num_prefixes"], first["num_blocks"]) == (None, 2, 2)
     assert {run["parent_hash"] for run in branches} == {first["hash"]}
     assert first["hash"] == hash_token_blocks(COMMON, BLOCK_SIZE)[-1].hex()
+
+
+def test_blocks_of_an_earlier_version_are_named_as_such(folder: Path, cache):
+    outdated = dataclasses.replace(DEMO, code="mlx_paged 2, mlx 0.30.0, metal backend on a gpu")
+    last = put(folder, FIRST, outdated)
+    put(folder, FIRST, dataclasses.replace(DEMO, code="mlx_paged 3, mlx 0.30.0, and more"))
+    why = "of an earlier version of mlx_paged and no longer used"
+    for verb in ("ls", "size"):
+        status, out, _ = cache(verb, folder)
+        named = [line for line in out.splitlines() if why in line]
+        assert status == 0 and len(named) == 1 and outdated.digest[:8] in named[0]
+        status, out, _ = cache(verb, folder, "--json")
+        models = {each["fingerprint"]: each["is_outdated"] for each in json.loads(out)["models"]}
+        assert len(models) == 3 and [name for name in models if models[name]] == [outdated.digest]
+    status, out, _ = cache("show", folder, last, "--model", outdated.digest)
+    assert status == 0 and f"{outdated.code} ({why})" in out
+    # They can be removed alone.
+    status, out, _ = cache("rm", folder, "--model", outdated.digest, "--all")
+    assert status == 0 and out.startswith("removed 5 files")
+    assert why not in cache("ls", folder)[1]
 
 
 def test_show_has_the_tokens_of_a_prefix_and_its_text_with_a_tokenizer(folder: Path, cache):
@@ -299,6 +322,8 @@ def replace_by_a_folder(path: Path):
 def test_size_compares_with_a_limit(folder: Path, cache):
     put(folder, FIRST, OTHER)
     out = cache("size", folder)[1]
+    today = time.strftime("%Y-%m-%d")
+    assert f"\nwritten: 49 kB in the last 24 hours, 49 kB since {today}\n" in out
     assert out.splitlines()[0] == "12 files, 49 kB"
     assert "owner/other" in out and "20 kB" in out
     assert (
@@ -307,6 +332,7 @@ def test_size_compares_with_a_limit(folder: Path, cache):
     over = cache("size", folder, "--limit", 4096)[1]
     assert over.startswith("12 files, 49 kB, 45 kB above the limit of 4.1 kB")
     sizes = json.loads(cache("size", folder, "--json", "--limit", "1G")[1])
+    assert sizes["written"]["nbytes"] == sizes["written"]["nbytes_last_day"] == 12 * NBYTES
     assert (sizes["nbytes"], sizes["num_files"], sizes["limit"]) == (12 * NBYTES, 12, 2**30)
     assert [model["nbytes"] for model in sizes["models"]] == [7 * NBYTES, 5 * NBYTES]
 

@@ -51,11 +51,7 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     start, *figures = err.splitlines()
     assert status == 0 and len(out) == len(figures) == 2
     assert start == (
-        "[bundled demo model (qwen3, native) | CPU, reference | "
-        "2.1 MB for K/V, 1,024 tokens | "
-        f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
-        "context: 1,024 of 4,096 tokens, as many as the K/V budget holds | "
-        "greedy (the model's) | /help]"
+        "[bundled demo model | CPU | context: 1,024 of 4,096 tokens | greedy (the model's) | /help]"
     )
     numbers = (
         r"^\[\d+\.\d\d s to first token \| \d+\.\d tokens/s \| "
@@ -74,7 +70,7 @@ def test_the_context_is_the_models_where_the_budget_holds_it(talk):
         "together]" in err
     )
     _, _, err = talk("hello", argv=("--kv-cache-bytes", "255blocks", "--window", "64"))
-    assert "| context: without end; the first" in err
+    assert "| context without end |" in err
 
 
 def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_message(
@@ -123,7 +119,6 @@ def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
     status, out, err = talk("The code of apple is 4821. What is the code of apple?", argv=argv)
     # Per layer 2 heads: 32 + 16 bytes, and a scale and a bias of 4 bytes for K and for V.
     token = "512 bytes a token in K 8 bits in groups of 32, V 4 bits in groups of 32"
-    assert f"| 0.53 MB for K/V, 1,024 tokens, {token} | memory:" in err
     assert status == 0 and "4821" in out[0]
     _, _, err = talk("hello", argv=(*argv, "--verbose"))
     assert (
@@ -137,11 +132,7 @@ def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
 def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     _, _, err = talk("hello", argv=("--kv", "basic", "--kv-cache-bytes", "64blocks"))
     start, figures = err.splitlines()
-    assert (
-        "| CPU, MLX SDPA | 2.1 MB for basic K/V, 1,024 tokens | "
-        f"memory: weights 4.5 MB, activations some 90 MB at most (estimated), of {MEMORY} | "
-        "context: 1,024 of 4,096 tokens, as many as the K/V budget holds |" in start
-    )
+    assert "| CPU | context: 1,024 of 4,096 tokens |" in start
     assert re.search(r"prompt tokens reused \| \d+ of 1,024 tokens of K/V in use\]$", figures)
 
 

@@ -48,13 +48,15 @@ def test_an_answer_is_one_object_with_its_figures(run_chat):
 def test_reasoning_stands_apart(
     run_chat, monkeypatch: pytest.MonkeyPatch, flags: list[str], text: str, reasoning: str
 ):
+    from mlx_paged.answers.dialect import AnswerFormat, Dialect
+    from mlx_paged.answers.formats import REASONING
     from mlx_paged.chat.dialogue import Piece, ThinkingSplitter
 
     pieces = [Piece("<think>17 + ", True), Piece("25\n</think>", True), Piece("\n\n42", False)]
     monkeypatch.setattr(ThinkingSplitter, "add", lambda *_: [])
     monkeypatch.setattr(ThinkingSplitter, "finish", lambda *_: pieces)
-    monkeypatch.setattr("mlx_lm.tokenizer_utils.TokenizerWrapper.think_start", "<think>")
-    monkeypatch.setattr("mlx_lm.tokenizer_utils.TokenizerWrapper.think_end", "</think>")
+    with_marks = AnswerFormat(Dialect(reasoning=REASONING[0]))
+    monkeypatch.setattr(AnswerFormat, "of", lambda *_: with_marks)
     answer = json.loads(run_chat("--json", QUESTION, *flags)[1])
     assert (answer["text"], answer["reasoning"]) == (text, reasoning)
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -209,7 +210,7 @@ def test_an_answer_behind_a_prompt_cache_is_that_of_mlx_lm(
         status, out, err = run_chat(message, "--prompt-cache-file", str(file), "--max-tokens", "40")
         assert status == 0, err
         assert out.rstrip("\n") == expected and expected
-    assert f"[{demo_model_path()} (qwen3, native)" in run_chat(
+    assert f"[{demo_model_path()} | CPU | " in run_chat(
         "--prompt-cache-file", str(file), stdin="/stats\n")[2]  # fmt: skip
 
 
@@ -286,6 +287,21 @@ def test_what_can_not_be_combined_is_refused_in_a_line(
     status, out, err = run_chat("hi", "--prompt-cache-file", str(file), *argv)
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert line.format(model=demo_model_path()) in err
+
+
+def test_another_model_than_the_file_names_can_be_allowed(run_chat, cached, tmp_path: Path):
+    copied = tmp_path / "copied"
+    shutil.copytree(demo_model_path(), copied)
+    argv = ("--prompt-cache-file", str(cached(STORY)), "--model", str(copied))
+    status, out, err = run_chat("What is my name?", *argv)
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "create the file again, or use --allow-other-model if they are the same" in err
+    status, out, err = run_chat("What is my name?", *argv, "--allow-other-model")
+    assert status == 0, err
+    assert out == run_chat("What is my name?", *argv[:2])[1] != ""
+    status, out, err = run_chat("hi", "--allow-other-model")
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert "--allow-other-model is of no use without --prompt-cache-file" in err
 
 
 def test_files_that_are_no_prompt_cache_are_refused_in_a_line(run_chat, tmp_path: Path):

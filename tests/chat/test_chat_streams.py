@@ -197,7 +197,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         "options": ["-h", "--version"],
         "model": [
             *("--model", "--tokenizer", "--dtype", "--adapter-path", "--no-generation-config"),
-            *("--force", "--backend"),
+            *("--force", "--skip-check", "--backend"),
         ],
         "answers": [
             *("--no-thinking", "--seed", "--system-prompt", "--temp", "--top-p", "--top-k"),
@@ -209,9 +209,11 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         ],
         "what is kept": [
             "--prompt-cache-file",
+            "--allow-other-model",
             "--cache-dir",
             "--cache-dir-size",
             "--cache-dir-ttl",
+            "--cache-dir-writes",
         ],
         "speed": [
             *("--draft-model", "--prefill-step-size", "--num-draft-tokens"),
@@ -219,7 +221,7 @@ def test_the_help_is_in_groups_and_breaks_no_word(monkeypatch: pytest.MonkeyPatc
         ],
         "the chat": ["--hide-thinking", "--plain", "--json", "--verbose"],
     }
-    assert text.startswith("usage: chat [options] [message]\n")
+    assert text.startswith("usage: chat [options] [model] [message]\n")
     assert "mlx-community/Qwen3-0.6B-4bit\n" in text
 
 

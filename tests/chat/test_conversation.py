@@ -250,8 +250,7 @@ def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(mode
 )
 def test_a_prompt_that_opens_reasoning_is_known(model_and_tokenizer, ending: str, opens: bool):
     tokenizer = model_and_tokenizer[1]
-    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
-    tokenizer.chat_template = FORGETFUL_TEMPLATE + ending
+    tokenizer.chat_template = FORGETFUL_TEMPLATE + "{# <think></think> #}" + ending
     conversation = converse(model_and_tokenizer)
     ask(conversation, "hello", max_tokens=2)
-    assert conversation.opens_thinking is opens
+    assert conversation.answer_format.is_thinking is opens

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.terminal import screen_lines
 
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
+from mlx_paged.answers.formats import REASONING
 from mlx_paged.chat.command_line import Settings, setup_arg_parser
 from mlx_paged.chat.dialogue import Dialogue, Piece, ThinkingSplitter
 from mlx_paged.chat.terminal import PipeReader, Screen
 
 THOUGHT = [
-    Piece("Well. ", False),
     Piece("<think>17 < 25</think>", True),
     Piece("\n\n42, < 43", False),
 ]
+
+
+SPELLED_OUT = AnswerFormat(Dialect(reasoning=REASONING[0]))
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
@@ -33,9 +38,9 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def split(
-    texts: list[str], is_thinking: bool = False, marks: tuple = ("<think>", "</think>")
+    texts: list[str], is_thinking: bool = False, answer_format: AnswerFormat = SPELLED_OUT
 ) -> list[Piece]:
-    splitter = ThinkingSplitter(*marks, is_thinking)
+    splitter = ThinkingSplitter(replace(answer_format, is_thinking=is_thinking))
     pieces = [piece for text in texts for piece in splitter.add(text)]
     return joined([*pieces, *splitter.finish()])
 
@@ -58,13 +63,28 @@ def test_reasoning_may_begin_in_the_prompt_and_may_never_end():
 
 
 def test_nothing_is_held_back_that_can_not_become_a_mark():
-    splitter = ThinkingSplitter("<think>", "</think>")
+    splitter = ThinkingSplitter(SPELLED_OUT)
     assert splitter.add("a < b") == [Piece("a < b", False)]
     assert splitter.add("a <thi") == [Piece("a ", False)]
 
 
+def test_marks_that_are_tokens_are_found_by_them_and_spelled_out_ones_are_text():
+    tokens = {"<think>": (7, True), "</think>": (8, True)}
+    dialect = Dialect.of_tokens(None, REASONING[0], tokens)
+    splitter = ThinkingSplitter(AnswerFormat(dialect))
+    said = [("Well. ", 1), ("<think>", 7), ("a </thi", 1), ("nk>", 2), ("</think>", 8), ("b", 3)]
+    pieces = [piece for text, token in said for piece in splitter.add(text, token)]
+    assert joined([*pieces, *splitter.finish()]) == [
+        Piece("Well. ", False),
+        Piece("<think>a </think></think>", True),
+        Piece("b", False),
+    ]
+
+
 def test_a_model_without_reasoning_has_no_marks():
-    assert split(["<think>", "x</think>"], marks=(None, None)) == [Piece("<think>x</think>", False)]
+    assert split(["<think>", "x</think>"], answer_format=PLAIN) == [
+        Piece("<think>x</think>", False)
+    ]
 
 
 def shown(
@@ -80,12 +100,11 @@ def shown(
         monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
     screen = Screen({"TERM": "xterm"} if environ is None else environ)
     settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
-    tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
-    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False, tokens=[])
+    conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[])
 
     def ask(params: Any, progress: Any) -> Iterator[Any]:
         for letter in answer:
-            yield SimpleNamespace(text=letter)
+            yield SimpleNamespace(text=letter, token=1)
 
     monkeypatch.setattr(Dialogue, "_say_figures", lambda *_: None)
     dialogue = Dialogue([conversation], settings, screen, PipeReader())
@@ -129,12 +148,11 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     screen = Screen({"TERM": "xterm"})
     settings = Settings(setup_arg_parser().parse_args([]), {})
-    tokenizer = SimpleNamespace(think_start=None, think_end=None)
-    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False, tokens=[])
+    conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
     dialogue = Dialogue([conversation], settings, screen, PipeReader())
 
     def fail(params: Any, progress: Any) -> Iterator[Any]:
-        yield SimpleNamespace(text="The first")
+        yield SimpleNamespace(text="The first", token=1)
         raise RuntimeError("the GPU is gone")
 
     with pytest.raises(RuntimeError, match="gone"):

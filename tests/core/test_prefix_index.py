@@ -33,6 +33,17 @@ def test_of_two_blocks_with_one_hash_the_first_is_found():
     assert pairs(index) == [(b"a", 0), (b"a", 1), (b"a", 2)]
 
 
+def test_foreign_blocks_are_found_and_can_not_be_stored():
+    blocks, index = make(b"a", b"a", b"a", b"b")
+    assert index.get_storable(b"a") is blocks[0]
+    blocks[0].is_foreign = blocks[3].is_foreign = True
+    assert (index.get(b"a"), index.get_storable(b"a")) == (blocks[0], blocks[1])
+    blocks[1].is_foreign = True
+    assert index.get_storable(b"a") is blocks[2]
+    assert (index.get(b"b"), index.get_storable(b"b")) == (blocks[3], None)
+    assert index.get_storable(b"c") is None
+
+
 def test_when_the_first_goes_the_next_is_found():
     blocks, index = make(b"a", b"a", b"a")
     for gone, found in [(0, 1), (1, 2)]:

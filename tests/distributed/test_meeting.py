@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Listener
@@ -73,6 +76,73 @@ def test_twenty_silent_strangers_keep_no_rank_waiting(place: Place):
     assert {sock.getpeername() for sock in met.values()} <= set(called)
     # They got a challenge each, of 11 + 20 bytes and more behind 4 of length, and no more.
     assert {read_to_the_end(each)[4:15] for each in strangers} == {b"#CHALLENGE#"}
+
+
+def test_a_rank_that_is_hung_up_on_calls_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "MAX_CALLERS", 1)
+    deliver, num_late = meeting.deliver_challenge, 0
+
+    def deliver_late(connection, secret):
+        nonlocal num_late
+        num_late += 1
+        if num_late == 1:
+            place.connect()  # The next caller replaces this one.
+            connection.recv_bytes()
+        deliver(connection, secret)
+
+    monkeypatch.setattr(meeting, "deliver_challenge", deliver_late)
+    assert sorted(place.accept(2)) == [1] and num_late > 2
+
+
+RANK_0 = """
+import resource, socket, sys
+from mlx_paged.distributed import meeting
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))  # macOS gives 256
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    sys.stdin.readline()
+    print(sorted(meeting._accept(listener, sys.argv[1].encode(), 4)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("limit", [128, 24])
+def test_300_silent_strangers_do_not_use_up_the_descriptors_of_rank_0(limit: int):
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", RANK_0.replace("128", str(limit)), SECRET.decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with rank_0:
+        assert rank_0.stdin is not None and rank_0.stdout is not None
+        port = int(rank_0.stdout.readline())
+        strangers: list[socket.socket] = []
+        threads = [
+            threading.Thread(
+                target=lambda rank: strangers.append(
+                    meeting._call("127.0.0.1", port, SECRET, rank)
+                ),
+                args=[rank],
+            )
+            for rank in (1, 2, 3)
+        ]
+        try:
+            for number in range(300):
+                if number == 20:  # the backlog of the listener is not full yet
+                    rank_0.stdin.write("\n")
+                    rank_0.stdin.flush()
+                if number % 100 == 50:
+                    threads[number // 100].start()
+                with contextlib.suppress(ConnectionRefusedError):  # when the ranks have met
+                    strangers.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+            assert rank_0.stdout.readline() == "[1, 2, 3]\n"
+        finally:
+            rank_0.kill()
+            for thread in threads:
+                thread.join()
+            for stranger in strangers:
+                stranger.close()
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from mlx_paged.distributed import RanksError
 from mlx_paged.engine.prefix_report import PrefixReport
 from mlx_paged.engine.shared_values import as_json, from_json
 from mlx_paged.errors import ArgumentError, PromptTooLongError
-from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
+from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 
 
 def arrived(value: object) -> Any:
@@ -62,6 +62,15 @@ def test_a_value_arrives_as_it_was(value: object):
 def test_an_output_that_arrived_is_read_as_before():
     told = arrived(OUTPUT)
     assert told.finished is not True and told.finished() and told.outputs[0].finished
+
+
+def test_a_request_arrives_with_its_user_and_all_else_that_plans_depend_on():
+    request = Request(
+        "a", [1, 2], SamplingParams(n=2), seed=5, priority=-3, cache_salt="s", user="ann"
+    )
+    told = arrived(request)
+    for name in ("request_id", "token_ids", "params", "seed", "priority", "cache_salt", "user"):
+        assert getattr(told, name) == getattr(request, name)
 
 
 class OfAScript(ValueError):

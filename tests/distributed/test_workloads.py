@@ -41,9 +41,9 @@ def reasons(expected: dict[str, Any]) -> set[str]:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_process(tmp_path: Path):
-    names = ["swaps", "one step ahead", "budgets"]
+    names = ["swaps", "one step ahead", "users", "budgets"]
     expected = check(2, names, tmp_path)
-    assert all(expected[name]["preemptions"] > 0 for name in names[:2])
+    assert all(expected[name]["preemptions"] > 0 for name in names[:3])
     answers = [answer for name in names for answer in expected[name]["answers"]]
     assert any(len(answer) > 3 for answer in answers), "some have several completions"
     assert any(answer[0] for answer in answers), "some hit the prefix cache"

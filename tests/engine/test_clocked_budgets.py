@@ -27,13 +27,13 @@ class SimulatedSteps:
     """A clock by which each step takes as long as its tokens say, up to a fifth more or less."""
 
     def __init__(self, engine: Engine, per_token: float):
-        self.now, self.batches = 0.0, list[tuple[Any, ...]]()
+        self.now, self.batches, self.per_token = 0.0, list[tuple[Any, ...]](), per_token
         rng, launch = random.Random(0), engine.runner.launch
 
         def timed_launch(batch: Any, awaited: Any) -> Any:
             parts = [(part.request.request_id, *part[1:4]) for part in batch.scheduled]
             self.batches.append(tuple(parts))
-            self.now += batch.num_tokens * per_token * rng.uniform(0.8, 1.2)
+            self.now += batch.num_tokens * self.per_token * rng.uniform(0.8, 1.2)
             return launch(batch, awaited)
 
         engine.runner.launch = timed_launch  # type: ignore[method-assign]
@@ -100,6 +100,31 @@ def test_an_answer_goes_on_beside_a_long_prompt_on_a_slow_device(model: qwen3.Mo
     assert gaps.max() <= 64 / 118 * 1.2 and np.sort(gaps)[-2] <= 32 / 118 * 1.2
     # The prompt has 31 of them.
     assert len(times) <= 1500 / 31 + 5
+
+
+@pytest.mark.parametrize("factor", [5, 20])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_device_that_becomes_much_slower_is_believed_after_two_steps(
+    model: qwen3.Model, run_ahead: bool, factor: int
+):
+    engine = make_engine(model, kv_cache_bytes="400blocks", run_ahead=run_ahead)
+    clock = SimulatedSteps(engine, per_token=1 / 3000)
+    engine.steps.budgets = ClockedBudgets(LIMITS, 1.0, 0.2, clock)
+    engine.add_request("answer", prompt(10), greedy(300))
+    engine.step()
+    for number in range(2):
+        engine.add_request(str(number), prompt(1500, number), greedy(2))
+        while str(number) in engine.reports.states:
+            engine.step()
+    clock.per_token *= factor
+    engine.add_request("slow", prompt(1500, 2), greedy(2))
+    begin = len(clock.batches)
+    while "slow" in engine.reports.states:
+        engine.step()
+    counts = [sum(part[2] for part in batch) for batch in clock.batches[begin:]]
+    over = [number for number, count in enumerate(counts) if count * clock.per_token > 2 * 0.2]
+    # A step that was launched ahead does not know of the one before it.
+    assert len(over) == (3 if run_ahead else 2) and over[-1] <= 3
 
 
 def test_an_engine_that_is_stepped_by_hand_has_the_limits(model: qwen3.Model):

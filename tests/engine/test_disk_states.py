@@ -99,6 +99,26 @@ def test_a_state_that_was_dropped_or_removed_is_written_again():
     assert engine.left() == [24]
 
 
+def test_foreign_states_are_never_written_and_do_not_count_as_written():
+    engine = Engine()
+    hashes = hash_token_blocks(tokens(32), SIZE)
+    for end in (12, 24):
+        engine.checkpoints.put(Checkpoint(hashes[end // SIZE - 1], "of a file", is_foreign=True))
+    assert engine.ask(tokens(24), 24) == [] and engine.left() == []
+    # Though prompts share it.
+    assert [engine.ask(tokens(12 + more), 12 + more) for more in (1, 2, 3)] == [[]] * 3
+    # A state that was computed here is worth all tokens before it.
+    assert engine.ask(tokens(32), 32, 32) == [32]
+    # What was computed here before the file came has left memory meanwhile.
+    engine = Engine(NEVER)
+    engine.ask(tokens(24), 24, 24)
+    [header] = engine.states.left(lambda key: False)
+    assert engine.states.in_memory(header) == Checkpoint(hashes[5], "at 24")
+    engine.checkpoints.clear()
+    engine.checkpoints.put(Checkpoint(hashes[5], "of a file", is_foreign=True))
+    assert engine.left() == [] and engine.states.in_memory(header) is None
+
+
 def test_a_state_is_worth_the_kv_that_weigh_twice_as_much():
     assert WORTH == 12
     assert num_tokens_per_state(154_000_000, 65_536) == 4_700  # a 27B

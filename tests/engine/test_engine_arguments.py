@@ -35,6 +35,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": ""}, "cache_salt must be a text that is not empty, or None, got ''"),
     ({"cache_salt": b"salt"}, "cache_salt must be a text that is not empty, or None, got b'salt'"),
     ({"cache_salt": ["salt"]}, "cache_salt must be a text"),
+    ({"user": ""}, "user must be a text that is not empty, or None, got ''"),
+    ({"user": 7}, "user must be a text that is not empty, or None, got 7"),
     ({"no_store": 1}, "no_store must be True or False, got 1"),
     ({"no_store": None}, "no_store must be True or False, got None"),
     ({"no_store": "false"}, "no_store must be True or False, got 'false'"),

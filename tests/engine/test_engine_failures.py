@@ -148,8 +148,8 @@ class BrokenTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def decode(self, token_ids: list[int]) -> str:
-        raise LookupError("no such token")
+    def convert_ids_to_tokens(self, token_ids: Any) -> str:
+        raise RuntimeError("no such token")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
@@ -157,12 +157,15 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     model, tokenizer = load_demo()
     engine = make_engine(model, tokenizer)
     engine.add_request("fails", "Hello", greedy(max_tokens, logprobs=1))
-    engine.reports.states["fails"]._texts = TokenTexts(BrokenTokenizer(tokenizer))
+    texts = TokenTexts(tokenizer)
+    texts._backend, texts.tokenizer = None, BrokenTokenizer(tokenizer)
+    texts._known_bytes.clear()
+    engine.reports.states["fails"]._texts = texts
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}
     assert (
-        isinstance(outputs["fails"].error, LookupError)
+        isinstance(outputs["fails"].error, RuntimeError)
         and len(outputs["good"].outputs[0].token_ids) == 5
     )
     assert_nothing_held(engine)

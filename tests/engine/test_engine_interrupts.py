@@ -128,6 +128,58 @@ def test_a_second_ctrl_c_stops_an_engine_whose_step_does_not_end(model: qwen3.Mo
     engine.abort("endless")
 
 
+def test_interrupts_of_two_different_calls_stop_no_engine(demo: tuple[Any, Any]):
+    llm, slow = LLM(*demo), Endless()
+    expected = llm.generate("Once upon a time", greedy(8))
+    with ctrl_c(slow.has_begun.wait, *[lambda: time.sleep(2 * STUCK_SECONDS)] * 3):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hello", greedy(50, logits_processors=[slow]))
+        for call in (
+            lambda: llm.generate("Count", greedy(2)),
+            llm.engine.shrink,
+            lambda: llm.generate("Count", greedy(2)),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    slow.may_end.set()
+    again = llm.generate("Once upon a time", greedy(8))
+    assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert_nothing_held(llm.engine)
+
+
+def test_a_second_ctrl_c_stops_no_engine_if_a_step_has_ended_since_the_first(model: qwen3.Model):
+    engine = make_engine(model)
+    first, second = Endless(), Endless()
+    engine.add_request("first", prompt(20), greedy(1, logits_processors=[first]))
+
+    def next_step() -> None:
+        time.sleep(2 * STUCK_SECONDS)
+        engine.add_request("second", prompt(20), greedy(1, logits_processors=[second]))
+        first.may_end.set()
+        second.has_begun.wait()
+
+    with ctrl_c(first.has_begun.wait, next_step):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                while engine.has_unfinished_requests():
+                    engine.step()
+    second.may_end.set()
+    assert set(run(engine)) == {"second"}
+    assert_nothing_held(engine)
+
+
+def test_a_step_whose_wait_was_interrupted_is_not_run_twice(model: qwen3.Model):
+    engine, slow = make_engine(model), Endless()
+    engine.add_request("a", prompt(20), greedy(5, logits_processors=[slow]))
+    with ctrl_c(slow.has_begun.wait), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    num_steps = engine.stats().num_steps
+    threading.Timer(0.3, slow.may_end.set).start()
+    engine.step()
+    assert engine.stats().num_steps == num_steps + 1
+    assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
+
+
 def test_an_llm_gives_up_the_requests_of_an_interrupted_call_and_answers_the_next(
     demo: tuple[Any, Any],
 ):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from helpers.engine_runs import (
 
 from mlx_paged.cache import PagedKVCache, PromptTooLongError
 from mlx_paged.engine.engine import Engine
+from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -210,17 +209,17 @@ def test_a_prompt_that_fits_is_not_refused_because_the_pool_grows_meanwhile(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
     engine = make_engine(model, kv_cache_bytes="400blocks")
-    growable = PagedKVCache.num_growable_blocks.fget
+    most = PagedKVCache.max_num_blocks
     growth = iter([100])
 
-    def grows(cache: PagedKVCache) -> int:
-        before = growable(cache)
+    def grows(cache: PagedKVCache, *args: int) -> int:
+        before = most(cache, *args)
         for num_blocks in growth:
             cache.make_room(num_blocks)
         return before
 
     for _ in range(2):
-        monkeypatch.setattr(PagedKVCache, "num_growable_blocks", property(grows))
+        monkeypatch.setattr(PagedKVCache, "max_num_blocks", grows)
         engine.add_request("whole", prompt(6400), greedy(1))
         monkeypatch.undo()
         with pytest.raises(PromptTooLongError):
@@ -250,30 +249,59 @@ def test_steps_may_move_to_another_thread(model: qwen3.Model):
     assert_nothing_held(engine)
 
 
-# The end of Python comes while the thread clears its streams.
-ENDS_MEANWHILE = """
-import time
-import mlx.core as mx
-from mlx_paged.engine import thread
-
-class SlowMLX:
-    def clear_streams(self):
-        is_clearing.append(True)
-        time.sleep(0.2)
-        mx.clear_streams()
-        print("cleared", flush=True)
-
-is_clearing, thread.mx = [], SlowMLX()
-engine_thread = thread.EngineThread()
-engine_thread.call(lambda: mx.eval(mx.ones((1000,)) + 1))
-engine_thread.end()
-while not is_clearing:
-    time.sleep(0.001)
-"""
+def engine_threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "mlx_paged engine"}
 
 
-@pytest.mark.slow
-def test_python_does_not_end_before_a_thread_has_cleared_its_streams():
-    command = [sys.executable, "-c", ENDS_MEANWHILE]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "cleared\n", "")
+def test_one_shot_calls_share_a_thread(model: qwen3.Model):
+    options = {"max_tokens": 3, "block_size": 16, "kv_cache_bytes": "20blocks"}
+    tokens = [*generate_step(prompt(20), model, **options)]
+    before = engine_threads()
+    for _ in range(3):
+        again = [*generate_step(prompt(20), model, **options)]
+        assert [token for token, _ in again] == [token for token, _ in tokens]
+        next(generate_step(prompt(20), model, **options))  # one that is left early
+        Threads(lambda: list(generate_step(prompt(20), model, **options)) and None).join()
+    assert engine_threads() == before
+    # Calls at the same time have a thread each, which later calls use.
+    streams = [generate_step(prompt(20), model, **options) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    during = engine_threads()
+    assert len(during - before) <= 2
+    for stream in streams:
+        stream.close()
+    streams = [generate_step(prompt(20), model, **options) for _ in range(3)]
+    assert engine_threads() == during
+
+
+def test_a_one_shot_call_does_not_wait_for_a_thread_that_hangs(model: qwen3.Model):
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def wait(tokens: mx.array, logits: mx.array) -> mx.array:
+        has_begun.set()
+        assert may_end.wait(60)
+        return logits
+
+    hanging = Threads(
+        lambda: (
+            list(generate_step(prompt(5), model, max_tokens=1, logits_processors=[wait])) and None
+        )
+    )
+    assert has_begun.wait(60)
+    assert len(list(generate_step(prompt(5), model, max_tokens=2))) == 2
+    assert hanging.are_running
+    may_end.set()
+    hanging.join()
+
+
+def test_a_processor_may_call_generate(model: qwen3.Model):
+    expected = [token for token, _ in generate_step(prompt(5), model, max_tokens=3)]
+    inner: list[list[int]] = []
+
+    def calls(tokens: mx.array, logits: mx.array) -> mx.array:
+        inner.append([token for token, _ in generate_step(prompt(5), model, max_tokens=3)])
+        return logits
+
+    outer = generate_step(prompt(5), model, max_tokens=3, logits_processors=[calls])
+    assert [token for token, _ in outer] == expected and inner == [expected] * 3

@@ -5,6 +5,7 @@ and everybody ends.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from helpers.drafting import eager_speculation
@@ -21,8 +22,9 @@ STEMS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6, 30, 31], [2
 class Driver:
     """Asks of an engine whatever comes to a random mind."""
 
-    def __init__(self, seed: int, **options):
+    def __init__(self, seed: int, users: Sequence[str | None] = (None,), **options):
         self.random = random.Random(seed)
+        self.users = users
         self.engine = FakeEngine(eos_token_ids=frozenset([0]), **options)
         self.num_added = self.num_aborted = self.num_too_long = self.num_only = 0
 
@@ -40,6 +42,7 @@ class Driver:
                 n=choice([1, 1, 1, 2, 3]),
                 priority=choice([0, 0, 0, 1, 2, -1]),
                 cache_salt=choice([None, None, "salt"]),
+                user=choice(self.users),
             )
         except PromptTooLongError:
             self.num_too_long += 1
@@ -179,3 +182,17 @@ def test_on_a_device_that_gives_less_than_the_budget_no_request_waits_for_ever(s
         for request in completions:
             assert request.finish_reason in ("stop", "length", "abort", "error")
             assert (request.finish_reason == "error") == (request.error is not None)
+
+
+@mostly_slow("name", TINY, quick=(1, 3, 10))
+@mostly_slow("seed", range(2))
+def test_it_is_the_same_with_several_users(seed: int, name: str):
+    users = ["a", "a", "a", "b", "c", None]
+    driver = Driver(seed, users, priority_steps=6, **TINY[name])
+    for _ in range(2500):
+        driver.act()
+    driver.drain()
+    counts = driver.engine.counts
+    if TINY[name]["num_blocks"] < 100 and "drafts" not in name:
+        assert counts["taken"] > 5, counts
+    assert min(driver.num_aborted, driver.num_only, counts["forks"]) > 5

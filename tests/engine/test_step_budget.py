@@ -167,7 +167,7 @@ def test_a_budget_rises_by_one_after_steps_that_filled_it():
 def test_steps_that_are_slow_by_accident_change_nothing():
     calm, shaken = (
         Load(M1_MAX),
-        Load(M1_MAX, accidents={0: 5.0, 1: 3.0, 60: 30.0, 61: 2.0, 90: 9e4}),
+        Load(M1_MAX, accidents={0: 5.0, 1: 3.0, 60: 30.0, 62: 2.0, 90: 9e4}),
     )
     for _ in range(3):
         calm.prompt(8000)
@@ -176,6 +176,42 @@ def test_steps_that_are_slow_by_accident_change_nothing():
     # The first steps compile kernels, and nothing is known of the device then.
     assert set(shaken.seen[5:]) == {64}
     assert shaken.seen[:5] == [64, 32, 32, 64, 64]
+
+
+@pytest.mark.parametrize("factor", [5, 20])
+@pytest.mark.parametrize("cost", [M1, M1_MAX, M5_MAX])
+@pytest.mark.parametrize("num_answers", [0, 16])
+def test_the_second_slow_step_in_a_row_is_believed(cost: Cost, num_answers: int, factor: int):
+    load = Load(cost, num_answers, noise=0.1)
+    for _ in range(3):
+        load.prompt(8000)
+    before = load.seen[-1]
+    load.cost = lambda num_tokens, context: factor * cost(num_tokens, context)
+    begin = len(load.seen)
+    for _ in range(2):
+        load.prompt(4000)
+    # The third step is the first that may know of it. It has what such a device is given.
+    slow = Load(load.cost, num_answers, noise=0.1)
+    for _ in range(3):
+        slow.prompt(4000)
+    assert load.seen[begin : begin + 2] == [before] * 2
+    target = load.mixed_seconds if num_answers else load.prefill_seconds
+    for seconds, budget in zip(load.seconds[begin + 2 :], load.seen[begin + 2 :], strict=True):
+        assert seconds <= 2 * target or budget <= max(32, slow.seen[-1])
+    # It is as fast again, and that is believed as soon; budgets rise by one step after another.
+    load.cost, begin = cost, len(load.seen)
+    for _ in range(2):
+        load.prompt(8000)
+    assert all(before / 2 <= budget <= 2 * before for budget in load.seen[begin + 10 :])
+
+
+def test_two_slow_steps_by_accident_are_made_up_for_after_few_others():
+    load = Load(M1_MAX, accidents={60: 30.0, 61: 2.0})
+    for _ in range(3):
+        load.prompt(8000)
+    # The smaller one counts: a step that took 17 times as long.
+    assert load.seen[60:64] == [64, 64, 32, 32]
+    assert set(load.seen[70:]) == {64}
 
 
 def test_a_device_that_becomes_slower_or_faster_is_followed():
@@ -302,9 +338,23 @@ def clock() -> Clock:
 def measured(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[ClockedBudgets, list[tuple]]:
     budgets = ClockedBudgets(LIMITS, 1.0, 0.2, clock)
     noted: list[tuple] = []
-    monkeypatch.setattr(budgets.price, "note", noted.append)
+    monkeypatch.setattr(budgets.price, "note", lambda step: noted.append(step) or True)
     monkeypatch.setattr(budgets.price, "correct", noted.append)
     return budgets, noted
+
+
+def test_decodes_before_a_step_that_does_not_count_are_dropped(
+    clock: Clock, measured: tuple[ClockedBudgets, list], monkeypatch: pytest.MonkeyPatch
+):
+    """They were slow as well, and would be taken for what is fixed."""
+    budgets, noted = measured
+    monkeypatch.setattr(budgets.price, "note", lambda step: False)
+    decodes = Batch(scheduled=[Scheduled(request(9, 8, 4), 8, 1, 1)] * 3)
+    for batch, num_tokens in ((decodes, 3), (prompts(0), 100), (prompts(100), 100)):
+        begin(budgets, is_busy=False)
+        clock.now += 0.5
+        budgets.end_step(batch, num_tokens)
+    assert noted == []
 
 
 def begin(budgets: ClockedBudgets, *, is_busy: bool) -> None:

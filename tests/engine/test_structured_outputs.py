@@ -427,7 +427,9 @@ def test_other_masks_bias_and_stops_go_with_a_grammar(demo: tuple[Any, Any]):
     assert reason == "stop" and 3 <= len(text) <= 30
     # Nothing may end it, and it can't go on.
     _, reason, error = answer("xyz", min_tokens=50, max_tokens=60)
-    assert reason == "error" and "structured_outputs, min_tokens" in str(error)
+    assert reason == "error" and "min_tokens and structured_outputs together allow no token" in str(
+        error
+    )
     text, reason, _ = answer("x{500}", max_tokens=4)
     assert reason == "length" and text.strip("x") == ""
 

@@ -11,9 +11,11 @@ from helpers.agent_models import make_agent_model
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, run, sampled
 
 from mlx_paged import StructuredOutputsParams, load
+from mlx_paged.answers.dialect import AnswerFormat, Dialect
+from mlx_paged.answers.formats import REASONING, ReasoningFormat, format_named
+from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
 from mlx_paged.engine.thinking_budget import ThinkingBudget
 from mlx_paged.errors import ArgumentError
-from mlx_paged.reasoning import ReasoningLimit, ReasoningMarks
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 
@@ -129,17 +131,87 @@ def test_an_answer_with_a_structure_has_it_behind_the_end_that_was_forced(agent)
     assert json.loads(agent[1].decode(tokens[7:-1])) in ({"a": 1}, {"b": 2})
 
 
-def test_a_mark_of_several_tokens_is_forced_from_where_the_model_has_begun_it():
-    limit = ReasoningLimit(ReasoningMarks("<", ">>>", (1,), (7, 8, 9)), 3, True)
-    request = Request("a", [5, 7], SamplingParams())
-    budget = ThinkingBudget(limit)
-    forced = []
-    for token in (4, 7, 8, 9, 4, 1, 4, 4):
+class Letters:
+    """A detokenizer of single letters, and of some marks."""
+
+    def __init__(self, texts: dict[int, str]):
+        self._texts = texts
+
+    def add(self, token_id: int) -> str:
+        return self._texts.get(token_id, "a")
+
+    def finish(self) -> str:
+        return ""
+
+
+def limit_of(form: AnswerFormat, texts: dict[int, str], end: tuple[int, ...], budget: int):
+    return ReasoningLimit(lambda: TokenReader(form, Letters(texts)), end, budget)
+
+
+def forced_tokens(limit: ReasoningLimit, prompt: list[int], tokens: list[int]) -> list[int | None]:
+    """What is forced at each token of an answer, and after the last."""
+    request, budget, forced = Request("a", prompt, SamplingParams()), ThinkingBudget(limit), []
+    for token in tokens:
         forced.append(budget.forced_token(request))
         request.token_ids.append(token)
+    last = budget.forced_token(request)
+    assert ThinkingBudget(limit).forced_token(request) == last or limit.end_token_ids[1:]
+    return [*forced, last]
+
+
+def test_a_mark_of_several_tokens_is_forced_from_where_the_model_has_begun_it():
+    form = AnswerFormat(Dialect(reasoning=ReasoningFormat("<t>", "</t>")), is_thinking=True)
+    limit = limit_of(form, {1: "<t>", 7: "</", 8: "t", 9: ">"}, (7, 8, 9), 3)
     # 7 and 8 come by themselves, and 9 is forced. Another reasoning has the two tokens left.
-    assert [*forced, budget.forced_token(request)] == [*[None] * 3, 9, *[None] * 4, 7]
-    assert ThinkingBudget(limit).forced_token(request) == 7  # also where all is read at once
+    assert forced_tokens(limit, [5, 7], [4, 7, 8, 9, 1, 4, 4]) == [*[None] * 3, 9, *[None] * 3, 7]
+
+
+def test_harmonys_reasoning_is_ended_by_the_header_of_the_answer():
+    marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    tokens = {mark: (index, True) for index, mark in enumerate(marks, 1)}
+    reasoning = next(each for each in REASONING if each.name == "harmony")
+    dialect = Dialect.of_tokens(format_named("harmony"), reasoning, tokens)
+    form = AnswerFormat.for_prompt(dialect, "<|start|>assistant")
+    end = (3, 4, 10, 1, 11, 2)  # <|end|><|start|>assistant<|channel|>final<|message|>
+    limit = limit_of(form, {9: "analysis", 10: "assistant", 11: "final"}, end, 2)
+    answer = [1, 9, 2, 7, 7, *end, 7, 7, 7]
+    assert forced_tokens(limit, [5], answer) == [*[None] * 5, *end, *[None] * 4]
+
+
+def test_a_mark_in_a_call_neither_opens_nor_ends_reasoning():
+    tokens = {mark: (index, False) for index, mark in enumerate(
+        ("<think>", "</think>", "<tool_call>", "</tool_call>"), 1
+    )}  # fmt: skip
+    dialect = Dialect.of_tokens(format_named("json_tools"), REASONING[0], tokens)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    form = AnswerFormat.for_prompt(dialect, "", tools)
+    texts = {10: '{"name": "f", "arguments": {"a": "', 11: '"}}'}
+    limit = limit_of(form, texts, (2,), 0)
+    assert forced_tokens(limit, [5], [3, 10, 1, 7, 11, 4, 7]) == [None] * 8
+    reader = limit.new_reader()
+    reader.add([1, 7, 7, 2, 3, 10, 1, 7, 2, 11, 4, 7])
+    assert (reader.num_reasoning_tokens, reader.num_within) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_thinking", "count"),
+    [
+        ([7, 7, 7], False, 0),
+        ([1, 7, 7, 2, 7], False, 4),
+        ([1, 7, 7], False, 3),  # broken off
+        ([7, 7, 2, 7], True, 3),
+        ([2, 7], True, 1),
+        ([2, 7, 1, 2, 7], False, 2),
+        ([1, 2, 7, 1, 7, 2], False, 5),
+    ],
+)
+def test_tokens_between_marks_are_counted_with_the_marks(tokens, is_thinking, count):
+    dialect = Dialect.of_tokens(None, REASONING[0], {"<think>": (1, True), "</think>": (2, True)})
+    for size in range(1, len(tokens) + 1):
+        reader = TokenReader(AnswerFormat(dialect, is_thinking=is_thinking), Letters({}))
+        for begin in range(0, len(tokens), size):
+            reader.add(tokens[begin : begin + size])
+        assert reader.num_reasoning_tokens == count
 
 
 def test_a_model_without_marks_has_no_reasoning_to_end(model):

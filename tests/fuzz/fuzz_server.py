@@ -71,6 +71,13 @@ NEEDS = {
     # Nothing says how the demo model would write a call.
     "tools": "tool_choice",
 }  # fmt: skip
+# What may leave an answer no token beside a form, or contradict it.
+CONFLICTS: tuple[dict[str, Any], ...] = (
+    {"ignore_eos": True}, {"allowed_token_ids": [5, 6]}, {"min_tokens": 4},
+    {"bad_words": ["a", "b", "{", "1"]}, {"tools": [TOOL], "tool_choice": "required"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+    {"guided_choice": ["a", "b"]}, {"guided_json": SCHEMA}, {"response_format": {"type": "text"}},
+)  # fmt: skip
 # What is refused by name, whatever it says.
 REFUSED = {"functions": [{"name": "f"}], "suffix": "x", "previous_response_id": "resp_1", "junk": 1}
 # For each path: a body of which required fields are always there, and others are drawn.
@@ -165,7 +172,10 @@ def server_case(rng: random.Random) -> Case:
     body: Any = good_body(rng, path)
     is_good = rng.random() < 0.1
     names = [*BODIES[path][0], *REFUSED]
-    for _ in range(0 if is_good else rng.choice([1, 1, 2, 3])):
+    if not is_good and "guided_json" in BODIES[path][0] and rng.random() < 0.3:
+        for conflict in rng.sample(CONFLICTS, rng.choice([1, 2, 3])):
+            body |= copy.deepcopy(conflict)
+    for _ in range(0 if is_good else rng.choice([0, 1, 1, 2, 3])):
         body = mutated(rng, body, names)
     content = json.dumps(body).encode() if is_good else as_bytes(rng, body)
     must_refuse = isinstance(body, dict) and any(body.get(name) is not None for name in REFUSED)
@@ -265,7 +275,10 @@ def check_answer(text: str, kind: str) -> None:
     if not events:
         raise Defect("a stream without events")
     for event in events:
-        if event != "[DONE]" and json.loads(event).get("error"):
+        error = None if event == "[DONE]" else json.loads(event).get("error")
+        if error and error.get("param"):  # Only an answer shows that fields leave it no token.
+            raise ValueError(f"[server] {error['message']}")
+        if error:
             raise Defect(f"an error in the stream: {event[:500]}")
 
 

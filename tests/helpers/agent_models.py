@@ -6,6 +6,7 @@ The weights are the demo model's, with a few rows more: answers are dictated in 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,15 @@ TEMPLATE = """\
 {%- endif %}
 {%- endif %}
 """
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    """A text in pieces of so many characters; marks, which models write as tokens, stay whole."""
+    pieces = []
+    for part in re.split(f"({'|'.join(map(re.escape, MARKS))})", text):
+        step = len(part) or 1 if part in MARKS else size
+        pieces += [part[place : place + step] for place in range(0, len(part), step)]
+    return pieces
 
 
 def make_agent_model(folder: Path, *, are_marks_special: bool = False) -> Path:

@@ -45,7 +45,7 @@ def put(store: BlockStore, name: str, parent: str | None = None, first_token: in
 
 def put_chain(store: BlockStore, *names: str) -> None:
     for position, (parent, name) in enumerate(zip((None, *names), names, strict=False)):
-        assert put(store, name, parent, 16 * position)
+        assert put(store, name, parent, 16 * position), store.failure
 
 
 def found(store: BlockStore, names: str) -> str:

@@ -35,7 +35,8 @@ CONFIG = {
 @dataclass(frozen=True)
 class Workload:
     """Options of an engine, the seed of its requests, the drafts that each of them tries, how many
-    requests and layers there are, and whether the pool of the last rank has no memory to grow.
+    requests and layers there are, whether the pool of the last rank has no memory to grow, and how
+    many users the requests are of.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Workload:
     num_requests: int = 20
     num_layers: int = 2
     fails_to_grow: bool = False
+    num_users: int = 0
 
 
 WORKLOADS = {
@@ -51,6 +53,9 @@ WORKLOADS = {
     "one step ahead": Workload({"swap_bytes": 0, "run_ahead": True}, 2),
     "budgets": Workload(
         {"run_ahead": True, "token_budgets": [(0, 17, 20), (9, 64, 32), (14, 40, 28)]}, 3
+    ),
+    "users": Workload(
+        {"run_ahead": True, "max_num_seqs": 4, "swap_bytes": "20blocks"}, 9, num_users=3
     ),
     "drafts": Workload({"swap_bytes": 0}, 3, num_drafts=3),
     "basic": Workload({"kv": "basic"}, 4),
@@ -121,6 +126,7 @@ def _run(engine: Engine, workload: Workload) -> list[RequestOutput]:
                 request.params,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                user=f"user {rng.randrange(workload.num_users)}" if workload.num_users else None,
             )
         for request, step in asked.values():
             if request.abort_after is not None and num_steps == step + request.abort_after:

@@ -24,9 +24,11 @@ from mlx_paged.core import (
     ComputedBlocks,
     KVCacheManager,
     SequenceStates,
+    SharedBudget,
     extend_block_hashes,
 )
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.engine.recurrent_state import NUM_COPIES, sizes_of
+from mlx_paged.models.kv_cache import make_engine_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import StateStack
 
@@ -34,6 +36,8 @@ BLOCK_SIZE = 8
 MAX_LIVE = 4
 MAX_DRAFTS = 4
 MAX_REPEATED = 6
+# Tokens of a fork that its parent lacks, drafts, and a block that both write.
+MARGIN = 12 + MAX_DRAFTS + BLOCK_SIZE
 NUM_CHECKPOINTS = 40
 # Of the spread of logits, in float32: sums are added up in another order.
 TOLERANCE = 5e-5
@@ -57,17 +61,33 @@ class Schedule:
     Args:
         stock: the model as mlx-lm has it.
         model: the same one, as it runs here.
+        num_states: of a budget in bytes, which K/V and states share; by default K/V have 600 blocks
+            and states as much as they need.
 
     Attributes:
         events: how often each kind of thing has happened.
         worst: the largest error of a logit, over the spread of its sequence's.
     """
 
-    def __init__(self, stock: Module, model: LanguageModel, seed: int = 0):
+    def __init__(
+        self, stock: Module, model: LanguageModel, seed: int = 0, num_states: int | None = None
+    ):
         self.stock, self.model = stock, model
-        self.cache = make_kv_cache(model, block_size=BLOCK_SIZE, kv_cache_bytes="600blocks")
+        nbytes = 0 if num_states is None else num_states * model.state_nbytes
+        self.cache = make_engine_cache(
+            model,
+            "paged",
+            None,
+            {"block_size": BLOCK_SIZE, "kv_cache_bytes": nbytes or "600blocks"},
+            NUM_COPIES,
+        )
         self.states = SequenceStates(NUM_CHECKPOINTS) if model.state_nbytes else None
         self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, self.states)
+        if nbytes:
+            assert self.states is not None
+            sizes = sizes_of(self.cache, nbytes, NUM_COPIES)
+            self.cache.shared_budget = SharedBudget(sizes, self.cache.pool, self.states)
+            self.cache.shared_budget.count_seqs = lambda: len(self._live)
         self.events: Counter[str] = Counter()
         self.worst = 0.0
         self._random = random.Random(seed)
@@ -89,9 +109,8 @@ class Schedule:
     def _change(self) -> None:
         draw = self._random.random
         if len(self._live) < MAX_LIVE and draw() < 0.5:
-            self._live.append(
-                self._waiting.pop() if self._waiting and draw() < 0.5 else self._new()
-            )
+            new = self._waiting.pop() if self._waiting and draw() < 0.5 else self._new()
+            (self._live if self._fits(new) else self._waiting).append(new)
         ran = [each for each in self._live if 0 < each.num_done < len(each.ids)]
         if ran and draw() < 0.08:
             preempted = self._random.choice(ran)
@@ -101,8 +120,38 @@ class Schedule:
             self.events["preempted"] += 1
         elif ran and draw() < 0.15:
             parent = self._random.choice(ran)
-            if not parent.num_repeated:  # An engine forks a sequence before it has drafts.
+            # An engine forks a sequence before it has drafts.
+            if not parent.num_repeated and self._fits(parent):
                 self._fork(parent)
+
+    def _fits(self, new: Sequence) -> bool:
+        """Whether all tokens of those that are live fit beside their states, and those of another
+        one; slabs shrink for it, as between two steps of an engine.
+        """
+        cache, manager = self.cache, self.manager
+        if cache.shared_budget is None:
+            return True
+        need = manager.block_need.max_num_held_blocks
+        num_needed = sum(need(len(each.ids) + MARGIN) for each in [*self._live, new])
+        num_growable = cache.num_growable_with(1)
+        if num_needed > num_growable + cache.pool.num_usable_blocks:
+            self.events["refused"] += 1
+            return False
+        num_given = min(cache.num_blocks_to_give_up(1), manager.num_free_blocks - num_needed)
+        num_given = max(0, -num_growable, num_given)
+        if num_given:
+            self.events["shrunk"] += 1
+            copies = manager.give_up_blocks(num_given)
+            self.events["moved"] += len(copies)
+            cache.give_up(copies)
+        return cache.make_room_for_states(1)
+
+    def _check_budget(self) -> None:
+        budget = self.cache.shared_budget
+        if budget is not None:
+            nbytes = self.cache.nbytes_held + len(self._live) * budget.sizes.sequence
+            assert nbytes <= budget.nbytes_used <= budget.sizes.budget
+            self.manager.check_integrity()
 
     def _leave(self, sequence: Sequence) -> None:
         self._live.remove(sequence)
@@ -160,6 +209,8 @@ class Schedule:
         if states is not None:
             put_states(self.manager, batch, counts, states)
             self._stacks = WeakSet(forget_before(states, self._stacks))
+            self._check_budget()
+            self.manager.states.forget_released()
         begin = 0
         for each, count, right, drafts in zip(batch, counts, num_right, num_drafts, strict=True):
             self._check(each, logits[begin : begin + right])
@@ -190,8 +241,10 @@ class Schedule:
             count = sequence.num_repeated + 1
         else:
             count = min(num_left, self._random.choice([1, 3, 5, 8, 13, 40]))
+        self.cache.make_room(self.manager.num_needed_blocks(sequence, count, computed))
         copies = self.manager.allocate_slots(sequence, count, computed)
         assert copies is not None
+        self.cache.make_room_for_states(0)
         self.cache.copy_blocks(copies)
         return count
 
@@ -210,6 +263,7 @@ class Schedule:
             return [], 0
         right = sequence.ids[end : end + self._random.choice([num_drafts, 0, 1, 2])][:num_drafts]
         wrong = [(token + 1) % 256 for token in sequence.ids[end + len(right) : end + num_drafts]]
+        self.cache.make_room(1)
         assert self.manager.allocate_slots(sequence, num_drafts) == []
         return right + wrong, len(right)
 

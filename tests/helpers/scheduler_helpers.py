@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import BlockPool, KVCacheManager
+from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
@@ -80,13 +80,24 @@ class FakeSupply:
         self.budget = num_blocks
         self.device_blocks = device_blocks
 
-    @property
-    def num_growable_blocks(self) -> int:
+    def max_num_blocks(self, num_seqs: int = 1) -> int:
+        return self.budget
+
+    def num_growable_with(self, num_new_seqs: int = 0) -> int:
         return self.budget - self.manager.pool.num_usable_blocks
 
-    def make_room(self, num_blocks: int) -> None:
+    def make_room_for_states(self, num_new_seqs: int) -> bool:
+        return True
+
+    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+        return 0
+
+    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+        raise AssertionError("it has no states that need memory of blocks")
+
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
         pool = self.manager.pool
-        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_blocks)
+        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_with())
         if num_missing <= 0:
             return
         if pool.num_usable_blocks + num_missing > self.device_blocks:
@@ -215,6 +226,7 @@ class FakeEngine:
         self.suspects: deque[Request] = deque()
         self.counts: Counter[str] = Counter()
         self.ran_before: set[SeqId] = set()  # before the newest step
+        self.has_users = False  # whether requests of different users came
 
     def request(
         self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options
@@ -231,6 +243,8 @@ class FakeEngine:
     ) -> Request:
         """Add a request; options are those of `Request`, and `ignore_eos` and `stop_token_ids`."""
         request = self.request(name, prompt, max_tokens, n, **options)
+        known = [each[0].user for each in self.completions.values()]
+        self.has_users = self.has_users or (bool(known) and known[0] != request.user)
         self.scheduler.check(request)
         self.scheduler.add(request)
         self.completions[name] = [request]
@@ -309,7 +323,10 @@ class FakeEngine:
             assert not drafts or (num_left == 0 and count == 1 + len(drafts) and only is None)
         assert not (output.preempted and output.drafted), "drafts preempt no request"
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
-        assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
+        assert len(scheduler.running) <= self.config.max_num_seqs
+        if not self.has_users:
+            num_seqs = sum(request.num_seqs for request in scheduler.running)
+            assert num_seqs <= self.config.max_num_seqs
         scheduled = {request.seq_id for request in output.requests}
         assert len(scheduled) == len(output.requests), "no request is in a step twice"
         if only is None:
@@ -318,7 +335,10 @@ class FakeEngine:
             assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
         else:
             assert scheduled <= {only.seq_id}
-        self.check_preempted(output)
+        if self.has_users:
+            self.check_taken(output)
+        else:
+            self.check_preempted(output)
         counts["steps"] += 1
         counts["preempted"] += len(output.preempted)
         counts["swap_outs"] += len(swap_outs)
@@ -351,6 +371,16 @@ class FakeEngine:
                 assert request.num_preemptions >= MAX_PREEMPTIONS or any(
                     request.priority <= each.priority or request.order < each.order for each in came
                 )
+
+    def check_taken(self, output: Batch) -> None:
+        """Who is sent away is not in the step, and does not come back in it."""
+        ran = {each.seq_id for each in output.requests}
+        assert all(each.num_computed_tokens == 0 for each in output.preempted)
+        assert not ran & {each.seq_id for each in output.preempted}
+        came = {each.user for each in output.requests if each.seq_id not in self.ran_before}
+        # Places that another user's first request takes; others make way for more blocks.
+        gone = {each.user for each in output.preempted}
+        self.counts["taken"] += bool(came) and bool(gone - came)
 
     def check(self) -> None:
         """Every invariant, between two steps."""

@@ -275,8 +275,8 @@ def test_fourteen_calls_lead_from_the_library_to_a_decode_on_metal(demo, compile
         llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
     at_work, waiting = stacks[-1]
     # The check of argument names stands before the call.
-    assert waiting[::-1][:6] == ["checked", "generate", "share", "_complete", "step", "call"]
-    assert waiting[::-1][6:] == ["wait_for", "wait"]
+    assert waiting[::-1][:5] == ["checked", "generate", "share", "_complete", "step"]
+    assert waiting[::-1][5:] == ["_wait_for_step", "wait_for", "wait"]
     assert at_work[::-1][:4] == ["_run", "_run_calls", "_run_one", "run"]
     assert at_work[::-1][4:] == [
         *("_change", "_step", "run", "_launch", "launch"),

@@ -17,9 +17,8 @@ from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 from helpers.model_zoo import config_of, make_from_config
 
 from mlx_paged import demo_model_path, load
-from mlx_paged.loading.loader import model_name
 from mlx_paged.models import array_digests, identity
-from mlx_paged.models.identity import model_identity
+from mlx_paged.models.identity import may_be_called, model_identity, model_name
 from mlx_paged.models.mlx_lm import adapt
 
 LLAMA_3_SCALING = {
@@ -158,3 +157,32 @@ def test_a_model_of_the_hub_is_called_by_its_repository() -> None:
     snapshot = Path("/hub/models--mlx-community--Qwen3-0.6B-4bit/snapshots/abc")
     assert model_name(snapshot) == "mlx-community/Qwen3-0.6B-4bit"
     assert model_name(Path("/models/llama.gguf")) == "llama.gguf"
+
+
+def test_a_model_may_be_called_by_its_folder_and_by_its_repository(tmp_path: Path) -> None:
+    here, copied = tmp_path / "here/Qwen3", tmp_path / "copied/Qwen3"
+    link = tmp_path / "link"
+    for folder in (here, copied):
+        folder.mkdir(parents=True)
+    link.symlink_to(here)
+    model = livelier_model(CONFIG)
+    assert may_be_called(model, "anything"), "it has no name"
+    model.name, model.path = model_name(here), here
+    for given in (str(here), str(link), f"{here}/", "org/Qwen3", "/gone/Qwen3", "~/gone/Qwen3"):
+        assert may_be_called(model, given), given
+    for given in (
+        str(copied),
+        str(tmp_path),
+        "org/Qwen4",
+        "/gone/Qwen3/other",
+        "x" * 5000,
+        "\0",
+        "~",
+    ):
+        assert not may_be_called(model, given), given
+    snapshot = tmp_path / "models--org--Qwen3/snapshots/abc"
+    model.name, model.path = model_name(snapshot), snapshot
+    for given in ("org/Qwen3", "/gone/Qwen3", "./Qwen3", str(snapshot)):
+        assert may_be_called(model, given), given
+    for given in ("else/Qwen3", "org/Qwen3-4bit"):
+        assert not may_be_called(model, given), given

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import anthropic
 import openai
 import pytest
-from helpers.agent_models import make_agent_model
+from helpers.agent_models import make_agent_model, pieces_of
 from helpers.servers import ScriptedEngine, is_idle, make_service, serving, wait_until
 
 from mlx_paged.server.app import App
@@ -95,11 +95,9 @@ class AgentServer:
         Args:
             end: it ends by itself.
             pieces: of how many characters each is encoded for itself: other tokens for the same
-                text than those that the tokenizer would choose.
+                text than those that the tokenizer would choose. Marks are tokens all the same.
         """
-        parts = [answer]
-        if pieces:
-            parts = [answer[place : place + pieces] for place in range(0, len(answer), pieces)]
+        parts = pieces_of(answer, pieces) if pieces else [answer]
         tokenizer = self.service.tokenizer
         tokens = [
             token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)

@@ -138,3 +138,34 @@ def test_a_server_that_just_began_takes_its_rate_from_that_time():
     with admission.admit(3):
         pass
     assert admission.retry_after(5) == 10
+
+
+def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the_queue():
+    by_user: dict[str | None, tuple[int, int]] = {"ann": (64, 0)}
+    admission = Admission(20, 64, lambda: Counts(64, 0, 0, by_user))
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(admission.admit(1, "ann"))
+        for _ in range(42):  # Half of 84.
+            stack.enter_context(admission.admit(1, "bob"))
+        for user in ("ann", "bob"):
+            with pytest.raises(ApiError, match="62 sequences are waiting already"):
+                stack.enter_context(admission.admit(1, user))
+        # Of one who has nothing there, any number.
+        stack.enter_context(admission.admit(64, "cid"))
+        assert admission.num_pending == 126
+    assert admission.num_pending == 0
+
+
+def test_the_sequences_of_a_user_that_the_engine_has_are_not_counted_twice():
+    by_user: dict[str | None, tuple[int, int]] = {"ann": (2, 0)}
+    counts = [Counts(2, 0, 0, by_user)]
+    admission = Admission(2, 2, lambda: counts[0])
+    with admission.admit(1, "ann"), admission.admit(1, "bob"):
+        by_user["bob"] = (1, 1)
+        counts[0] = Counts(2, 1, 1, by_user)
+        # Two of four places are half.
+        with admission.admit(1, "bob"):
+            for user in ("ann", "bob"):
+                with pytest.raises(ApiError), admission.admit(1, user):
+                    pass

@@ -34,7 +34,7 @@ class Places:
         self.num_held = 0
 
     @contextmanager
-    def admit(self, num_seqs=1):
+    def admit(self, num_seqs=1, user="-"):
         if self.num_held + num_seqs > self.limit:
             raise ApiError(503, "full", headers={"Retry-After": "7"})
         self.num_held += num_seqs

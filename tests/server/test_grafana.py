@@ -42,9 +42,11 @@ def rule_expressions() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def samples() -> dict[str, set[str]]:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The names of all samples, and the labels of each."""
-    service = make_service(kv_cache_bytes="100blocks", num_draft_tokens=4)
+    service = make_service(
+        kv_cache_bytes="100blocks", num_draft_tokens=4, cache_dir=tmp_path_factory.mktemp("kv")
+    )
     with service.engine:
         client = client_of(service)
         client.get("/health")

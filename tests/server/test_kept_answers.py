@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from helpers.agent_models import pieces_of
 
+from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answers.kept_answers import keep_answer
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.command_line import (
     KEEPS_REASONING,
     setup_arg_parser,
@@ -46,8 +47,8 @@ class Conversation:
         # One character after another, as no tokenizer would encode it.
         tokens = [
             token
-            for character in text
-            for token in self.tokenizer.encode(character, add_special_tokens=False)
+            for piece in pieces_of(text, 1)
+            for token in self.tokenizer.encode(piece, add_special_tokens=False)
         ]
         answer_format = AnswerFormat.of(self.tokenizer, prompt.text, self.options.get("tools", ()))
         eos = self.tokenizer.eos_token_id
@@ -223,3 +224,13 @@ def test_a_conversation_holds_each_of_its_tokens_once(tokenizer):
         tokens = chat.answer(f"Answer {index}.", {"content": f"Answer {index}."})
         chat.prompt(AGAIN)
     assert kept.num_tokens == len(tokens)
+
+
+def test_an_answer_that_ends_with_half_a_call_is_not_kept(tokenizer):
+    for call, is_kept in ((CALL % '{"a": 1}', True), ((CALL % '{"a": 1}')[:-20], False)):
+        chat = Conversation(tokenizer, ConversationEncoder(), tools=TOOLS)
+        text = f"I look.\n{call}"
+        calls = [tool_call({"a": 1})] if is_kept else []
+        message = {"content": "I look.", "tool_calls": calls}
+        tokens = chat.answer(text, message, finish_reason="length")
+        assert begins_with(chat.prompt(AGAIN), tokens) is is_kept

@@ -170,6 +170,67 @@ def test_what_looks_like_a_call_is_text_without_tools(agent, dictate):
     assert PARIS in choice.message.content and choice.finish_reason == "stop"
 
 
+def test_stop_texts_sleep_within_reasoning_and_calls(agent, dictate):
+    stopped = PARIS.replace("Paris", "Rome, STOP")
+    answer = f"<think>\nNot STOP.\n</think>\n\nI look.\n{call(stopped)}\nThen STOP it."
+    for is_streamed in (False, True):
+        dictate(answer)
+        fields = {"tools": [WEATHER], "stop": ["STOP"]}
+        if is_streamed:
+            message, calls, reason = streamed(ask(agent, stream=True, **fields))
+            content, reasoning = message["content"], message["reasoning_content"]
+            arguments = [each["text"] for each in calls]
+        else:
+            [choice] = ask(agent, **fields).choices
+            content, reason = choice.message.content, choice.finish_reason
+            reasoning = choice.message.to_dict()["reasoning_content"]
+            arguments = [each.function.arguments for each in choice.message.tool_calls]
+        assert reasoning == "Not STOP."
+        assert content == "I look.\n\nThen "
+        assert [json.loads(each)["city"] for each in arguments] == ["Rome, STOP"]
+        assert reason == "tool_calls"
+    dictate("I STOP here.")
+    [choice] = ask(agent, stop=["STOP"]).choices
+    assert (choice.message.content, choice.finish_reason) == ("I ", "stop")
+
+
+def test_a_mark_of_the_model_may_be_a_stop_text(agent, dictate):
+    dictate(f"I look.{call(PARIS)}")
+    [choice] = ask(agent, tools=[WEATHER], stop=["<tool_call>"]).choices
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "stop")
+    assert not choice.message.tool_calls
+
+
+def test_marks_that_a_model_spells_out_are_text(agent):
+    service, _ = agent
+    text = f"<think>a</think>{call(PARIS)}"
+    letters = [service.tokenizer.encode(each, add_special_tokens=False) for each in text]
+    tokens = [token for each in letters for token in each]
+    service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
+    answer = ask(agent, tools=[WEATHER])
+    [choice] = answer.choices
+    assert (choice.message.content, choice.message.tool_calls) == (text, None)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_a_call_that_max_tokens_breaks_off_is_neither_a_call_nor_text(agent, dictate):
+    service, _ = agent
+    answer = f"I look.\n{call(PARIS)}\n{call(ROME)}"
+    length = len(service.tokenizer.encode(answer, add_special_tokens=False))
+    for is_streamed in (False, True):
+        dictate(answer)
+        fields = {"tools": [WEATHER], "max_tokens": length - 4}
+        if is_streamed:
+            message, calls, reason = streamed(ask(agent, stream=True, **fields))
+            content, found = message["content"], [each["text"] for each in calls]
+        else:
+            [choice] = ask(agent, **fields).choices
+            content, reason = choice.message.content, choice.finish_reason
+            found = [each.function.arguments for each in choice.message.tool_calls]
+        assert (content, reason) == ("I look.", "length")
+        assert [json.loads(each)["city"] for each in found] == ["Paris"]
+
+
 def test_an_agents_second_step_has_its_history_and_hits_the_cache(agent, dictate):
     dictate(f"{THOUGHT}I look.\n{call(PARIS)}", "It rains.")
     first = ask(agent, tools=[WEATHER])

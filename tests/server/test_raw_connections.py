@@ -163,6 +163,23 @@ def test_rubbish_is_refused_with_json(served: Served, parts: list[bytes], status
     assert json.loads(body)["error"]["message"]
 
 
+def test_a_request_with_two_lengths_is_the_last_one_of_its_connection(served: Served):
+    hidden = POST.replace(b"POST / ", b"POST /hidden ") + b"Content-Length: 0\r\n\r\n"
+    lengths = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for head in (
+        POST + lengths,
+        POST + b"\r\n".join(reversed(lengths.split(b"\r\n")[:2])) + b"\r\n\r\n",
+    ):
+        answer = served.ask(head + b"2\r\n{}\r\n0\r\n\r\n" + hidden)
+        assert status_of(answer) == 200 and answer.count(b"HTTP/1.1") == 1
+        assert b"connection: close" in answer.lower() and answer.endswith(b"{}")
+    # A kept connection answers both requests.
+    answer = served.ask(
+        POST + b"Content-Length: 2\r\n\r\n{}" + hidden[:-2] + b"Connection: close\r\n\r\n"
+    )
+    assert answer.count(b"HTTP/1.1") == 2
+
+
 def test_half_a_head_and_no_head_at_all_are_given_up(served: Served):
     with served.connect() as silent, served.connect() as half, served.connect() as slow:
         half.sendall(GET[:-2])

@@ -16,6 +16,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = StructuredOutputsParams(json=SCHEMA)
 
 
+def structured(body: dict[str, Any]) -> StructuredOutputsParams | None:
+    wanted = FormatFields.read(body).structured()
+    return wanted and wanted.params
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -54,24 +59,25 @@ JSON = StructuredOutputsParams(json=SCHEMA)
     ],
 )
 def test_what_clients_send_is_read(body: dict[str, Any], expected: StructuredOutputsParams | None):
-    assert FormatFields.read(body).structured() == expected
+    assert structured(body) == expected
 
 
 def test_a_grammar_of_llama_cpp_is_one_of_llguidance():
-    params = FormatFields.read({"grammar": 'root ::= "yes" | "no"'}).structured()
+    params = structured({"grammar": 'root ::= "yes" | "no"'})
     assert params is not None and params.grammar is not None
     assert 'start: "yes"' in params.grammar
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(params.grammar))
     lark = 'start: "yes" | "no"'
     expected = StructuredOutputsParams(grammar=lark)
-    assert FormatFields.read({"grammar": lark}).structured() == expected
+    assert structured({"grammar": lark}) == expected
 
 
 def test_the_format_of_responses_has_its_schema_beside_the_type():
     text = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     for answer_format, expected in ((text, JSON), ({"type": "text"}, None)):
         found = Text.read({"format": answer_format}).format
-        assert found is not None and found.wanted("text.format") == expected
+        wanted = found and found.wanted("text.format")
+        assert (wanted and wanted.params) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from helpers.server_programs import running
 
 from mlx_paged.__main__ import main as run_command
+from mlx_paged.engine.thread import STUCK_STATUS
 
 LONG = {
     "prompt": "The code of apple is 4821.",
@@ -36,6 +38,22 @@ SMALL = """
 import sys
 from mlx_paged import memory
 memory.memory_size = lambda: 200_000
+"""
+# Waits in native code, or in Python code that catches what is raised in it.
+HANGING = """
+import sys, time
+from mlx_paged.engine.model_runner import ModelRunner
+def launch(self, *arguments):
+    print("begun", file=sys.stderr, flush=True)
+    while {is_native}:
+        time.sleep(600)
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+ModelRunner.launch = launch
 """
 FAILING = """
 import sys
@@ -172,6 +190,22 @@ def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():
         error = [event for event in events if isinstance(event, dict) and "error" in event]
         assert [each["error"]["code"] for each in error] == ["aborted"]
         assert program.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_step_that_hangs_is_abandoned_with_a_status_of_its_own(is_native: bool):
+    with running("--drain-seconds", "0.3", patch=HANGING.format(is_native=is_native)) as program:
+        with ThreadPoolExecutor() as pool:
+            url = f"{program.url}/v1/completions"
+            answer = pool.submit(httpx.post, url, json={"prompt": "a"}, timeout=60)
+            program.wait_for("begun")
+            program.signal(signal.SIGTERM)
+            told = answer.result()
+        assert program.end() == STUCK_STATUS == 70
+    assert "a step of the engine did not end; it is abandoned" in program.said[-1]
+    assert told.status_code == 503
+    assert "a step did not end when it was shut down" in told.json()["error"]["message"]
 
 
 @pytest.mark.slow

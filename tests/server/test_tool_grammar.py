@@ -1,42 +1,42 @@
-"""Calls of tools by grammar: every answer is read by mlx-lm's parser for the format, and its
-arguments are valid.
-"""
+"""Calls of tools by grammar: the server reads every answer, and its arguments are valid."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.call_writers import TOKENS, WRITERS
+from helpers.fast_lane import mostly_slow
 from helpers.grammar_walks import random_answer
 from helpers.json_schemas import is_valid, random_schema
 
 from mlx_paged import demo_model_path, load
+from mlx_paged.answers.dialect import PLAIN_DIALECT, AnswerFormat, Dialect
+from mlx_paged.answers.formats import FORMATS, REASONING, format_named
+from mlx_paged.answers.reader import read_answer
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.model_dialect import ModelDialect, ToolFormat
 from mlx_paged.server.grammars.tool_grammar import reasoning_before, required_calls, strict_calls
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
-FORMATS = {
-    "json_tools": ("<tool_call>", "</tool_call>", ""),
-    "json_tools, marks of text": ("<call>", "</call>", ""),
-    "mistral": ("[TOOL_CALLS]", "", "[ARGS]"),
-    "mistral, older": ("[TOOL_CALLS]", "", ""),
-    "qwen3_coder": ("<tool_call>", "</tool_call>", ""),
-}
+STRICT = ["json_tools", "mistral", "glm47", "kimi_k2", "gemma4", "deepseek_v3", "qwen3_coder"]
+# Formats whose marks are spelled out, because the vocabulary has no such tokens.
+SPELLED_OUT = ("json_tools", "qwen3_coder", "minimax_m2", "phi4")
+KINDS = [each.name for each in FORMATS]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     tokenizer = load(demo_model_path())[1]
-    tokenizer.add_tokens([mark for mark in MARKS if mark[0] == "<"])  # as Qwen3 has them
-    tokenizer.add_tokens([mark for mark in MARKS if mark[0] == "["], special_tokens=True)
+    tokenizer.add_tokens(list(TOKENS), special_tokens=True)
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain_tokenizer() -> Any:
+    return load(demo_model_path())[1]
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def compiler(tokenizer: Any) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer))
 
 
-def format_of(kind: str, tokenizer: Any) -> ToolFormat:
-    start, end, arguments = FORMATS[kind]
+def dialect_of(kind: str | None, tokenizer: Any) -> Dialect:
+    name, _, spelled_out = (kind or "").partition(", ")
     vocabulary = tokenizer.get_vocab()
-    token_ids = {mark: vocabulary[mark] for mark in (start, end, arguments) if mark in vocabulary}
-    return written_as(kind.split(", ")[0], start, end, arguments, token_ids)
+    tokens = {} if spelled_out else {text: (vocabulary[text], True) for text in TOKENS}
+    start = "<|channel|>analysis<|message|>" if name == "harmony" else "<think>"
+    reasoning = next(each for each in REASONING if each.start == start)
 
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
 
-def written_as(name: str, start: str, end: str, *marks: Any) -> ToolFormat:
-    """A format with mlx-lm's parser of that name."""
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
-    return ToolFormat(name, start, end, parser, *marks)
+    return Dialect.of_tokens(format_named(name), reasoning, tokens, encode)
 
 
 def tool(
@@ -80,17 +80,34 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
     return [tool(f"tool_{number}", schema) for number, schema in enumerate(schemas)]
 
 
-def read_calls(text: str, call_format: ToolFormat, tools: list[Any]) -> list[dict[str, Any]]:
-    """The calls of a text, by mlx-lm's parser."""
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{call_format.name}").parse_tool_call
-    calls = []
-    for piece in text.split(call_format.start)[1:]:
-        if call_format.end:
-            piece, mark, _ = piece.partition(call_format.end)
-            assert mark, "a call has an end"
-        parsed = parser(piece.strip("\n"), tools)
-        calls += parsed if isinstance(parsed, list) else [parsed]
-    return calls
+SIMPLE: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": 3, "maximum": 40},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"anyOf": [{"type": "integer", "maximum": 5, "minimum": 1}, {"type": "null"}]},
+    {"type": "string", "enum": ["red", "dark blue", "a, b"]},
+    {"enum": [3, 12, None]},
+    {"type": "array", "items": {"enum": ["a", "b c"]}, "minItems": 1, "maxItems": 2},
+    {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"],
+     "additionalProperties": False},
+]  # fmt: skip
+
+
+def simple_tools(rng: random.Random) -> list[dict[str, Any]]:
+    """Tools whose arguments every format can hold, some of them optional."""
+    properties = {f"key_{index}": rng.choice(SIMPLE) for index in range(rng.randrange(1, 4))}
+    required = [name for name in properties if rng.random() < 0.6]
+    parameters = {**an_object(**properties), "required": required}
+    return [tool("tool_0", parameters), tool("tool_1", an_object())]
+
+
+def read_calls(text: str, dialect: Dialect, tools: list[Any]) -> list[dict[str, Any]]:
+    """The calls of an answer, as the server reads it."""
+    form = AnswerFormat.for_prompt(dialect, "", tools)
+    for token in TOKENS:  # This tokenizer decodes the sign for a space even in added tokens.
+        text = text.replace(token.replace("▁", " "), token)
+    reading = read_answer(form, form.marks.encode(text))
+    return [{"name": name, "arguments": json.loads(arguments)} for name, arguments in reading.calls]
 
 
 def check_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
@@ -99,27 +116,59 @@ def check_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Non
         assert is_valid(call["arguments"], schemas[call["name"]]), (call, schemas[call["name"]])
 
 
-@pytest.mark.parametrize("kind", [each for each in FORMATS if each != "qwen3_coder"])
-def test_required_calls_are_valid_and_read_by_the_models_own_parser(
-    tokenizer: Any, compiler: GrammarCompiler, kind: str
+@mostly_slow(
+    "kind", [*KINDS, *(f"{name}, spelled out" for name in SPELLED_OUT)], quick=(0, 1, 4, 7, 12, 13)
+)
+def test_required_calls_are_valid_and_read_by_the_server(
+    tokenizer: Any, plain_tokenizer: Any, kind: str
 ):
-    call_format, rng = format_of(kind, tokenizer), random.Random(kind)
+    tokenizer = plain_tokenizer if ", " in kind else tokenizer
+    compiler = GrammarCompiler(tokenizer, len(tokenizer))
+    dialect, rng = dialect_of(kind, tokenizer), random.Random(kind)
     counts, names = set(), set()
     for _ in range(12):
-        tools = random_tools(rng)
-        grammar = required_calls(tools, call_format)
+        tools = simple_tools(rng)
+        grammar = required_calls(tools, dialect)
         assert not grammar.is_json
         text = random_answer(compiler, tokenizer, grammar.structured_outputs, rng)
-        assert text.startswith(call_format.start)
-        calls = read_calls(text, call_format, tools)
+        calls = read_calls(text, dialect, tools)
         check_calls(calls, tools)
         counts.add(len(calls))
-        one = required_calls(tools, call_format, name="tool_1", parallel_tool_calls=False)
+        one = required_calls(tools, dialect, name="tool_1", parallel_tool_calls=False)
         text = random_answer(compiler, tokenizer, one.structured_outputs, rng)
-        (call,) = read_calls(text, call_format, tools)
+        (call,) = read_calls(text, dialect, tools)
         assert call["name"] == "tool_1"
         names |= {each["name"] for each in calls}
-    assert min(counts) == 1 and max(counts) > 1 and names == {"tool_0", "tool_1"}
+    assert names == {"tool_0", "tool_1"}
+    assert 0 not in counts and (max(counts) > 1 or kind == "harmony")
+
+
+# Variants that models write and the grammar doesn't.
+NOT_WRITTEN = (
+    "glm47, with line breaks", "mistral, older",
+    "llama4, with marks", "llama3, with a mark", "phi4, functools",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", [each for each in WRITERS if each not in NOT_WRITTEN])
+def test_the_grammar_of_a_format_allows_what_its_models_write(
+    tokenizer: Any, compiler: GrammarCompiler, writer: str
+):
+    dialect = dialect_of(writer.partition(",")[0], tokenizer)
+    parameters = an_object(
+        text={"type": "string"}, limit={"type": "integer"}, tags={"type": "array"}
+    )
+    tools = [tool("read", {**parameters, "required": ["text"]}), tool("list", an_object())]
+    is_one = writer == "harmony"
+    matcher = compiler.compile(required_calls(tools, dialect).structured_outputs).matcher
+    for text in ("a < b && c", "two\nlines", "", '{"a": "}"}', "</arg>", "é ☕"):
+        calls = [("read", {"text": text, "limit": 3}), ("list", {}), ("read", {"text": text})]
+        calls = calls[:1] if is_one else calls
+        answer = WRITERS[writer](calls)
+        tokens = tokenizer.encode(answer, add_special_tokens=False)
+        assert matcher.deep_copy().validate_tokens(tokens) == len(tokens), answer
+        expected = [{"name": name, "arguments": each} for name, each in calls]
+        assert read_calls(answer, dialect, tools) == expected
 
 
 CODER_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -133,18 +182,18 @@ CODER_PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def test_calls_of_qwen3_coder_are_in_its_own_tags(tokenizer: Any, compiler: GrammarCompiler):
-    call_format, rng = format_of("qwen3_coder", tokenizer), random.Random(4)
+    dialect, rng = dialect_of("qwen3_coder", tokenizer), random.Random(4)
     parameters = an_object(**CODER_PARAMETERS) | {
         "required": ["word", "tags"],
         "$defs": {"tag": {"enum": ["a", None, 3]}},
     }
     tools = [tool("paint_it", parameters, strict=True), tool("ping", None)]
-    grammar = required_calls(tools, call_format)
+    grammar = required_calls(tools, dialect)
     assert not grammar.is_json
     names, seen = [], set()
     for _ in range(25):
         text = random_answer(compiler, tokenizer, grammar.structured_outputs, rng)
-        for call in read_calls(text, call_format, tools):
+        for call in read_calls(text, dialect, tools):
             names.append(call["name"])
             arguments = call["arguments"]
             seen |= arguments.keys()
@@ -162,28 +211,12 @@ def test_calls_of_qwen3_coder_are_in_its_own_tags(tokenizer: Any, compiler: Gram
     assert seen == CODER_PARAMETERS.keys()
 
 
-@pytest.mark.parametrize("value", ["a < b && c", "two\nlines", "", '{"a": "}"}', "</param>"])
-def test_text_of_qwen3_coder_goes_through_as_it_is(
-    tokenizer: Any, compiler: GrammarCompiler, value: str
-):
-    call_format, ids = format_of("qwen3_coder", tokenizer), tokenizer.get_vocab()
-    tools = [tool("say", an_object(text={"type": "string"}))]
-    matcher = compiler.compile(required_calls(tools, call_format).structured_outputs).matcher
-    inner = f"\n<function=say>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"
-    tokens = tokenizer.encode(inner, add_special_tokens=False)
-    answer = [ids["<tool_call>"], *tokens, ids["</tool_call>"]]
-    assert matcher.deep_copy().validate_tokens(answer) == len(answer)
-    (call,) = read_calls(f"<tool_call>{inner}</tool_call>", call_format, tools)
-    assert call == {"name": "say", "arguments": {"text": value}}
-
-
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "string", "minLength": 1},
-        {"type": "string", "enum": ["a", "null"]},
-        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        {"type": ["string", "null"]},
+        {"type": ["string", "integer"]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
         {"enum": [1, "a"]},
         {"type": "string", "enum": 3},
         {"type": {"a": 1}},
@@ -192,52 +225,49 @@ def test_text_of_qwen3_coder_goes_through_as_it_is(
     ],
     ids=str,
 )
-def test_what_the_parser_of_qwen3_coder_would_misread_is_json(tokenizer: Any, schema: Any):
-    call_format = format_of("qwen3_coder", tokenizer)
-    assert required_calls([tool("f", an_object(a=schema))], call_format).is_json
-    assert required_calls([tool("f g", an_object())], call_format).is_json
+def test_what_tags_would_not_tell_apart_is_json(tokenizer: Any, schema: Any):
+    dialect = dialect_of("qwen3_coder", tokenizer)
+    assert required_calls([tool("f", an_object(a=schema))], dialect).is_json
+    assert required_calls([tool("f g", an_object())], dialect).is_json
     strict = [tool("f", an_object(a=schema), strict=True)]
     with pytest.raises(ArgumentError, match="that writes qwen3_coder"):
-        strict_calls(strict, call_format)
+        strict_calls(strict, dialect)
 
 
-@pytest.mark.parametrize("kind", ["glm47", "kimi_k2", "gemma4", "pythonic", "minimax_m2", None])
-def test_formats_without_a_grammar_are_a_json_array(
-    tokenizer: Any, compiler: GrammarCompiler, kind: str | None
-):
-    call_format = None if kind is None else written_as(kind, "<tool_call>", "</tool_call>")
-    rng, counts = random.Random(5), set()
+def test_a_model_without_a_format_writes_a_json_array(tokenizer: Any, compiler: GrammarCompiler):
+    rng, counts, dialect = random.Random(5), set(), dialect_of(None, tokenizer)
     for _ in range(8):
         tools = random_tools(rng)
-        grammar = required_calls(tools, call_format)
+        grammar = required_calls(tools, dialect)
         assert grammar.is_json
         calls = json.loads(random_answer(compiler, tokenizer, grammar.structured_outputs, rng))
         check_calls(calls, tools)
         assert all(call.keys() == {"name", "arguments"} for call in calls)
         counts.add(len(calls))
-        one = required_calls(tools, call_format, parallel_tool_calls=False).structured_outputs
+        one = required_calls(tools, dialect, parallel_tool_calls=False).structured_outputs
         assert len(json.loads(random_answer(compiler, tokenizer, one, rng))) == 1
     assert min(counts) == 1 and max(counts) > 1
 
 
-@pytest.mark.parametrize("kind", ["json_tools", "mistral"])
+@mostly_slow("kind", STRICT, quick=(0, 1, 3))
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_strict_tools_leave_text_free_and_keep_calls_valid(
     tokenizer: Any, compiler: GrammarCompiler, kind: str, is_parallel: bool
 ):
-    call_format, rng = format_of(kind, tokenizer), random.Random(kind)
-    preferred = {*tokenizer.eos_token_ids, *call_format.token_ids.values()}
+    dialect, rng = dialect_of(kind, tokenizer), random.Random(kind)
+    assert dialect.calls is not None
+    preferred = {*tokenizer.eos_token_ids, *dialect.marks.token_ids.values()}
     counts, texts = set(), set()
     for _ in range(25):
-        tools = random_tools(rng)
+        tools = simple_tools(rng)
         tools[0]["function"]["strict"] = True
-        grammar = strict_calls(tools, call_format, parallel_tool_calls=is_parallel)
+        grammar = strict_calls(tools, dialect, parallel_tool_calls=is_parallel)
         assert grammar is not None and not grammar.is_json
         text = random_answer(compiler, tokenizer, grammar.structured_outputs, rng, preferred)
-        calls = read_calls(text, call_format, tools)
+        calls = read_calls(text, dialect, tools)
         check_calls(calls, tools)
         counts.add(len(calls))
-        texts.add(text.partition(call_format.start)[0])
+        texts.add(text.partition(dialect.calls.start)[0])
     assert 0 in counts and 1 in counts and len(texts) > 3
     assert is_parallel or max(counts) == 1
 
@@ -246,34 +276,39 @@ def test_marks_that_are_text_begin_a_call_wherever_they_come(
     tokenizer: Any, compiler: GrammarCompiler
 ):
     tools = [tool("f", an_object(n={"enum": [7]}), strict=True)]
-    grammar = strict_calls(tools, format_of("json_tools, marks of text", tokenizer))
+    grammar = strict_calls(tools, dialect_of("json_tools, spelled out", tokenizer))
     assert grammar is not None
     matcher = compiler.compile(grammar.structured_outputs).matcher
 
     def is_begin(text: str) -> bool:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = [
+            token
+            for character in text
+            for token in tokenizer.encode(character, add_special_tokens=False)
+        ]
         return matcher.deep_copy().validate_tokens(tokens) == len(tokens)
 
-    call = '<call>\n{"name": "f", "arguments": {"n": 7}}\n</call>'
-    for right in ("Hi", "a <call", f"Hi {call}", f"{call}\n{call} done. <x>", call[:20]):
+    # No token of this vocabulary, so that the mark is text.
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 7}}\n</tool_call>'
+    for right in ("Hi", "a <tool", f"Hi {call}", f"{call}\n{call} done. <x>", call[:25]):
         assert is_begin(right), right
-    for wrong in ("<call>Hi", call.replace("7", "8"), f"{call}<call>{{}}", "x<call>\n{}"):
+    for wrong in ("<tool_call>Hi", call.replace("7", "8"), f"{call}<tool_call>{{}}"):
         assert not is_begin(wrong), wrong
 
 
 def test_tools_that_are_not_strict_leave_the_answer_free(tokenizer: Any):
     tools = [tool("a", an_object(), strict=False), tool("b", None)]
-    assert strict_calls(tools, format_of("json_tools", tokenizer)) is None
-    assert strict_calls([], None) is None
+    assert strict_calls(tools, dialect_of("json_tools", tokenizer)) is None
+    assert strict_calls([], PLAIN_DIALECT) is None
 
 
 def test_what_a_schema_that_is_not_strict_says_beyond_grammars_is_left_out(
     compiler: GrammarCompiler, tokenizer: Any
 ):
     schema = an_object(a={"type": "integer", "minimum": 1, "maximum": 2, "not": {"const": 1}})
-    call_format = format_of("json_tools", tokenizer)
-    compiler.compile(required_calls([tool("a", schema)], call_format).structured_outputs)
-    strict = required_calls([tool("a", schema, strict=True)], call_format)
+    dialect = dialect_of("json_tools", tokenizer)
+    compiler.compile(required_calls([tool("a", schema)], dialect).structured_outputs)
+    strict = required_calls([tool("a", schema, strict=True)], dialect)
     with pytest.raises(ArgumentError, match=r'Unimplemented keys: ."not"'):
         compiler.compile(strict.structured_outputs)
 
@@ -292,11 +327,11 @@ def test_unions_that_a_property_tells_apart_have_it_in_every_call(
         "oneOf": [{"$ref": f"#/$defs/{name}"} for name in members],
     }
     tools = [tool("f", {**an_object(pet=pet), "$defs": members}, is_strict)]
-    call_format, rng = format_of("json_tools", tokenizer), random.Random(0)
-    params = required_calls(tools, call_format, parallel_tool_calls=False).structured_outputs
+    dialect, rng = dialect_of("json_tools", tokenizer), random.Random(0)
+    params = required_calls(tools, dialect, parallel_tool_calls=False).structured_outputs
     kinds = set()
     for _ in range(10):
-        [call] = read_calls(random_answer(compiler, tokenizer, params, rng), call_format, tools)
+        [call] = read_calls(random_answer(compiler, tokenizer, params, rng), dialect, tools)
         kinds.add(call["arguments"]["pet"]["kind"])
     assert kinds == {"cat", "dog"}
 
@@ -314,30 +349,16 @@ def test_calls_that_can_not_be_required_are_refused_by_name(
     tools: list[Any], name: str | None, argument: str, message: str
 ):
     with pytest.raises(ArgumentError, match=re.escape(message)) as refused:
-        required_calls(tools, None, name=name)
+        required_calls(tools, PLAIN_DIALECT, name=name)
     assert refused.value.argument == argument
 
 
-@pytest.mark.parametrize("call_format", [None, written_as("glm47", "<tool_call>", "</tool_call>")])
-def test_a_strict_tool_that_no_grammar_can_keep_to_is_refused_by_name(call_format: Any):
+@pytest.mark.parametrize("kind", [None, "llama3", "llama4", "harmony"])
+def test_a_strict_tool_that_no_grammar_can_keep_to_is_refused_by_name(tokenizer: Any, kind: Any):
     tools = [tool("a", None), tool("b", an_object(), strict=True)]
     with pytest.raises(ArgumentError, match="can't be enforced with tool_choice 'auto'") as refused:
-        strict_calls(tools, call_format)
+        strict_calls(tools, dialect_of(kind, tokenizer))
     assert refused.value.argument == "tools[1].function.strict"
-
-
-def test_the_format_is_the_one_that_mlx_lm_inferred(tokenizer: Any):
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from mlx_lm.tool_parsers import mistral
-
-    assert ToolFormat.of(tokenizer) is None
-    marks = mistral.tool_call_start, mistral.tool_call_end, mistral.parse_tool_call
-    wrapped = TokenizerWrapper(
-        tokenizer._tokenizer, tool_call_start=marks[0], tool_call_end=marks[1], tool_parser=marks[2]
-    )
-    found, expected = ToolFormat.of(wrapped), format_of("mistral", tokenizer)
-    ids = tokenizer.encode(found.start, add_special_tokens=False)
-    assert found == replace(expected, start_token_ids=tuple(ids))
 
 
 def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
@@ -349,7 +370,7 @@ def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
     start, end = (ids["<think>"],), (ids["</think>"],)
 
     def marks(prompt: str) -> tuple[Any, Any]:
-        found = reasoning_before(ModelDialect.of(thinking).reasoning, prompt)
+        found = reasoning_before(Dialect.of(thinking), prompt)
         return found["reasoning_start"], found["begin_after"]
 
     assert marks("Hello") == (start, end)
@@ -358,4 +379,16 @@ def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
     assert marks("What is <think>?") == marks("<think>Old.</think>Yes. And now?") == (start, end)
     plain = load(demo_model_path())[1]
     nothing = {"reasoning_start": (), "begin_after": ()}
-    assert reasoning_before(ModelDialect.of(plain).reasoning, "Hello") == nothing
+    assert reasoning_before(Dialect.of(plain), "Hello") == nothing
+
+
+def test_the_structure_of_an_answer_in_harmony_begins_after_a_header(tokenizer: Any):
+    dialect, ids = dialect_of("harmony", tokenizer), tokenizer.get_vocab()
+    found = reasoning_before(dialect, "<|start|>assistant")
+    assert found["reasoning_start"] == ()
+    text = tokenizer.decode(list(found["begin_after"]), skip_special_tokens=False)
+    assert text.replace(" ", "") == "<|channel|>final<|message|>"
+    calls = required_calls([tool("f", an_object())], dialect)
+    found = reasoning_before(dialect, "<|start|>assistant", calls)
+    assert found["begin_after"] == (ids["<|end|>"],)
+    assert found["reasoning_start"][0] == ids["<|channel|>"]

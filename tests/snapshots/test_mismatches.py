@@ -40,6 +40,19 @@ def file(model: qwen3.Model, tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
+@pytest.mark.parametrize("field", ["model_name", "model", "version", "layers"])
+def test_what_a_foreign_file_says_of_itself_is_quoted_without_controls(
+    model: qwen3.Model, field: str
+):
+    hostile = "ev\x1b]0;title\x07il\x9b31m\nnew\rline\u2028\u202etxt\ud800" + "x" * 10_000
+    facts = KVFacts.of(identities_of(model), PagedKVCache(config_of(**ALIKE)))
+    metadata = {**facts.as_metadata([1]), "model": "another", field: hostile}
+    with pytest.raises(SnapshotError) as error:
+        facts.check(Path("file"), metadata)
+    text = str(error.value)
+    assert text.isprintable() and len(text) < 1100
+
+
 @pytest.mark.parametrize(
     ("change", "what", "theirs", "ours"),
     [
@@ -152,8 +165,10 @@ def test_a_draft_model_belongs_to_the_facts(model: qwen3.Model, tmp_path: Path):
 
 
 def test_another_version_is_named(model: qwen3.Model, file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_paged.snapshots.facts.VERSION", "2")
-    with pytest.raises(SnapshotError, match="is of version 1, and only 2 can be read"):
+    monkeypatch.setattr("mlx_paged.snapshots.facts.VERSION", "3")
+    save_snapshot(file, model, filled(), "a", range(11))
+    monkeypatch.undo()
+    with pytest.raises(SnapshotError, match="is of version 3, and only 1 and 2 can be read"):
         load_snapshot(file, model, filled(), "b")
 
 

@@ -289,6 +289,53 @@ def test_a_cache_of_max_kv_size_that_is_not_full_is_imported(tmp_path: Path):
     assert answer(engine, [*prompt(20), 5]) == (expected, 16)
 
 
+def test_a_prompt_cache_of_another_model_is_refused_by_name(tmp_path: Path):
+    path, (model, stock) = tmp_path / "a.safetensors", models("wide")
+    made_by_mlx_lm(path, stock, prompt(20))  # with the model "m"
+    model = adapt(stock, CONFIGS["wide"])
+    engine = Engine(model, kv_cache_bytes="100blocks", block_size=8)
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8))
+    ways: tuple[Callable[..., Any], ...] = (
+        lambda **options: engine.import_prompt_cache(path, prompt(20), **options),
+        lambda **options: engine.pin_prompt_cache(path, **options),
+        lambda **options: import_prompt_cache(path, model, seqs, "a", **options),
+    )
+    # A model that was not loaded by a name may be any.
+    for name in ("", "m", "somewhere/m"):
+        model.name = name
+        for take in ways:
+            take()
+    model.name = "somewhere/else"
+    for take in ways:
+        with pytest.raises(SnapshotError) as caught:
+            take()
+        assert str(caught.value) == (
+            f"[snapshot] {path} was made with the model 'm', and this one is somewhere/else; if "
+            "they are the same, allow it with allow_other_model=True"
+        )
+        take(allow_other_model=True)
+    with pytest.raises(ArgumentError, match="allow_other_model must be True or False, got 'no'"):
+        engine.import_prompt_cache(path, prompt(20), allow_other_model="no")  # type: ignore
+
+
+@pytest.mark.parametrize("num_tokens", [20, 60])
+def test_an_engine_with_a_window_refuses_kv_that_have_seen_all_tokens(
+    tmp_path: Path, num_tokens: int
+):
+    path, (model, stock) = tmp_path / "a.safetensors", models("llama")
+    made_by_mlx_lm(path, stock, prompt(num_tokens))
+    engine = engine_of("llama", window=32)
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8, window=32))
+    for take in (
+        lambda: engine.import_prompt_cache(path, prompt(num_tokens)),
+        lambda: import_prompt_cache(path, model, seqs, "a"),
+    ):
+        with pytest.raises(ArgumentError, match="which differ from those within a window") as no:
+            take()
+        assert no.value.argument == "window"
+    assert engine.cache.pool.num_cached_blocks == 0 and list(seqs) == []
+
+
 def test_only_its_owner_can_read_a_prompt_cache(tmp_path: Path):
     path, engine = tmp_path / "a.safetensors", engine_of("llama")
     answer(engine, prompt(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
 from helpers.disk_tiers import answer
@@ -11,11 +12,13 @@ from helpers.engine_runs import greedy, make_engine, prompt
 from safetensors import safe_open
 
 from mlx_paged.cache import Sequences
-from mlx_paged.cache.state_bytes import state_to_bytes
+from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
+from mlx_paged.ops import StateRow, StateStack
 from mlx_paged.snapshots import SnapshotError, export_prompt_cache, load_snapshot, save_snapshot
+from mlx_paged.snapshots.tensor_file import TensorFile, TensorInfo, written_tensor_file
 
 TWO = ("qwen3_next", "mamba2")
 ALL = [name if name in TWO else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
@@ -93,6 +96,35 @@ def test_a_state_that_was_altered_or_is_of_another_layout_is_refused(tmp_path: P
     fresh = make_engine(model, block_size=BLOCK_SIZE)
     with pytest.raises(SnapshotError, match="was altered since it was written"):
         fresh.load_snapshot(tmp_path / "b")
+    assert answer(fresh, tokens, greedy(1)).num_cached_tokens == 0
+
+
+def test_a_state_of_another_dtype_is_refused(tmp_path: Path):
+    model, tokens = adapted_model("qwen3_next"), prompt(40)
+    engine = make_engine(model, block_size=BLOCK_SIZE)
+    answer(engine, tokens, greedy(2))
+    engine.save_snapshot(tmp_path / "a", tokens)
+    other = tmp_path / "b"
+    file = TensorFile(tmp_path / "a")
+    content = file.read("state", 0, slice(0, 1))
+    stack = state_from_bytes(content).stack
+    half = [[array.astype(mx.float16) for array in slots] for slots in stack.arrays]
+    content = state_to_bytes(StateRow(StateStack(half, 1), 0))
+    # The file says as before that its state is of float32.
+    tensors = {**file.tensors, "state": TensorInfo("U8", (1, 1, len(content)))}
+    with written_tensor_file(other, file.metadata, tensors) as rows:
+        for name, info in tensors.items():
+            for head in range(info.shape[0]):
+                whole = slice(0, info.shape[1])
+                kv = content if name == "state" else file.read(name, head, whole)
+                rows.write(name, head, whole, memoryview(kv))
+    fresh = make_engine(model, block_size=BLOCK_SIZE)
+    with pytest.raises(SnapshotError) as caught:
+        fresh.load_snapshot(other)
+    assert str(caught.value) == (
+        f"[snapshot] {other} holds no state for this cache: [paged cache] these bytes are not a "
+        "state: it has arrays of float16, float16, and this cache float32, float32"
+    )
     assert answer(fresh, tokens, greedy(1)).num_cached_tokens == 0
 
 

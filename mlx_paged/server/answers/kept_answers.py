@@ -11,13 +11,29 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, decoded, same_message
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.reader import Reading, read_answer
+from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, same_message
+from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 
 
 class ReadAnswer(Reading):
     """A kept answer, compared by its reasoning, text and calls instead of its exact text."""
+
+    @classmethod
+    def of(cls, reasoning: str, text: str, calls: Sequence[Sequence[str]]) -> ReadAnswer:
+        """The answer of these :meth:`parts`."""
+        texts = reasoning, text, *(each for call in calls for each in call)
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError("an answer consists of texts")
+        return cls(reasoning, text, tuple((name, arguments) for name, arguments in calls))
+
+    def parts(self) -> Sequence[Any]:
+        """See :class:`Said`."""
+        return tuple(self)
 
     def find_end(
         self,
@@ -33,7 +49,7 @@ class ReadAnswer(Reading):
             return None
         tools = template_options.get("tools") or ()
         answer_format = AnswerFormat.of(tokenizer, text[:begin], tools)
-        written = read_answer(answer_format, text[begin : min(ends)])
+        written = read_answer(answer_format, answer_format.marks.encode(text[begin : min(ends)]))
         is_same = written.reasoning.strip() == self.reasoning.strip() and same_message(
             message_of(written), message_of(self)
         )
@@ -46,11 +62,13 @@ def keep_answer(
     prompt: Prompt,
     answer_format: AnswerFormat,
     completion: CompletionOutput,
+    no_store: bool = False,
 ) -> dict[str, Any] | None:
     """Keep the answer to a prompt if clients can send it back; returns it as a message.
 
     Args:
         completion: with all of its tokens.
+        no_store: keep it in memory only.
     """
     has_ended = completion.finish_reason in ("stop", "length")
     if not has_ended or isinstance(completion.stop_reason, str):
@@ -58,13 +76,26 @@ def keep_answer(
     token_ids = list(completion.token_ids)
     if token_ids and token_ids[-1] in tokenizer.eos_token_ids:
         token_ids.pop()
-    text = decoded(tokenizer, prompt.token_ids, token_ids)
+    text = _marked_text(tokenizer, prompt, token_ids, answer_format)
     # Including calls beyond max_calls: then the client's message differs, and there is no match.
-    reading = read_answer(replace(answer_format, max_calls=None), text, completion)
+    whole_format = replace(answer_format, max_calls=None)
+    reading = read_answer(whole_format, text, completion)
+    if completion.finish_reason == "length" and read_answer(whole_format, text) != reading:
+        return None  # The tokens end with half a call, which the client has not seen.
     message = message_of(reading)
     if message is not None:
-        kept.keep(tokenizer, prompt, token_ids, message, ReadAnswer(*reading))
+        said = ReadAnswer(*reading)
+        kept.keep(tokenizer, prompt, token_ids, message, said, no_store)
     return message
+
+
+def _marked_text(
+    tokenizer: TokenizerWrapper, prompt: Prompt, token_ids: Sequence[int], form: AnswerFormat
+) -> str:
+    """The text of an answer, in which a mark that is a token differs from one that is text."""
+    detokenizer = TokenTexts(tokenizer).detokenizer(prompt.token_ids)
+    places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
+    return "".join(map(places.add, token_ids)) + detokenizer.finish()
 
 
 def upcoming_tokens(

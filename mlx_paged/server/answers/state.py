@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from mlx_paged.reasoning import ReasoningTokens
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.events import Kind, ToolCall
+from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
-from mlx_paged.server.answers.events import Kind, ToolCall
-from mlx_paged.server.answers.reader import AnswerFormat, AnswerReader
 
 
 @dataclass
@@ -20,14 +21,12 @@ class Block:
     Args:
         index: the block's index in the answer.
         call: the index, id and name of a call.
-        is_json: whether the arguments of a call are valid JSON so far.
         pieces: the pieces of its text.
     """
 
     index: int
     kind: Kind
     call: ToolCall | None = None
-    is_json: bool = True
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -80,32 +79,41 @@ class CompletionState:
         self.stop_reason: StopReason = None
         self._open_block: Block | None = None
         self._reader = AnswerReader(answer_format)
-        self._reasoning = ReasoningTokens(answer_format.reasoning, answer_format.is_thinking)
+        self._format = answer_format
+        self._places: TokenPlaces | None = None
+        self._unplaced: list[int] = []  # tokens
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The number of tokens of reasoning, including its marks."""
-        return self._reasoning.count
+        if not self._reader.spans or self._format.detokenizer is None:
+            return 0
+        if self._places is None:
+            characters, detokenizer = self._format.marks.characters, self._format.detokenizer()
+            self._places = TokenPlaces(characters, detokenizer, self._format.skipped)
+        tokens, self._unplaced = self._unplaced, []
+        for token in tokens:
+            self._places.add(token)
+        return self._places.num_in(self._reader.spans)
 
     def count(self, completion: CompletionOutput) -> None:
         """Count the tokens of the next part, and take over its finish reason."""
         self.has_begun = True
         self.num_tokens += len(completion.token_ids)
-        self._reasoning.add(completion.token_ids)
+        self._unplaced += completion.token_ids
         self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
 
     def add(self, completion: CompletionOutput) -> list[BlockEvent]:
         """The events of the next part."""
         self.count(completion)
         events: list[BlockEvent] = []
-        for kind, text, call, is_json in self._reader.read(completion):
+        for kind, text, call in self._reader.read(completion):
             block = self._open_block
             if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
                 block = self._open_block = Block(len(self.blocks), kind, call)
                 self.blocks.append(block)
                 events.append(BlockEvent("start", block))
-            block.is_json = is_json
             if not text:
                 continue
             block.pieces.append(text)

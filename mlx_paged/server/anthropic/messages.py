@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.grammars.response_format import Wanted, fields_of, read_wanted
 from mlx_paged.server.histories import History
 from mlx_paged.server.openai.messages import (
     NO_MESSAGES,
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    tool_fields,
 )
 from mlx_paged.server.openai.options import ModelFields
 from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
@@ -31,7 +33,6 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.structured_outputs import StructuredOutputsParams
 
 # A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
 # with each request, so prompts with it would share no prefix.
@@ -227,9 +228,16 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     if messages[-1]["role"] == "assistant":
         # The answer continues it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
+    wanted = _wanted(request)
+    fields = {
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
+        **tool_fields([f"tools[{index}]" for index in range(len(tools))], "input_schema"),
+        **fields_of(wanted),
+    }
     return ChatJob(
         messages,
-        _read_params(request, service),
+        _read_params(request, service, wanted, fields),
         tools,
         choice,
         request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
@@ -237,20 +245,32 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         request.priority,
         request.cache_salt or None,
         request.no_store,
+        fields=fields,
     )
 
 
-def _read_params(request: AnyRequest, service: Service) -> SamplingParams:
+def _wanted(request: AnyRequest) -> Wanted | None:
+    """The JSON that is requested, if any."""
+    in_config = request.output_config.format
+    if in_config is not None:
+        return read_wanted("output_config.format.schema", json=in_config.schema_)
+    if request.output_format is not None:
+        return read_wanted("output_format.schema", json=request.output_format.schema_)
+    return None
+
+
+def _read_params(
+    request: AnyRequest, service: Service, wanted: Wanted | None, fields: Mapping[str, str]
+) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "max_tokens")
     values = {name: getattr(request, name) for name in names}
     values["stop"] = request.stop_sequences
     if request.thinking is not None:
         values["thinking_token_budget"] = request.thinking.budget_tokens
-    schema = request.output_config.format or request.output_format
     values = {name: value for name, value in values.items() if value is not None}
-    if schema is not None:
-        values["structured_outputs"] = StructuredOutputsParams(json=schema.schema_)
-    return made_params(service.default_params, values)
+    if wanted is not None:
+        values["structured_outputs"] = wanted.params
+    return made_params(service.default_params, values, fields)
 
 
 def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:

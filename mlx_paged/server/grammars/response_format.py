@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -14,10 +14,24 @@ from mlx_paged.server.schemas import Body, OneOf, fixed, refused
 from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
 
+class Wanted(NamedTuple):
+    """A structured output, and the place in the body that describes it."""
+
+    params: StructuredOutputsParams
+    place: str
+
+
+def fields_of(wanted: Wanted | None) -> dict[str, str]:
+    """The place of a structured output by the names that the engine's errors have for it."""
+    if wanted is None:
+        return {}
+    return {wanted.params.kind: wanted.place, "structured_outputs": wanted.place}
+
+
 class TextFormat(Body):
     type: Literal["text"]
 
-    def wanted(self, place: str) -> StructuredOutputsParams | None:
+    def wanted(self, place: str) -> Wanted | None:
         """The structured output for the format; ``None``: any text.
 
         Args:
@@ -32,10 +46,10 @@ class JsonFormat(Body):
     type: Literal["json_object"]
     schema_: Any = Field(None, alias="schema")
 
-    def wanted(self, place: str) -> StructuredOutputsParams:
+    def wanted(self, place: str) -> Wanted:
         if self.schema_ is None:
-            return StructuredOutputsParams(json_object=True)
-        return _made(f"{place}.schema", json=self.schema_)
+            return Wanted(StructuredOutputsParams(json_object=True), place)
+        return read_wanted(f"{place}.schema", json=self.schema_)
 
 
 class JsonSchema(Body):
@@ -55,12 +69,12 @@ class SchemaFormat(Body):
     strict: bool | None = None
     schema_: Any = Field(None, alias="schema")
 
-    def wanted(self, place: str) -> StructuredOutputsParams:
+    def wanted(self, place: str) -> Wanted:
         if self.json_schema is not None:
-            return _made(f"{place}.json_schema.schema", json=self.json_schema.schema_)
+            return read_wanted(f"{place}.json_schema.schema", json=self.json_schema.schema_)
         if self.schema_ is None:
             raise refused(f"{place}.json_schema", "is missing")
-        return _made(f"{place}.schema", json=self.schema_)
+        return read_wanted(f"{place}.schema", json=self.schema_)
 
 
 Format = Annotated[TextFormat | JsonFormat | SchemaFormat, OneOf("type")]
@@ -80,10 +94,10 @@ class StructuredOutputs(Body):
     disable_fallback: Any = None
     whitespace_flexible: bool = False
 
-    def wanted(self, place: str) -> StructuredOutputsParams:
+    def wanted(self, place: str) -> Wanted:
         options = {name: getattr(self, "json_" if name == "json" else name) for name in KINDS}
         given = {name: value for name, value in options.items() if value is not None}
-        return _made(place, whitespace_flexible=self.whitespace_flexible, **given)
+        return read_wanted(place, whitespace_flexible=self.whitespace_flexible, **given)
 
 
 class FormatFields(Body):
@@ -98,9 +112,9 @@ class FormatFields(Body):
     json_schema: Any = None
     grammar: str | None = None
 
-    def structured(self) -> StructuredOutputsParams | None:
+    def structured(self) -> Wanted | None:
         """The structured output that is requested; ``None``: any text."""
-        found: dict[str, StructuredOutputsParams] = {}
+        found: dict[str, Wanted] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)
             if value is None:
@@ -109,7 +123,8 @@ class FormatFields(Body):
                 wanted = value.wanted(name)  # type: ignore[attr-defined]
             else:
                 kind = "json" if name == "json_schema" else name.removeprefix("guided_")
-                wanted = _made(name, **{kind: _lark_of(value) if name == "grammar" else value})
+                value = _lark_of(value) if name == "grammar" else value
+                wanted = read_wanted(name, **{kind: value})
             if wanted is not None:
                 found[name] = wanted
         if len(found) > 1:
@@ -133,12 +148,18 @@ def _lark_of(text: str) -> str:
     return lark
 
 
-def _made(place: str, **options: Any) -> StructuredOutputsParams:
-    """Check the options, which are given by the field at ``place`` or by its fields."""
+def read_wanted(place: str, **options: Any) -> Wanted:
+    """Check the options, which are given by the field at ``place`` or by its fields.
+
+    Raises:
+        ApiError: an option is invalid.
+    """
     try:
-        return StructuredOutputsParams(**options)
+        params = StructuredOutputsParams(**options)
     except ArgumentError as error:
         if "whitespace_flexible" in options and error.argument in (*KINDS, "whitespace_flexible"):
             place = f"{place}.{error.argument}"
         message = str(error).removeprefix("[structured_outputs] ")
         raise ApiError(400, f"{place} can't be used: {message}", param=place) from error
+    in_field = f".{params.kind}" if "whitespace_flexible" in options else ""
+    return Wanted(params, place + in_field)

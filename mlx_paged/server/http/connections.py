@@ -60,6 +60,16 @@ class Connection(H11Protocol):
             super().data_received(data)
             self._watch()
 
+    def handle_events(self) -> None:
+        """Also ends the connection after a request with two lengths (RFC 9112, section 6.3): a
+        proxy may have read another end of it, and what follows may not be its client's.
+        """
+        before = self.scope
+        super().handle_events()
+        if self.scope is not before and _has_two_lengths(self.headers):
+            # The request is not handled before this method returns.
+            self.headers.append((b"connection", b"close"))
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it is waiting for the response. If it has left,
         its system answers data with a reset.
@@ -166,6 +176,10 @@ class Connection(H11Protocol):
     def _abort(self, why: str) -> None:
         logger.debug("a connection was closed: its client %s", why)
         self.transport.abort()
+
+
+def _has_two_lengths(headers: list[tuple[bytes, bytes]]) -> bool:
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}
 
 
 def connection_class(max_connections: int) -> type[Connection]:

@@ -30,6 +30,7 @@ logger = logging.getLogger("mlx_paged.server")
 
 BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
+STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
 _TICKS_PER_CHECK = 10  # of the key file; uvicorn's ticks are 0.1 seconds apart
 _RETRY_AFTER = "10"  # seconds until the server may have restarted
 
@@ -235,6 +236,10 @@ class HttpServer(uvicorn.Server):
         if self.server_state.tasks:
             logger.warning("%d requests are aborted", len(self.server_state.tasks))
         await self._wait_for_answers(ABORT_SECONDS, self._engine.abort_all)
+        if self.server_state.tasks:
+            # If a step hangs, its requests get an error that the engine has stopped.
+            await asyncio.to_thread(self._engine.shutdown, STOP_SECONDS)
+            await self._wait_for_answers(STOP_SECONDS)
         await super().shutdown(sockets)
 
     async def _wait_for_answers(

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.server.answers.reader import ToolChoice
+from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.grammars.response_format import fields_of
 from mlx_paged.server.openai.messages import (
     Conversation,
     NamedFunction,
@@ -107,18 +108,24 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
+    wanted = request.structured()
+    fields = {"logprobs": "top_logprobs", **fields_of(wanted)}
+    if request.max_completion_tokens is not None:
+        fields["max_tokens"] = "max_completion_tokens"
     job = ChatJob(
         messages=read_messages(request.messages),
         params=request.sampling(
             service.default_params,
+            fields,
             max_tokens=max_tokens,
             logprobs=request.num_top_logprobs,
-            structured_outputs=request.structured(),
+            structured_outputs=wanted and wanted.params,
         ),
         tools=tools,
         tool_choice=_read_tool_choice(request.tool_choice, tools),
         parallel_tool_calls=request.parallel_tool_calls,
         template_options=request.template_options(),
+        fields=fields,
         **request.job_fields(),
     )
     if request.stream and job.params.prompt_logprobs is not None:

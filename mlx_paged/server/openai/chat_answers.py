@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.events import Kind, ToolCall
 from mlx_paged.server.answers.state import AnswerState, BlockEvent, CompletionState
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.generations import Generation

@@ -18,6 +18,7 @@ from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Generation, api_error
+from mlx_paged.server.grammars.response_format import fields_of
 from mlx_paged.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from mlx_paged.server.openai.options import OpenAIFields, first_given
 from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
@@ -81,20 +82,22 @@ def read_completions(
     request.check(service)
     prompts = read_prompts(request.prompt)
     max_tokens = request.num_tokens(service)
+    wanted = request.structured()
+    fields = fields_of(wanted)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": request.structured(),
+        "structured_outputs": wanted and wanted.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
     if request.echo and request.logprobs is not None:
         values["prompt_logprobs"] = request.logprobs
-    params = request.sampling(service.default_params, **values)
+    params = request.sampling(service.default_params, fields, **values)
     if len(prompts) * params.n > MAX_CHOICES:
         raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
-    return prompts, Generation([], params, **request.job_fields())
+    return prompts, Generation([], params, **request.job_fields(), fields=fields)
 
 
 def read_prompts(prompt: str | list[Any]) -> list[Prompt]:

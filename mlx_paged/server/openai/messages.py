@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.errors import shown
-from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.parts import Content, texts_of
 from mlx_paged.server.schemas import (
@@ -154,12 +154,26 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
+def tool_fields(places: Sequence[str], schema: str) -> dict[str, str]:
+    """The fields of tools by their places in OpenAI's form, as errors name them.
+
+    Args:
+        places: of the tools in the body.
+        schema: the field of a tool that has its schema.
+    """
+    fields: dict[str, str] = {}
+    for index, place in enumerate(places):
+        fields[f"tools[{index}].function.parameters"] = f"{place}.{schema}"
+        fields[f"tools[{index}].function.strict"] = f"{place}.strict"
+    return fields
+
+
 def refuse_second_names(names: Sequence[str], field: str = "name") -> None:
     """Raise if two tools have the same name; ``field`` is the place of the name in a tool."""
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:
-            raise refused(f"tools[{index}].{field}", f"is {name!r}, the name of another tool")
+            raise refused(f"tools[{index}].{field}", f"is {shown(name)}, the name of another tool")
         seen.add(name)
 
 

@@ -13,12 +13,13 @@ from pydantic import Field
 from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
-from mlx_paged.server.grammars.response_format import Format
+from mlx_paged.server.grammars.response_format import Format, fields_of
 from mlx_paged.server.histories import History
 from mlx_paged.server.openai.messages import (
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    tool_fields,
 )
 from mlx_paged.server.openai.options import (
     CacheFields,
@@ -235,11 +236,19 @@ def read_responses_body(
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
     answer_format = request.text.format
+    structured = None if answer_format is None else answer_format.wanted("text.format")
+    fields = {
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+        **tool_fields(_places_of(request.tools), "parameters"),
+        **fields_of(structured),
+    }
     params = request.sampling(
         service.default_params,
+        fields,
         max_tokens=first_given(request.max_output_tokens, service.max_tokens),
         logprobs=num_top_logprobs,
-        structured_outputs=answer_format and answer_format.wanted("text.format"),
+        structured_outputs=structured and structured.params,
     )
     if request.stream_options is not None and not request.stream:
         raise refused("stream_options", "is given, but stream is not true")
@@ -250,6 +259,7 @@ def read_responses_body(
         choice,
         request.parallel_tool_calls,
         options,
+        fields=fields,
         **request.job_fields(),
     )
 
@@ -262,6 +272,18 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     if request.top_logprobs and not has_logprobs:
         raise refused("top_logprobs", f"is given, but include does not contain {_INCLUDES[1]!r}")
     return request.top_logprobs if has_logprobs else None
+
+
+def _places_of(tools: Sequence[Tool | Namespace]) -> list[str]:
+    """The places of all tools, including those in namespaces."""
+    places: list[str] = []
+    for index, each in enumerate(tools):
+        place = f"tools[{index}]"
+        if isinstance(each, Namespace):
+            places += [f"{place}.tools[{inner}]" for inner in range(len(each.tools))]
+        else:
+            places.append(place)
+    return places
 
 
 def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:

@@ -239,6 +239,11 @@ class EngineCollector(Collector):
             },
             "event",
         )
+        yield counter(
+            "mlx_paged:disk_cache_written_bytes",
+            "Bytes that this server has written to disk: blocks, states and answers.",
+            tier.nbytes_written,
+        )
         yield gauge(
             "mlx_paged:disk_cache_up",
             "1 while the disk is used, 0 after a failure.",

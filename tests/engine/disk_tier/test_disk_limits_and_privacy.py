@@ -259,3 +259,35 @@ def test_two_engines_of_one_process_share_a_folder(model: qwen3.Model, tmp_path:
     for engine in (first, second):
         assert engine.close(60)
         assert_nothing_held(engine)
+
+
+def test_near_the_limit_of_writes_a_block_is_written_when_a_second_request_uses_it(
+    model: qwen3.Model, tmp_path: Path
+):
+    shared, first, second = prompt(64, seed=1), prompt(48, seed=2), prompt(48, seed=3)
+    engine = make_engine(model, cache_dir=tmp_path / "all")
+    answer(engine, [*shared, 1], greedy(2))
+    flush(engine)
+    (nbytes,) = {-(-file.stat().st_size // 4096) * 4096 for file in block_files(tmp_path / "all")}
+
+    engine = make_engine(model, cache_dir=tmp_path / "few", cache_dir_writes=10 * nbytes)
+
+    def written(tokens: list[int]) -> int:
+        answer(engine, tokens, greedy(2))
+        flush(engine)
+        assert tier_stats(engine).nbytes_written == nbytes * len(block_files(tmp_path / "few"))
+        return len(block_files(tmp_path / "few"))
+
+    assert written(prompt(80, seed=4)) == 5, "half of the day's bytes are used for what is new"
+    assert written([*shared, *first]) == 5, "new blocks wait for a second use"
+    assert written([*shared, *second]) == 9, "which the common beginning has now"
+    with pytest.warns(UserWarning, match="as cache_dir_writes allows"):
+        assert written([*shared, *second, 1]) == 10, "one more fits, and the rest does not"
+    assert tier_stats(engine).failure is None and tier_stats(engine).num_dropped_blocks > 0
+    assert engine.close(60)
+    engine = make_engine(model, cache_dir=tmp_path / "few", cache_dir_writes=10 * nbytes)
+    assert answer(engine, [*shared, 1], greedy(2)).num_read_tokens == 64
+    answer(engine, prompt(64, seed=9), greedy(2))
+    flush(engine)
+    assert len(block_files(tmp_path / "few")) == 10, "the day is not over after a restart"
+    assert engine.close(60)

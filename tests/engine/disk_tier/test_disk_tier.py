@@ -308,13 +308,13 @@ def test_blocks_of_another_version_of_mlx_or_another_backend_are_not_used(
         return num_found, tier_of(engine).store.fingerprint.code
 
     version = importlib.metadata.version("mlx")
-    assert ask_again() == (0, f"mlx_paged 2, mlx {version}, reference backend on a cpu")
+    assert ask_again() == (0, f"mlx_paged 3, mlx {version}, reference backend on a cpu")
     with monkeypatch.context() as later:
         later.setattr(kv_fingerprint, "version", lambda name: "99.0")
-        assert ask_again() == (0, "mlx_paged 2, mlx 99.0, reference backend on a cpu")
+        assert ask_again() == (0, "mlx_paged 3, mlx 99.0, reference backend on a cpu")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(ReferenceBackend, "name", "metal")
-        assert ask_again() == (0, f"mlx_paged 2, mlx {version}, metal backend on a cpu")
+        assert ask_again() == (0, f"mlx_paged 3, mlx {version}, metal backend on a cpu")
     assert ask_again()[0] == 32
     assert len(list(tmp_path.glob("blocks/*"))) == 3
 

@@ -28,6 +28,11 @@ def test_a_folder_alone_has_a_limit_of_20_gib_and_no_duration(tmp_path: Path):
     assert DiskTierOptions.read(str(tmp_path), "1.5M", "7d") == DiskTierOptions(
         tmp_path, 3 * 2**19, 7 * 86_400
     )
+    assert DiskTierOptions.read(tmp_path, None, None, "50G/day") == DiskTierOptions(
+        tmp_path, 20 * 2**30, None, 50 * 2**30
+    )
+    for given in ("50g / Day", 50 * 2**30):
+        assert DiskTierOptions.read("kv", cache_dir_writes=given).max_nbytes_a_day == 50 * 2**30
     assert DiskTierOptions.read(None) is None
 
 
@@ -52,6 +57,19 @@ def test_a_folder_is_absolute_and_may_begin_with_the_users_home(monkeypatch, tmp
         (("~nobody-here/kv",), "cache_dir '~nobody-here/kv' is in the home of a", "cache_dir"),
         ((None, "20G"), "cache_dir_size '20G' is of no use without cache_dir", "cache_dir_size"),
         ((None, None, "7d"), "cache_dir_ttl '7d' is of no use without cache_dir", "cache_dir_ttl"),
+        (
+            (None, None, None, "1G/day"),
+            "cache_dir_writes '1G/day' is of no use without cache_dir",
+            "cache_dir_writes",
+        ),
+        *(
+            (
+                ("kv", None, None, value),
+                r"cache_dir_writes must be bytes per day \(50G/day, 512M/day\), .*, got ",
+                "cache_dir_writes",
+            )
+            for value in ("50G", "50G/week", "/day", "0/day", "much/day", True, 1.5, -1)
+        ),
         (("kv", "0"), "cache_dir_size must be bytes .*, got '0'", "cache_dir_size"),
         (("kv", -5), "cache_dir_size must be bytes .*, got -5", "cache_dir_size"),
         (("kv", "much"), "cache_dir_size must be bytes .*, got 'much'", "cache_dir_size"),

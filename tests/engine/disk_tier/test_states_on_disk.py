@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
 from helpers.disk_tiers import answer, flush, tier_stats, tiered
@@ -26,12 +27,14 @@ from helpers.recurrent_agents import (
 )
 from helpers.workloads import Workload, assert_same
 
-from mlx_paged.core.tier import STATES, BlockHeader, HostMemory, Payload
+from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
+from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
 from mlx_paged.engine import disk_states, disk_tier
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import model_identity
+from mlx_paged.ops import StateRow, StateStack
 
 # Beside attention, and alone.
 TWO = ("qwen3_next", "mamba2")
@@ -287,6 +290,23 @@ def test_a_tier_of_the_callers_keeps_states_and_nonsense_in_it_is_not_used():
             if len(key) > 32:
                 shelf._blocks[key] = b"\x07\0\0\0nothing" * 9
     assert found == [0, 64, 0]
+
+
+def test_a_state_of_another_dtype_in_a_tier_is_not_used():
+    model, tokens, shelf = adapted_model("qwen3_next"), prompt(70), Shelf()
+    for _ in range(2):
+        engine = make_engine(model, tier=lambda fingerprint: shelf, block_size=BLOCK_SIZE)
+        output = answer(engine, tokens, greedy(4))
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].token_ids == greedy_answer("qwen3_next", tokens, 4)
+        assert engine.close(60)
+        memory = HostMemory()
+        memory._blocks, guarded = shelf._blocks, GuardedTier(memory)
+        for key in [key for key in shelf._blocks if len(key) > 32]:
+            stack = state_from_bytes(guarded.load(key)).stack
+            half = [[array.astype(mx.float16) for array in slots] for slots in stack.arrays]
+            content = state_to_bytes(StateRow(StateStack(half, 1), 0))
+            guarded.store(BlockHeader(key), content)
 
 
 @pytest.mark.parametrize(

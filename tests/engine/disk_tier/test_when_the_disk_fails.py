@@ -1,4 +1,6 @@
-"""Whatever the disk does, requests get their tokens; a failure is said once, damage is a miss."""
+"""Whatever the disk does, requests get their tokens; a failure is said once, damage is a miss, and
+a disk that works again is used again.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,11 @@ def raises(number: int) -> Callable[..., Any]:
     [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE],
     ids=errno.errorcode.__getitem__,
 )
-def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
+def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone_until_it_works_again(
     model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ):
+    monkeypatch.setattr(store, "_FIRST_RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(store, "_MAX_RETRY_SECONDS", 3600.0)
     engine = make_engine(model, cache_dir=tmp_path)
     ask_many(engine, model, range(2))
     num_files = len(block_files(tmp_path))
@@ -69,7 +73,7 @@ def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
         monkeypatch.setattr(Shards, "write", raises(number))
         ask_many(engine, model, range(2, 5))
         monkeypatch.undo()
-        # It is not tried again, and what lies there is not looked for either.
+        # It is not tried again so soon, and what lies there is not looked for either.
         ask_many(engine, model, range(5, 7))
     (text,) = texts_of(caught)
     assert str(tmp_path) in text and os.strerror(number) in text and "\n" not in text
@@ -77,6 +81,14 @@ def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
     # A full disk is first given room.
     assert len(block_files(tmp_path)) == (num_files if number != errno.ENOSPC else 2)
     assert tier_stats(engine).failure is not None
+    engine.disk_tier.store._retry_at = 0.0
+    engine.disk_tier.store.maintain()
+    with pytest.warns(UserWarning, match="the disk works again, and K/V are kept there") as caught:
+        ask_many(engine, model, range(7, 9))
+        # Blocks of the time of the failure that are still in memory are written now.
+        ask_many(engine, model, range(2, 5))
+    assert len(texts_of(list(caught))) == 1 and tier_stats(engine).failure is None
+    assert len(block_files(tmp_path)) == (num_files if number != errno.ENOSPC else 2) + 2 * 5
     assert_nothing_held(engine)
 
 

@@ -305,7 +305,7 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
         (
             "falcon_h1",
             {"kv_cache_bytes": 40000},
-            r"keeps a state of 20992 bytes .* raise it to 419840",
+            r"the states of a sequence 83968; raise kv_cache_bytes to at least 116736",
         ),
     ],
 )

@@ -138,30 +138,29 @@ def test_a_state_keeps_no_more_memory_than_its_size():
     assert grown < model.state_nbytes + 4 * 2**14 + 2**14
 
 
-def test_states_are_part_of_the_budget():
+def test_states_share_the_budget_with_kv():
     model = adapted_model("falcon_h1")
     nbytes = model.state_nbytes
 
-    def num_kv_states(num_states: int, **options: Any) -> int:
-        """How many states the rest of a budget would hold."""
-        engine = make_engine(model, kv_cache_bytes=num_states * nbytes, **options)
-        return math.ceil(engine.cache.config.nbytes / nbytes)
+    def num_states(budget: int, **options: Any) -> tuple[int, int]:
+        """How many states the K/V of one sequence leave, and the most checkpoints."""
+        engine = make_engine(model, kv_cache_bytes=budget * nbytes, **options)
+        checkpoints = engine.manager.states.checkpoints
+        assert engine.stats().nbytes_budget == budget * nbytes
+        return budget - math.ceil(engine.cache.config.nbytes / nbytes), checkpoints.num_checkpoints
 
-    # Of nine that run, three copies, one more where steps run ahead, and one that has no name yet;
-    # and 32 checkpoints, or two of each, or one for 128 tokens, which take 6 states of memory.
-    assert num_kv_states(200, max_num_seqs=9, run_ahead=True) == 200 - 9 * 5 - 32
-    assert num_kv_states(200, max_num_seqs=9, run_ahead=False) == 200 - 9 * 4 - 32
-    assert num_kv_states(200, max_num_seqs=1, run_ahead=True) == 200 - 5 - 32
-    assert num_kv_states(2000, max_num_seqs=90, run_ahead=True) == 2000 - 90 * 5 - 320
-    assert num_kv_states(2000, max_num_seqs=90, run_ahead=False) == 2000 - 90 * 4 - 320
-    no_prefixes = {"enable_prefix_caching": False}
-    assert num_kv_states(200, max_num_seqs=9, run_ahead=True, **no_prefixes) == 200 - 9 * 4
-    # A copy more with drafts.
-    with_drafts = {"num_draft_tokens": 3, "run_ahead": True}
-    assert num_kv_states(200, max_num_seqs=8, **with_drafts) == 200 - 8 * 6 - 32
-    with pytest.warns(UserWarning, match="2 sequences run at once instead of max_num_seqs 9: 5 co"):
-        assert num_kv_states(40, max_num_seqs=9, run_ahead=True) == 40 - 2 * 5 - 10
-    assert num_kv_states(20, max_num_seqs=1, run_ahead=True) == 20 - 5 - 5
+    # Three copies of a running one, a fourth where steps run ahead, and one more with drafts.
+    assert num_states(200, max_num_seqs=9, run_ahead=False) == (3, 32)
+    assert num_states(200, max_num_seqs=9, run_ahead=True) == (4, 32)
+    assert num_states(200, max_num_seqs=9, num_draft_tokens=3, run_ahead=True) == (5, 32)
+    # As many checkpoints as are of use: one for 128 tokens, which take 6.25 states of memory, two
+    # per sequence, or MANY; or as many as there is memory for.
+    assert num_states(2000, max_num_seqs=9, run_ahead=False) == (3, 320)
+    assert num_states(200, max_num_seqs=20, run_ahead=False) == (3, 40)
+    assert num_states(20, max_num_seqs=1, run_ahead=True) == (4, 16)
+    assert num_states(20, max_num_seqs=1, enable_prefix_caching=False, run_ahead=True) == (4, 0)
+    with pytest.warns(UserWarning, match="at most 4 sequences run at once instead of max_num_seqs"):
+        num_states(20, max_num_seqs=9, run_ahead=True)
 
 
 def test_a_hit_that_is_lost_for_want_of_a_state_is_told_and_the_next_one_is_not_lost():
@@ -219,8 +218,8 @@ def test_states_stay_inside_the_budget(ahead: bool, monkeypatch: pytest.MonkeyPa
 
 
 def used_by_states(model: PackedModel, ahead: bool) -> tuple[int, int]:
-    """Bytes that states may have of a budget, and the most that were in use beside K/V."""
-    budget = 90 * model.state_nbytes
+    """Bytes that K/V leave of a budget, and the most that were in use beside them."""
+    budget = 30 * model.state_nbytes
     engine = make_engine(
         model,
         kv_cache_bytes=budget,
@@ -239,7 +238,7 @@ def used_by_states(model: PackedModel, ahead: bool) -> tuple[int, int]:
     mx.reset_peak_memory()
     run(engine)
     used = mx.get_peak_memory() - before - engine.cache.nbytes_held
-    return budget - engine.cache.config.nbytes, used
+    return budget - engine.cache.nbytes_held, used
 
 
 # What modules see, and what they leave behind

@@ -11,8 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.adapted_models import WIDE, adapted_model
+from helpers.adapted_models import WIDE, adapted_model, greedy_answer
 from helpers.adapted_models import config_of as adapted_config_of
+from helpers.disk_tiers import answer, tier_stats, tiered
 from helpers.drafting import EagerSpeculation, RandomDrafter, eager_speculation, knows
 from helpers.engine_helpers import CONFIG, livelier_model
 from helpers.engine_runs import (
@@ -38,6 +39,7 @@ from mlx_paged.engine.draft_options import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import MAX_RUN
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.ops import StateStack, StepState
@@ -170,6 +172,41 @@ def test_a_draft_model_makes_drafts_for_a_model_with_states(ahead: bool):
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
+def test_a_cache_beside_a_draft_model_knows_the_states_of_the_model(name: str):
+    model, draft_model = adapted_model(name), livelier_model(CONFIG)
+    config = make_kv_cache(model, draft_model=draft_model).config
+    assert config.state_nbytes == model.state_nbytes > 0
+    assert config.state_layout == model.state_layout
+    assert config.keeps_kv  # a model without K/V has those of the draft model beside it
+
+
+def test_checkpoints_beside_a_draft_model_are_counted_and_saved_as_states(tmp_path: Path):
+    model, tokens = adapted_model("falcon_h1"), prompt(42)
+    options = {"draft_model": livelier_model(CONFIG), "block_size": 8}
+    with tiered(model, tmp_path, **options) as engine:
+        answer(engine, tokens, greedy(4))
+        stats = engine.stats()
+        assert stats.nbytes_checkpoints == stats.num_checkpoints * model.state_nbytes > 0
+    with tiered(model, tmp_path, **options) as engine:
+        output = answer(engine, tokens, greedy(4))
+        assert output.num_cached_tokens == 40 and tier_stats(engine).num_read_states == 1
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
+def test_a_snapshot_saved_beside_a_draft_model_is_loaded_with_its_state(name: str, tmp_path: Path):
+    model, tokens = adapted_model(name), prompt(50)
+    options = {"draft_model": livelier_model(CONFIG), "block_size": 8}
+    old, new = (make_engine(model, **options) for _ in range(2))
+    told = [*tokens, *answer(old, tokens, greedy(12)).outputs[0].token_ids]
+    num_saved = old.save_snapshot(tmp_path / "a", told)
+    assert num_saved >= 48 and new.load_snapshot(tmp_path / "a") == told[:num_saved]
+    more = [*told, *prompt(9, 4)]
+    output = answer(new, more, greedy(12))
+    assert output.num_cached_tokens == num_saved
+    assert output.outputs[0].token_ids == greedy_answer(name, more, 12)
 
 
 @pytest.mark.slow

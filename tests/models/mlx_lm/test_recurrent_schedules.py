@@ -45,6 +45,22 @@ def scheduled(architecture: str, num_steps: int) -> Schedule:
     return schedule
 
 
+@pytest.mark.parametrize("num_states", [20, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", ["falcon_h1", "mamba2", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
+def test_rows_of_logits_are_the_same_on_a_tiny_budget_that_states_share(
+    architecture: str, num_states: int
+):
+    """The budget is checked after each step, while slabs shrink and blocks in use move."""
+    stock = make(architecture)
+    model = adapt(stock, config_of(architecture))
+    schedule = Schedule(stock, model, seed=3, num_states=num_states)
+    schedule.run(60)
+    assert schedule.worst <= TOLERANCE
+    assert schedule.events["shrunk"] >= 2 and schedule.events["moved"] >= 10, schedule.events
+
+
 def test_there_are_25_recurrent_architectures():
     assert len(ARCHITECTURES) == 25
 

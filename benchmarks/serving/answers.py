@@ -1,0 +1,137 @@
+"""What it costs to tell reasoning, text and calls of tools apart, per token of an answer.
+
+    python -m benchmarks answers                                   # some seconds
+    python -m benchmarks answers --formats json_tools glm47
+
+For each format of calls, three answers are read token by token, as a stream comes: plain text of
+4,000 words, the same as reasoning with a short text after it, and one call that writes a file of
+some ten thousand characters. Reported is the best of ``--turns`` readings, in microseconds per
+token. The reader that this one replaced was measured with the same answers in ``json_tools``, the
+only one of its formats that it read piece by piece; its figures are kept beside these.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.lib.card import (
+    machine_card,
+    make_arg_parser,
+    print_card,
+    print_json,
+    print_table,
+)
+from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
+from mlx_paged.answers.formats import REASONING, format_named
+from mlx_paged.answers.reader import AnswerReader
+
+# Of the reader before, at commit 336d99a3: the best of 27 readings on two cores of an Intel Xeon.
+REPLACED = {"text": 4.78, "reasoning": 4.75, "call": 3.71}
+WORDS = ("The quick brown fox jumps over the lazy dog and " * 400).split()
+CODE = "def f(x):\n    return {'a': [x, 1]}  # it's {x}\n" * 200
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+        },
+    },
+}
+ARGUMENTS = json.dumps({"path": "a.py", "content": CODE})
+CALLS = {
+    "json_tools": f'<tool_call>\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n"
+    f"<parameter=content>\n{CODE}\n</parameter>\n</function>\n</tool_call>",
+    "glm47": "<tool_call>write<arg_key>path</arg_key><arg_value>a.py</arg_value>"
+    f"<arg_key>content</arg_key><arg_value>{CODE}</arg_value></tool_call>",
+    "mistral": f"[TOOL_CALLS]write[ARGS]{ARGUMENTS}",
+    "gemma4": f'<|tool_call>call:write{{content:<|"|>{CODE}<|"|>,path:<|"|>a.py<|"|>}}<tool_call|>',
+    "pythonic": f"<|tool_call_start|>[write(path='a.py', content={json.dumps(CODE)})]"
+    "<|tool_call_end|>",
+    "harmony": "<|channel|>commentary to=functions.write <|constrain|>json<|message|>" + ARGUMENTS,
+}
+
+
+def in_tokens(text: str, marks: Sequence[str]) -> list[str]:
+    """A text in pieces of four characters. Marks are tokens."""
+    pieces, place = [], 0
+    while place < len(text):
+        mark = next((each for each in marks if text.startswith(each, place)), "")
+        pieces.append(mark or text[place : place + 4])
+        place += len(pieces[-1])
+    return pieces
+
+
+def microseconds(answer_format: AnswerFormat, pieces: Sequence[str], turns: int) -> float:
+    """Per piece."""
+    pieces = [answer_format.marks.encode(piece) for piece in pieces]
+    best = float("inf")
+    for _ in range(turns):
+        reader, begin = AnswerReader(answer_format), time.perf_counter()
+        for piece in pieces:
+            reader.add(piece)
+        reader.finish()
+        best = min(best, time.perf_counter() - begin)
+    return round(best / len(pieces) * 1e6, 2)
+
+
+def measure(name: str, turns: int) -> dict[str, Any]:
+    calls = format_named(name)
+    start = "<|channel|>analysis<|message|>" if name == "harmony" else "<think>"
+    reasoning = next(each for each in REASONING if each.start == start)
+    parts = [*marks_of(calls), *reasoning.all_marks]
+    names = sorted(
+        {token for token in TOKENS if any(token in part for part in parts)}, key=len, reverse=True
+    )
+    dialect = Dialect.of_tokens(
+        calls, reasoning, {token: (index, True) for index, token in enumerate(names)}
+    )
+    answer_format = AnswerFormat.for_prompt(dialect, "", [TOOL])
+    said = [f" {word}" for word in WORDS]
+    opened = in_tokens("<|channel|>final<|message|>", names) if name == "harmony" else []
+    closed = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    thought = [
+        *in_tokens(reasoning.start, names),
+        *said,
+        *in_tokens(closed if name == "harmony" else reasoning.end, names),
+        *said[:100],
+    ]
+    answers = {
+        "text": [*opened, *said],
+        "reasoning": thought,
+        "call": in_tokens(CALLS[name], names),
+    }
+    return {
+        "format": name,
+        **{kind: microseconds(answer_format, pieces, turns) for kind, pieces in answers.items()},
+    }
+
+
+TOKENS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>',
+    "<|tool_call_start|>", "<|tool_call_end|>", "<|start|>", "<|end|>", "<|message|>",
+    "<|channel|>", "<|constrain|>", "<|call|>",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = make_arg_parser(__doc__)
+    parser.add_argument("--formats", nargs="+", choices=CALLS, default=list(CALLS))
+    parser.add_argument("--turns", type=int, default=9)
+    args = parser.parse_args()
+    setting = {**machine_card(), "turns": args.turns}
+    print_card("Reading answers, microseconds per token", setting)
+    results = [measure(name, args.turns) for name in args.formats]
+    rows = [[each["format"], each["text"], each["reasoning"], each["call"]] for each in results]
+    print_table(["format", "text", "reasoning", "call"], [*rows, ["replaced", *REPLACED.values()]])
+    print_json("answers", setting, {"formats": results, "replaced": REPLACED}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""One budget for K/V blocks, states of running sequences and checkpoints, in engines."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from helpers.adapted_models import adapted_model, greedy_answer
+from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from paged_testing.lazy_metal import lazy_metal
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.errors import ArgumentError, PromptTooLongError
+from mlx_paged.ops import StateRow
+
+BLOCK_SIZE = 8
+CHUNKS = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
+
+
+def engine_of(name: str, nbytes: int, **options: Any) -> Engine:
+    sizes = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "kv_cache_bytes": nbytes}
+    return make_engine(adapted_model(name), **(sizes | CHUNKS | options))
+
+
+def sizes_of(name: str, **options: Any) -> Any:
+    return engine_of(name, 2**24, **options).cache.shared_budget.sizes
+
+
+def nbytes_of_states(engine: Engine) -> int:
+    """All stacks of states that anything refers to, whole, as they are in memory."""
+    states = engine.manager.states
+    rows: list[StateRow] = [state.content for state in states._states.values()]
+    rows += [state.content for state in states._before_drafts.values() if state.content]
+    rows += [content for pending in states._pending.values() for _, content in pending]
+    rows += [kept.content for kept in states.checkpoints._kept.values()]
+    num_states = sum(stack.num_states for stack in {row.stack for row in rows})
+    return num_states * engine.cache.config.state_nbytes
+
+
+class Watch:
+    """After each step the budget holds, by its own count and by the arrays that are there."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.most_running = self.most_checkpoints = 0
+        self.sizes: set[int] = set()
+
+    def __call__(self) -> None:
+        engine, budget = self.engine, self.engine.cache.shared_budget
+        assert budget.nbytes_used <= budget.sizes.budget
+        assert engine.cache.nbytes_held + nbytes_of_states(engine) <= budget.sizes.budget
+        assert engine.cache.pool.num_usable_blocks <= budget.max_num_blocks()
+        self.most_running = max(self.most_running, len(engine.scheduler.running))
+        self.most_checkpoints = max(self.most_checkpoints, engine.stats().num_checkpoints)
+        self.sizes.add(engine.cache.pool.num_usable_blocks)
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+@pytest.mark.parametrize("num_seqs", [1, 2, 5])
+def test_as_many_sequences_run_as_the_budget_holds_with_their_states(num_seqs: int):
+    sizes = sizes_of("falcon_h1")
+    # 20 tokens each: three blocks.
+    nbytes = num_seqs * (sizes.sequence + 3 * sizes.block) + sizes.block
+    engine = engine_of("falcon_h1", nbytes, watermark=0.0)
+    watch = Watch(engine)
+    for number in range(8):
+        engine.add_request(str(number), prompt(12, number), greedy(8))
+    found = run(engine, watch)
+    assert watch.most_running == num_seqs
+    for number in range(8):
+        expected = greedy_answer("falcon_h1", prompt(12, number), 8)
+        assert found[str(number)].outputs[0].token_ids == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+def test_the_least_budget_runs_one_sequence_and_less_is_refused_with_the_sum():
+    sizes = sizes_of("falcon_h1")
+    least = sizes.sequence + 2 * sizes.block
+    with pytest.raises(ArgumentError) as error:
+        engine_of("falcon_h1", least - 1)
+    for number in (2 * sizes.block, sizes.sequence, least):
+        assert f"{number}" in str(error.value)
+    engine = engine_of("falcon_h1", least)
+    engine.add_request("a", prompt(5), greedy(3))
+    expected = greedy_answer("falcon_h1", prompt(5), 3)
+    assert run(engine, Watch(engine))["a"].outputs[0].token_ids == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+def test_a_prompt_may_take_all_that_one_sequence_leaves_and_no_more():
+    sizes = sizes_of("falcon_h1")
+    engine = engine_of("falcon_h1", sizes.sequence + 9 * sizes.block)
+    engine.add_request("short", prompt(30, 1), greedy(2))
+    run(engine, Watch(engine))
+    assert engine.stats().num_checkpoints > 0
+    tokens = prompt(8 * BLOCK_SIZE, 2)
+    engine.add_request("all", tokens, greedy(1))
+    expected = greedy_answer("falcon_h1", tokens, 1)
+    assert run(engine, Watch(engine))["all"].outputs[0].token_ids == expected
+    with pytest.raises(PromptTooLongError, match=f"needs 9 blocks of {BLOCK_SIZE}"):
+        engine.add_request("more", prompt(8 * BLOCK_SIZE + 1, 2), greedy(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+def test_completions_whose_states_do_not_fit_are_refused_with_the_sum():
+    sizes = sizes_of("falcon_h1")
+    engine = engine_of("falcon_h1", 2 * sizes.sequence + 6 * sizes.block)
+    with pytest.raises(ArgumentError, match="4 completions of one prompt of 20 tokens don't fit"):
+        engine.add_request("a", prompt(20), greedy(3, n=4))
+    engine.add_request("a", prompt(20), greedy(3, n=2))
+    expected = greedy_answer("falcon_h1", prompt(20), 3)
+    outputs = run(engine, Watch(engine))["a"].outputs
+    assert [each.token_ids for each in outputs] == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+def test_slabs_that_cached_kv_have_filled_shrink_for_the_states_of_more_sequences():
+    engine = engine_of("falcon_h1", 8 * sizes_of("falcon_h1").sequence)
+    sizes, watch = engine.cache.shared_budget.sizes, Watch(engine)
+    for number in range(30):  # one after the other
+        engine.add_request("alone", prompt(60, number), greedy(3))
+        run(engine, watch)
+    grown = engine.cache.pool.num_usable_blocks
+    assert grown > sizes.max_num_blocks(4)
+    tokens = prompt(60, 29)
+    asked = {str(number): [*tokens, *prompt(9, number)] for number in range(4)}
+    for name, each in asked.items():
+        engine.add_request(name, each, greedy(12))
+    found = run(engine, watch)
+    assert engine.cache.pool.num_usable_blocks < grown and watch.most_running == 4
+    for name, each in asked.items():
+        assert found[name].outputs[0].token_ids == greedy_answer("falcon_h1", each, 12)
+    # What was used last was still there.
+    assert found["0"].num_cached_tokens == 56
+    assert_nothing_held(engine)
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"num_draft_tokens": 3}, marks=pytest.mark.slow),
+        {"is_ahead": True},
+        pytest.param({"swap_bytes": "30blocks"}, marks=pytest.mark.slow),
+    ],
+    ids=["waiting", "drafts", "ahead", "swap"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+        "falcon_h1",
+        pytest.param("mamba2", marks=pytest.mark.slow),
+    ],
+)
+def test_random_requests_of_tiny_budgets_have_the_tokens_of_mlx_lm(
+    name: str, options: dict[str, Any], seed: int
+):
+    """Prompts that share beginnings, come at any time, and are preempted and aborted."""
+    options = dict(options)
+    if options.pop("is_ahead", False):
+        with lazy_metal(computes=True):
+            workload(name, seed, run_ahead=True)
+    else:
+        workload(name, seed, **options)
+
+
+def workload(name: str, seed: int, **options: Any) -> None:
+    draw = random.Random(seed)
+    sizes = sizes_of(name, **options)
+    for share in (1.3, 2.2, 3.7, 6.0):
+        num_kv = 12 * sizes.block if name != "mamba2" else 40 * sizes.block
+        nbytes = int(share * sizes.sequence) + num_kv
+        engine = engine_of(name, nbytes, **options)
+        watch = Watch(engine)
+        shared = [prompt(length, 50 + length) for length in (17, 34, 48)]
+        asked: dict[str, tuple[list[int], int]] = {}
+        names, number = iter(range(24)), 0
+        while True:
+            for _ in range(draw.choice([0, 0, 1, 3])):
+                number = next(names, None)
+                if number is None:
+                    break
+                tokens, length = plain_prompt(draw, name, draw.choice([*shared, []]), number)
+                asked[str(number)] = tokens, length
+                engine.add_request(str(number), tokens, greedy(length))
+            if draw.random() < 0.05 and asked:
+                aborted = draw.choice(list(asked))
+                engine.abort(aborted)
+                asked.pop(aborted)
+            for output in engine.step():
+                if output.finished and output.request_id in asked:
+                    tokens, length = asked.pop(output.request_id)
+                    expected = greedy_answer(name, tokens, length)
+                    assert output.outputs[0].token_ids == expected
+                    assert output.outputs[0].finish_reason == "length"
+            engine.scheduler.check_integrity()
+            watch()
+            if not engine.has_unfinished_requests() and len(asked) == 0 and number is None:
+                break
+        assert_nothing_held(engine)
+
+
+def plain_prompt(
+    draw: random.Random, name: str, begin: list[int], number: int
+) -> tuple[list[int], int]:
+    """Tokens, and the length of an answer without a near tie, in which rounding would decide."""
+    while True:
+        new = prompt(3 + number, draw.randrange(2**20))
+        tokens, length = [*begin[: draw.randint(0, len(begin))], *new], draw.randint(1, 14)
+        try:
+            greedy_answer(name, tokens, length)
+        except AssertionError:
+            continue
+        return tokens, length

@@ -1,0 +1,207 @@
+"""The plans of a scheduler under random requests, as text that two versions of it can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from helpers.drafting import eager_speculation
+from helpers.scheduler_helpers import VOCAB_SIZE, FakeSupply
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.engine.step_budget import TokenBudgets
+from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.errors import PromptTooLongError
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
+
+NUM_ACTIONS = 1500
+
+# Each is a budget of blocks, the most blocks in host memory, whether requests come with drafts,
+# whether steps are planned ahead, and fields of `SchedulerConfig`.
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "a small pool": {"num_blocks": 9},
+    "a small pool and a swap space": {"num_blocks": 9, "swap_blocks": 10},
+    "steps ahead": {"num_blocks": 30, "is_ahead": True, "watermark": 0.1},
+    "steps ahead, few places": {"num_blocks": 200, "is_ahead": True, "max_num_seqs": 3},
+    "steps of few tokens": {
+        "num_blocks": 14,
+        "max_num_batched_tokens": 5,
+        "max_num_seqs": 5,
+        "swap_blocks": 13,
+    },
+    "a watermark, and growth": {"num_blocks": 20, "watermark": 0.2, "initial_blocks": 2},
+    "drafts": {"num_blocks": 30, "has_drafts": True, "swap_blocks": 6},
+    "no prefix cache": {"num_blocks": 12, "enable_prefix_caching": False},
+    "all fit": {"num_blocks": 400, "max_num_batched_tokens": 64, "max_num_seqs": 24},
+}
+
+
+class Planner:
+    """Random requests, aborts, failed steps and steps on a scheduler, with a digest of all plans.
+
+    Args:
+        users: each request is of one of these, at random.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        users: Sequence[str | None] | None = None,
+        *,
+        num_blocks: int,
+        swap_blocks: int = 0,
+        has_drafts: bool = False,
+        is_ahead: bool = False,
+        initial_blocks: int | None = None,
+        **config: Any,
+    ):
+        self.random = random.Random(seed)
+        supply = FakeSupply(num_blocks, 4, initial_blocks)
+        defaults = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "watermark": 0.0}
+        self.scheduler = Scheduler(
+            supply.manager,
+            supply,
+            SchedulerConfig(**{**defaults, "priority_steps": 6, **config}),
+            frozenset([0]),
+            SwapSpace(swap_blocks),
+            eager_speculation(VOCAB_SIZE) if has_drafts else NO_SPECULATION,
+        )
+        self.lines: list[str] = []
+        self._users = users
+        self._is_ahead = is_ahead
+        self._parents: dict[str, Request] = {}
+        self._in_flight: Batch | None = None
+        self._drawn: list[Request] = []  # of the step in flight
+        self._num_added = 0
+
+    def run(self, num_actions: int = NUM_ACTIONS) -> str:
+        """The digest of all plans."""
+        for _ in range(num_actions):
+            self.act()
+        for _ in range(3000):
+            if not self.scheduler.requests:
+                break
+            self.step()
+        assert not self.scheduler.requests
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:32]
+
+    def act(self) -> None:
+        action, unfinished = self.random.random(), list(self.scheduler.requests.values())
+        if action < 0.14 and len(unfinished) < 20:
+            for _ in range(self.random.choice([1, 1, 2, 5])):
+                self.add()
+        elif action < 0.18 and unfinished and self._in_flight is None:
+            name = self.random.choice(unfinished).request_id
+            for request in unfinished:
+                if request.request_id == name:
+                    self.scheduler.finish(request, "abort")
+        else:
+            self.step(fails=action > 0.97)
+
+    def add(self) -> None:
+        rng, self._num_added = self.random, self._num_added + 1
+        stem = rng.choice([range(1, 13), range(20, 25), [100 + self._num_added] * 9])
+        prompt = [*stem[: rng.randint(1, len(stem))], *rng.choices([13, 14], k=rng.choice([0, 9]))]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 2, 5, 12, 30]), n=rng.choice([1, 1, 1, 2, 3])
+        )
+        options: dict[str, Any] = {
+            "priority": rng.choice([0, 0, 0, 1, 2, -1]),
+            "cache_salt": rng.choice([None, None, "salt"]),
+        }
+        if self._users is not None:
+            # Not of the same generator, so that all else stays as it is.
+            number = zlib.crc32(str(self._num_added).encode())
+            options["user"] = self._users[number % len(self._users)]
+        request = Request(f"r{self._num_added}", prompt, params, **options)
+        try:
+            self.scheduler.check(request)
+        except PromptTooLongError:
+            return
+        self._parents[request.request_id] = request
+        self.scheduler.add(request)
+
+    def step(self, fails: bool = False) -> None:
+        budgets = TokenBudgets(*self.random.choices([5, 9, 16, 64], k=2))
+        batch = self._in_flight
+        if batch is None:
+            batch = self.scheduler.schedule(budgets=budgets)
+            self._note(batch)
+            if not batch.scheduled or fails:
+                self.scheduler.discard(batch)
+                return
+            self._fork(batch)
+        ahead = None
+        if self._is_ahead and not batch.drafted:
+            ahead = self.scheduler.schedule_ahead(self._drawn, budgets)
+            self.lines.append(f"ahead: {ahead is not None}")
+            if ahead is not None:
+                self._note(ahead)
+                if not ahead.scheduled:
+                    self.scheduler.discard(ahead)
+                    ahead = None
+        self._append(batch, ahead)
+        self._in_flight = ahead
+        if ahead is not None:
+            self._fork(ahead)
+        self.scheduler.check_integrity()
+
+    def _fork(self, batch: Batch) -> None:
+        """Sample the tokens of a step, without reading them."""
+        self._drawn = []
+        for part in batch.scheduled:
+            request = part.request
+            if part.num_logit_rows and not request.is_finished:
+                self._drawn += [request, *map(request.fork, range(1, request.num_seqs))]
+        for request in self._drawn:
+            if request.seq_id not in self.scheduler.requests:
+                self.scheduler.add_fork(self._parents[request.request_id], request)
+
+    def _append(self, batch: Batch, ahead: Batch | None) -> None:
+        for part in batch.drafted:
+            self._verify(part)
+        drafted = {part.request for part in batch.drafted}
+        for request in self._drawn:
+            if request not in drafted and not request.is_finished:
+                self.scheduler.append_token(request, _next_token(request), ahead)
+
+    def _verify(self, part: Scheduled) -> None:
+        request, verification = part.request, self.scheduler.verification
+        verification.begin(part)
+        for draft in (*part.draft_token_ids, None):
+            token = _next_token(request)
+            is_accepted = draft is not None and zlib.crc32(f"{token} {draft}".encode()) % 2 == 0
+            if is_accepted:
+                verification.accept(request)
+            self.scheduler.append_token(request, draft if is_accepted else token)
+            if not is_accepted or request.is_finished:
+                break
+        verification.end(request)
+
+    def _note(self, batch: Batch) -> None:
+        parts = [
+            (*part.request.seq_id, *part[1:5], *part.draft_token_ids) for part in batch.scheduled
+        ]
+        others = [
+            [request.seq_id for request in requests]
+            for requests in (batch.preempted, batch.finished, batch.begun)
+        ]
+        blocks = [sorted(each) for each in (batch.new_block_ids, batch.hit_block_ids)]
+        queue = [request.seq_id for request in self.scheduler.waiting]
+        self.lines.append(repr((parts, others, batch.transfers, blocks, queue)))
+
+
+def _next_token(request: Request) -> int:
+    token_ids = [each for each in request.token_ids if each >= 0]
+    return zlib.crc32(repr((token_ids, request.index)).encode()) % VOCAB_SIZE
+
+
+if __name__ == "__main__":
+    for name, workload in WORKLOADS.items():
+        print(f'    "{name}": "{Planner(0, **workload).run()}",')
