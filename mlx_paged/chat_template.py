@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError
+from mlx_paged.answers.dialect import Dialect
+from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError, calls_as_text
 from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.errors import one_line, reason, shown
 
@@ -77,7 +78,7 @@ def _adapted(
     if has_tools and not traits.shows_tools:
         raise ChatTemplateError(f"[chat template] {NO_TOOLS}")
     try:
-        return traits.adapt(messages)
+        return traits.adapt(messages, calls_as_text(Dialect.of(tokenizer).calls))
     except UnsayableError as error:
         raise ChatTemplateError(f"[chat template] {error}") from error
 

@@ -2,6 +2,7 @@
 dense K/V in the same run.
 
     python -m benchmarks kv_formats
+    python -m benchmarks kv_formats --model MODEL    # perplexity and divergence of another one
 
 Text and questions are held out of the model's training. Perplexity, divergence and recall are read
 off logits that the paged cache's own attention gave, teacher-forced in chunks, so that every token
@@ -32,6 +33,7 @@ from mlx_paged.config import KVBits
 from mlx_paged.models.language_model import LanguageModel, check_model
 
 NAMES = ("K8V8", "K8V4", "K4V8", "K4V4")
+PROSE = Path(__file__).parents[1] / "lib" / "prose.txt"  # of this project's DESIGN.md, 11/2026
 RECALL = ("recall at 1000, any fact", "recall at 512, oldest fact", "copy, 11-40 items")
 
 
@@ -184,12 +186,51 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=512, help="tokens, for the speed")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=15, help="turns of each side")
+    parser.add_argument("--model", help="another model: only perplexity and divergence, on --text")
+    parser.add_argument("--text", type=Path, default=PROSE, help="for --model")
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
 
+def measure_model(args: argparse.Namespace) -> None:
+    """Perplexity and divergence of another model on a text."""
+    loaded, tokenizer = load(args.model)
+    model = check_model(loaded)
+    ids = tokenizer.encode(args.text.read_text())[: args.length]
+    specs = model.layer_specs
+    sides = {
+        name: make_sequences(specs, form, len(ids)) for name, form in formats(specs[0]).items()
+    }
+    setting = machine_card() | {
+        "model": Path(args.model).name,
+        "text": f"{len(ids):,} tokens of {args.text.name}",
+        "chunk": args.chunk,
+    }
+    print_card("Formats of K/V", setting)
+    results = measure_text(model, sides, [ids], args.chunk)
+    dense = results["dense"]["perplexity"]
+    for found in results.values():
+        found["perplexity_over_dense"] = found["perplexity"] / dense - 1
+    print_table(
+        ["K/V", "perplexity", "over dense", "divergence"],
+        [
+            [
+                name,
+                f"{found['perplexity']:.4f}",
+                f"{100 * found['perplexity_over_dense']:+.3f}%",
+                f"{found['divergence']:.2e}",
+            ]
+            for name, found in results.items()
+        ],
+    )
+    print_json("kv_formats", setting, results, args.out)
+
+
 def main() -> None:
     args = setup_arg_parser().parse_args()
+    if args.model is not None:
+        measure_model(args)
+        return
     loaded, tokenizer = load(demo_model_path())
     model = check_model(loaded)
     texts = documents(tokenizer, args.tokens, args.length)

@@ -17,6 +17,8 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from mlx_paged.answers.formats import CallFormat
+
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -259,6 +261,38 @@ def _merged(messages: Sequence[Message], repeats: frozenset[str]) -> list[Messag
         contents = filter(None, (last["content"], message["content"]))
         merged[-1] = {**last, **message, "content": _SEPARATOR.join(contents)}
     return merged
+
+
+def calls_as_text(form: CallFormat | None) -> WriteCalls | None:
+    """What writes calls as a model does, for the content of a message; ``None`` unless the format
+    is JSON objects or Python's calls between marks, as that of Granite 3 and LFM2, whose templates
+    write no calls.
+    """
+    if form is None or not form.start or form.shape not in ("json", "python"):
+        return None
+    write = _as_json if form.shape == "json" else _as_python
+    start, end, is_apart = form.start, form.end, form.shape == "json" and form.end
+
+    def write_calls(calls: Sequence[Message]) -> str:
+        written = [write(call["function"]) for call in calls]
+        if is_apart:
+            return "\n".join(f"{start}\n{each}\n{end}" for each in written)
+        return f"{start}[{', '.join(written)}]{end}"
+
+    return write_calls
+
+
+def _as_json(function: Mapping[str, Any]) -> str:
+    called = {"name": function["name"], "arguments": function.get("arguments") or {}}
+    return json.dumps(called, ensure_ascii=False)
+
+
+def _as_python(function: Mapping[str, Any]) -> str:
+    arguments = [
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+        for name, value in (function.get("arguments") or {}).items()
+    ]
+    return f"{function['name']}({', '.join(arguments)})"
 
 
 # --- Finding out ---

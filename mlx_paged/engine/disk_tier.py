@@ -27,7 +27,7 @@ from mlx_paged.core import (
     state_key,
 )
 from mlx_paged.core.block_hash import HASH_NBYTES
-from mlx_paged.core.tier import STATES, BlockHeader, Tier
+from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
 from mlx_paged.engine.stats import DiskTierStats
@@ -509,8 +509,9 @@ class DiskTier:
         text = "[engine] the disk works again, and K/V are kept there"
         if failure is not None:
             self._unsaved.clear()
-            kept = "from now on K/V are kept in memory only, until it works again"
-            text = f"[engine] {failure}; {kept}"
+            # A tier of the caller's is not tried again.
+            until = "" if isinstance(self.store, GuardedTier) else ", until it works again"
+            text = f"[engine] {failure}; from now on K/V are kept in memory only{until}"
         # If warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
             warnings.warn(text, stacklevel=2)

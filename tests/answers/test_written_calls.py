@@ -20,6 +20,7 @@ from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
 from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.answers.template_traits import calls_as_text
 from mlx_paged.request import CompletionOutput
 
 STRING, ANY = {"type": "string"}, {"type": ["object", "array", "null"]}
@@ -213,3 +214,21 @@ def pieces_of(form: AnswerFormat, pieces: list[str], reason: str) -> list[tuple[
         else:
             found.append((kind, text))
     return found
+
+
+@pytest.mark.parametrize("name", ["json_tools", "granite", "command", "pythonic"])
+def test_calls_that_a_template_takes_as_content_are_read_as_they_were(name):
+    """Templates of Granite 3 and LFM2 write no calls themselves."""
+    write, rng = calls_as_text(format_named(name)), random.Random(name)
+    assert write is not None
+    for kind in VALUES:
+        tools, calls = random_calls(kind, rng, KEYS[:3])
+        messages = [{"function": {"name": called, "arguments": values}} for called, values in calls]
+        form = AnswerFormat.for_prompt(dialect(name, has_tokens=True), "", tools)
+        check(form, form.marks.encode(write(messages)), calls, rng)
+
+
+def test_other_formats_are_not_written_as_content():
+    for form in (None, *FORMATS):
+        is_written = form is not None and bool(form.start) and form.shape in ("json", "python")
+        assert (calls_as_text(form) is not None) == is_written

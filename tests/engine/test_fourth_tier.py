@@ -163,7 +163,7 @@ def test_the_failure_of_a_tier_is_said_once(
     assert filling.close()
     monkeypatch.setattr(tier, method, answer)
     engine = make_engine(model, tier=lambda _: tier)
-    with pytest.warns(UserWarning, match="from now on K/V are kept in memory only") as said:
+    with pytest.warns(UserWarning, match="from now on K/V are kept in memory only$") as said:
         for name, seed in (("a", 0), ("b", 1), ("c", 2)):
             ask(engine, {name: (prompt(100, seed=seed), greedy(5))})
             assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)

@@ -20,7 +20,11 @@ TYPES = (
 )  # fmt: skip
 # What llama.cpp takes where the rows are no multiples of 256.
 FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "llama": gguf.MODEL_ARCH.LLAMA}
+ARCHITECTURES = {
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -130,6 +134,8 @@ def metadata_of(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "rope.freq_base": float(config["rope_theta"]),
         "rope.dimension_count": config["head_dim"],
     }
+    if architecture == "gemma3":
+        names["attention.sliding_window"] = config["sliding_window"]
     return {f"{architecture}.{name}": value for name, value in names.items()}
 
 
@@ -149,6 +155,8 @@ def tensors_of(
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             which = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             values = permuted(values, config[which])
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
         tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert tensor is not None, name
         chosen = pick(tensor, kind, values.shape[-1])

@@ -14,7 +14,13 @@ from jinja2.exceptions import TemplateError
 from paged_testing.registry_files import TOKENIZERS, require
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError, find_traits
+from mlx_paged.answers.formats import format_named
+from mlx_paged.answers.template_traits import (
+    TemplateTraits,
+    UnsayableError,
+    calls_as_text,
+    find_traits,
+)
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 TOOL = {
@@ -91,11 +97,16 @@ CONVERSATIONS = {
 WITH_CALLS = {kind for kind, messages in CONVERSATIONS.items() if "tool_calls" in str(messages)}
 # Templates that write no calls, or that call methods which the sandbox of transformers refuses.
 NO_CALLS = {
-    "HuggingFaceTB-SmolLM3-3B", "Kimi-K2-Instruct", "Kimi-K2-Thinking", "LFM2-8B-A1B",
-    "LFM2.5-Instruct", "gemini (tokenizer)", "gemma3 (tokenizer)", "google-gemma-2-2b-it",
-    "ibm-granite-granite-3.3-2B-Instruct", "llama-cpp-deepseek-r1", "llama-cpp-rwkv-world",
+    "HuggingFaceTB-SmolLM3-3B", "Kimi-K2-Instruct", "Kimi-K2-Thinking", "gemini (tokenizer)",
+    "gemma3 (tokenizer)", "google-gemma-2-2b-it", "llama-cpp-deepseek-r1", "llama-cpp-rwkv-world",
     "llama3 (tokenizer)", "llama3_1 (tokenizer)", "microsoft-Phi-3.5-mini-instruct",
 }  # fmt: skip
+# Templates that take calls as a part of the content, and the format in which their models write.
+AS_CONTENT = {
+    "LFM2-8B-A1B": "pythonic",
+    "LFM2.5-Instruct": "pythonic",
+    "ibm-granite-granite-3.3-2B-Instruct": "granite",
+}
 # It asks for a variable that only its own program sets.
 BROKEN = {"fireworks-ai-llama-3-firefunction-v2"}
 
@@ -104,11 +115,14 @@ def words_of(messages: list[dict[str, Any]]) -> set[str]:
     return set(re.findall(r"word\w+", json.dumps(messages)))
 
 
-def outcome(template: str, traits: TemplateTraits, messages: list[dict[str, Any]]) -> str:
+def outcome(
+    template: str, traits: TemplateTraits, messages: list[dict[str, Any]], call_format: str = ""
+) -> str:
     """``written``, ``refused``, or the words that are missing."""
     options = {"tools": [TOOL]} if traits.shows_tools else {}
     try:
-        text = render(template, traits.adapt(messages), options)
+        write_calls = calls_as_text(format_named(call_format))
+        text = render(template, traits.adapt(messages, write_calls), options)
     except UnsayableError as error:
         assert re.match(r"messages\[\d+\] has ", str(error))
         return "refused"
@@ -123,7 +137,7 @@ def test_nothing_of_a_conversation_is_lost_without_a_word():
         traits = find_traits(partial(render, template))
         for kind, messages in CONVERSATIONS.items():
             try:
-                result = outcome(template, traits, messages)
+                result = outcome(template, traits, messages, AS_CONTENT.get(name, ""))
             except TemplateError as error:
                 result = f"template: {error}"
             outcomes.setdefault(name, {})[kind] = result

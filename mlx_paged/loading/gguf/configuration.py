@@ -11,7 +11,10 @@ from mlx_paged.loading.gguf.metadata import Metadata
 from mlx_paged.loading.gguf.rope import ROPE_KEYS, rope_scaling
 
 # general.architecture -> the model type of Hugging Face's configuration
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
+ARCHITECTURES = {"gemma3": "gemma3_text", "llama": "llama", "qwen3": "qwen3"}
+# What files of Gemma 3 leave out, as in llama.cpp: every sixth layer attends to all tokens, the
+# others rotate with a base of their own, and the 27B, with 62 layers, scales queries differently.
+_GEMMA_3_PATTERN, _GEMMA_3_LOCAL_BASE, _GEMMA_3_27B_LAYERS = 6, 10_000.0, 62
 # Keys under the architecture's name that are known here: unlike llama.cpp, which ignores others,
 # this reader refuses them, since they may stand for something that the model computes.
 _READ = {
@@ -20,6 +23,7 @@ _READ = {
     "attention.layer_norm_rms_epsilon", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", *(f"rope.{name}" for name in ROPE_KEYS),
 }  # fmt: skip
+_OF_ARCHITECTURE = {"gemma3": {"attention.sliding_window", "rope.freq_base_swa"}}
 # They change no logits of these architectures: the vocabulary's size is that of its tensor, rows of
 # q and k are always in llama.cpp's order, there is no layer norm with a mean, and pooling is for
 # embeddings.
@@ -84,6 +88,8 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": metadata.number(f"{architecture}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    if architecture == "gemma3":
+        config |= _gemma_3(metadata, config)
     config["vocab_size"] = _check_sizes(file, config)
     config["rope_scaling"] = rope_scaling(file, architecture, config)
     if "blk.0.attn_q.bias" in file.tensors:
@@ -93,10 +99,24 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _gemma_3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3's further fields."""
+    is_27b = config["num_hidden_layers"] == _GEMMA_3_27B_LAYERS
+    return {
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+        ),
+        "sliding_window": metadata.integer("gemma3.attention.sliding_window", low=1),
+        "sliding_window_pattern": _GEMMA_3_PATTERN,
+        "rope_local_base_freq": metadata.number("gemma3.rope.freq_base_swa", _GEMMA_3_LOCAL_BASE),
+    }
+
+
 def _refuse_unknown_features(metadata: Metadata, architecture: str) -> None:
+    known = _READ | _IGNORED | _OF_ARCHITECTURE.get(architecture, set())
     for key, value in metadata.values.items():
         name = key.removeprefix(f"{architecture}.")
-        if name == key or name in _READ or name in _IGNORED or value in _OFF.get(name, ()):
+        if name == key or name in known or value in _OFF.get(name, ()):
             continue
         raise LoadError(
             f"[load] {metadata.file}: {key} is {shown(value)}, which is not supported for the "

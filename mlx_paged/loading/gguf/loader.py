@@ -99,6 +99,9 @@ def _configuration(file: GGUFFile, changes: dict[str, Any]) -> dict[str, Any]:
 def _build(config: dict[str, Any]) -> Module:
     model_class, args_class = cast(Any, model_classes(config))
     model: Module = model_class(args_class.from_dict(config))
+    if config["tie_word_embeddings"] and "lm_head" in model:
+        # Gemma 3's class learns from its weights that there is no matrix of logits.
+        cast(Any, model).sanitize({})
     return model
 
 

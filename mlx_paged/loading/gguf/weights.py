@@ -28,6 +28,8 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # llama.cpp rotates adjacent pairs of a head's numbers, and permutes the rows of these matrices in
 # files of llama accordingly.
 _PERMUTED = re.compile(r"model\.layers\.\d+\.self_attn\.(q|k)_proj\.(weight|bias)")
+# llama.cpp adds 1 to the norms of Gemma when it converts them; mlx-lm does when it computes.
+_NORM = re.compile(r".*norm\.weight")
 _QUANTISED_MODULES = (nn.Linear, nn.Embedding)
 
 
@@ -102,7 +104,7 @@ class Weights:
         data = self.file.read(info.name)
         order = self._row_order(name, info)
         if info.type_name in PLAIN_TYPES:
-            return {name: self._plain(data, info, order)}
+            return {name: self._plain(name, data, info, order)}
         kind = AFFINE_TYPES[info.type_name]
         rows = kind.rows(data if order is None else data[order])
         path = name.removesuffix(".weight")
@@ -116,12 +118,18 @@ class Weights:
         }
 
     def _plain(
-        self, data: np.ndarray[Any, Any], info: TensorInfo, order: np.ndarray[Any, Any] | None
+        self,
+        name: str,
+        data: np.ndarray[Any, Any],
+        info: TensorInfo,
+        order: np.ndarray[Any, Any] | None,
     ) -> mx.array:
         as_numpy, as_mlx = PLAIN_TYPES[info.type_name]
         values = data.reshape(-1).view(as_numpy).reshape(info.shape)
-        array = mx.array(values if order is None else values[order])
-        return self._cast(array.view(as_mlx), info)
+        array = mx.array(values if order is None else values[order]).view(as_mlx)
+        if self.config["model_type"] == "gemma3_text" and _NORM.fullmatch(name):
+            array = array.astype(mx.float32) - 1
+        return self._cast(array, info)
 
     def _cast(self, array: mx.array, info: TensorInfo) -> mx.array:
         """The array in the model's dtype, evaluated; records tensors that are rounded."""

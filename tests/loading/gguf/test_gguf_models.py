@@ -23,6 +23,7 @@ from helpers.gguf_files import (
     write_demo,
 )
 from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
@@ -169,6 +170,36 @@ def test_a_llama_is_mlx_lms_with_its_rows_in_mlx_lms_order(kind, tmp_path):
         assert np.abs(decoded[name] - w).max() <= tolerance * np.abs(w).max(), name
     if kind == "F32":
         assert mx.array_equal(expected, stock_logits(config, weights))
+
+
+@mostly_slow("num_layers", [7, 62], quick=(0,))
+def test_a_gemma_3_is_mlx_lms_with_its_norms_and_scales(num_layers, tmp_path):
+    """llama.cpp adds 1 to norms, and scales the queries of the 27B, with 62 layers, differently."""
+    config = {
+        **LLAMA,
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "sliding_window": 8,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": 16 if num_layers == 62 else 32,
+        "tie_word_embeddings": True,
+    }
+    mx.random.seed(0)
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
+    model.sanitize({})
+    shapes = [(name, w.shape) for name, w in tree_flatten(model.parameters())]
+    weights = {name: np.array(mx.random.normal(shape) * 0.2) for name, shape in shapes}
+    model.load_weights([(name, mx.array(w)) for name, w in weights.items()])
+    keys = {**metadata_of(config, "gemma3"), **demo_tokenizer()}
+    file = write(tmp_path / "g.gguf", "gemma3", keys, tensors_of(weights, config, "gemma3"))
+    loaded, _ = load(file)
+    expected = model(mx.array([TOKENS]))[0, -1]
+    assert mx.allclose(logits_of(loaded), expected, rtol=1e-4, atol=1e-4 * mx.std(expected).item())
 
 
 def test_a_llama_with_biases_and_tied_embeddings(tmp_path):
