@@ -216,3 +216,36 @@ def plain_prompt(
         except AssertionError:
             continue
         return tokens, length
+
+
+@pytest.mark.filterwarnings("ignore:.*sequences run at once")
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_another_user_gets_the_states_of_one_of_many_sequences(run_ahead: bool):
+    """Where states take the budget, the user with most of them makes way, once."""
+    sizes = sizes_of("falcon_h1", run_ahead=run_ahead)
+    nbytes = 4 * sizes.sequence + 13 * sizes.block
+    engine = engine_of("falcon_h1", nbytes, watermark=0.0, run_ahead=run_ahead)
+    watch, prompts = Watch(engine), {}
+    for number in range(8):
+        prompts[f"ann {number}"] = prompt(12, number)
+        engine.add_request(f"ann {number}", prompts[f"ann {number}"], greedy(40), user="ann")
+    for _ in range(6):
+        engine.step()
+        watch()
+    num_preemptions = engine.scheduler.num_preemptions
+    assert len(engine.scheduler.running) == watch.most_running == 4
+    prompts["bob"] = prompt(12, 9)
+    engine.add_request("bob", prompts["bob"], greedy(3), user="bob")
+    num_steps, found = 0, {}
+    while "bob" not in found:
+        num_steps += 1
+        assert num_steps < 20
+        found |= {each.request_id: each for each in engine.step() if each.finished}
+        watch()
+    # One makes way. Its state is out of memory after the step in flight.
+    assert engine.scheduler.num_preemptions <= num_preemptions + 1 and num_steps <= 8
+    found |= run(engine, watch)
+    for name, tokens in prompts.items():
+        expected = greedy_answer("falcon_h1", tokens, 3 if name == "bob" else 40)
+        assert found[name].outputs[0].token_ids == expected
+    assert_nothing_held(engine)
