@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -118,6 +119,11 @@ class TokenTexts:
             self._read = None
             self._known_bytes.clear()
 
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper) -> TokenTexts:
+        """The texts of a tokenizer that was asked for before, or new ones."""
+        return _texts_of(tokenizer)
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for the text after a prompt, which is ``decode(prompt + answer)`` without
         ``decode(prompt)``: a leading space is part of it.
@@ -207,6 +213,9 @@ class TokenTexts:
         decoded = self.decode(token_ids)[len(self.decode(self._anchor)) :]
         joined = b"".join(map(self.bytes_of, token_ids[len(self._anchor) :]))
         return joined.decode(errors="replace") == decoded
+
+
+_texts_of = lru_cache(maxsize=8)(TokenTexts)
 
 
 class _FromBytes:

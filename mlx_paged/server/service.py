@@ -99,10 +99,10 @@ class Service:
     def _numbers(self) -> Iterator[int]:
         return itertools.count()
 
-    @cached_property
+    @property
     def token_texts(self) -> TokenTexts:
         """The bytes of each token."""
-        return TokenTexts(self.tokenizer)
+        return TokenTexts.of(self.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:

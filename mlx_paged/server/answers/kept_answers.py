@@ -93,7 +93,7 @@ def _marked_text(
     tokenizer: TokenizerWrapper, prompt: Prompt, token_ids: Sequence[int], form: AnswerFormat
 ) -> str:
     """The text of an answer, in which a mark that is a token differs from one that is text."""
-    detokenizer = TokenTexts(tokenizer).detokenizer(prompt.token_ids)
+    detokenizer = TokenTexts.of(tokenizer).detokenizer(prompt.token_ids)
     places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
     return "".join(map(places.add, token_ids)) + detokenizer.finish()
 

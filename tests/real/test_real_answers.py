@@ -1,0 +1,105 @@
+"""Answers in the tokens of real vocabularies, in which marks are control tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from paged_testing.registry_files import require
+
+from mlx_paged.answers.dialect import AnswerFormat, Dialect
+from mlx_paged.answers.reader import read_answer
+from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.loading.tokenizer import read_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
+BIG = 1234567890123456789
+QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary "
+    "to=functions.get_weather <|constrain|>json<|message|>%s<|call|>"
+)
+DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    "```json\n%s\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+
+
+class Case(NamedTuple):
+    tokenizer: str
+    answer: str
+    reasoning: str = ""
+    text: str = ""
+    arguments: str | None = None
+    prompt: str = ""
+
+
+CASES = [
+    Case(
+        "qwen3",
+        "<think>\nI may use <tool_call> later\n</think>\n\nIt is sunny.",
+        "I may use <tool_call> later",
+        "It is sunny.",
+    ),
+    Case(
+        "qwen3",
+        "<think>\nhm\n</think>\n\nOne moment.\n"
+        + QWEN_CALL % f'{{"city": "Par<tool_call>is", "days": {BIG}}}',
+        "hm",
+        "One moment.",
+        f'{{"city": "Par<tool_call>is", "days": {BIG}}}',
+    ),
+    Case("qwen3", f"```\n{QWEN_CALL % '{}'}\n```", text=f"```\n{QWEN_CALL % '{}'}\n```"),
+    Case(
+        "gptoss",
+        HARMONY_CALL % '{"city": "Paris", "days": 3}',
+        "I need it.",
+        arguments='{"city": "Paris", "days": 3}',
+        prompt="<|start|>assistant",
+    ),
+    Case(
+        "gptoss",
+        "<|channel|>final<|message|>It is <|weird|> sunny.<|return|>",
+        text="It is <|weird|> sunny.",
+        prompt="<|start|>assistant",
+    ),
+    Case(
+        "deepseek_v3",
+        "Let me see." + DEEPSEEK_CALL % '{"city": "Paris"}',
+        text="Let me see.",
+        arguments='{"city": "Paris"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "calls"), [
+    ("qwen3", "json_tools"), ("gptoss", "harmony"), ("deepseek_v3", "deepseek_v3"),
+])  # fmt: skip
+def test_the_format_of_a_real_tokenizer_is_found(name, calls):
+    found = Dialect.of(read_tokenizer(require(name), None, None)).calls
+    assert found is not None and found.name == calls
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.tokenizer)
+def test_an_answer_in_real_tokens_is_read(case: Case):
+    tokenizer = read_tokenizer(require(case.tokenizer), None, None)
+    form = AnswerFormat.of(tokenizer, case.prompt, TOOLS)
+    detokenizer = TokenTexts.of(tokenizer).detokenizer()
+    places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
+    token_ids = tokenizer.encode(case.answer, add_special_tokens=False)
+    text = "".join(map(places.add, token_ids)) + detokenizer.finish()
+    calls = () if case.arguments is None else (("get_weather", case.arguments),)
+    assert tuple(read_answer(form, text)) == (case.reasoning, case.text, calls)
