@@ -193,7 +193,10 @@ class TokenTexts:
         return self.decode([*self._anchor, token_id])[len(before) :].encode(errors="replace")
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception:  # A tokenizer may raise anything; the prompt's error says so by name.
+            return []
 
     def _reader(self) -> Callable[[str], bytes] | None:
         """What gives the bytes of a token by its name, if the kind of the decoder allows that."""

@@ -140,7 +140,7 @@ KEY = "qwen3."
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "gemma3"}, "has the architecture 'gemma3', which is not supp"),
+        ({"general.architecture": "gemma2"}, "has the architecture 'gemma2', which is not supp"),
         ({"general.type": "adapter"}, "holds no model: general.type is 'adapter'"),
         ({f"{KEY}block_count": None}, "lacks qwen3.block_count in its metadata"),
         ({f"{KEY}block_count": "4"}, "qwen3.block_count must be a whole number, at least 1"),

@@ -416,7 +416,7 @@ def test_states_before_drafts_stay_inside_the_budget(monkeypatch: pytest.MonkeyP
         run_ahead=False,
         kv_cache_bytes=8 * 16 * model.state_nbytes,
     )
-    share = 8 * 16 * model.state_nbytes - engine.cache.config.nbytes
+    share = 8 * engine.cache.shared_budget.sizes.sequence
     assert share == 8 * 4 * model.state_nbytes
     engine.scheduler.speculation = ThreeDrafts(OneOfTwoIsWrong(answers), 3)  # type: ignore[arg-type]
     for name, (tokens, params) in asks.items():
