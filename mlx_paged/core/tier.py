@@ -33,7 +33,7 @@ class BlockHeader:
         token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
         group: the group of layers whose rows it holds, below 65,534, or :data:`STATES` or
-            :data:`ANSWERS`.
+            ``ANSWERS``.
 
     Raises:
         ValueError: a hash is too long or empty, or the two hashes are equal.
@@ -75,7 +75,7 @@ class Tier:
 
     A tier has to implement ``has``, ``load`` and ``store``; the other methods are for storage that
     can fail, is limited or counts what it does. An engine calls a tier of the caller's through a
-    :class:`GuardedTier`.
+    ``GuardedTier``.
     """
 
     _failure: str | None = None
