@@ -10,6 +10,7 @@ import gc
 import random
 import signal
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from types import FrameType
 
 import mlx.core as mx
 from tqdm import TMonitor
+
+from mlx_paged.engine.thread import _idle
 
 MAX_MESSAGE = 700  # characters
 # What Python says itself of a call with too few or too many arguments.
@@ -122,9 +125,13 @@ def is_left(thread: threading.Thread) -> bool:
     cases share.
     """
     if thread.name in ("mlx_paged engine", "mlx_paged block reader"):
-        # They end soon after their engine was dropped or closed.
+        # They end soon after their engine was dropped or closed, or wait for a one-shot call.
         gc.collect()
-        thread.join(timeout=10)
+        end = time.monotonic() + 10
+        while thread.is_alive() and time.monotonic() < end:
+            if any(each._thread is thread for each in list(_idle)):
+                return False
+            thread.join(timeout=0.01)
     servers = ("asyncio_", "mlx_paged prompts", "mlx_paged grammars")
     is_shared = isinstance(thread, TMonitor) or thread.name.startswith(servers)
     return thread.is_alive() and not is_shared
