@@ -130,7 +130,7 @@ class Yardstick:
         _refuse_other_cuts(exact, FLOAT32_LIMIT)
         # Plus one rounding of the logits themselves.
         eps = mx.finfo(own.rows.dtype).eps
-        found = [cls(exact, NUM_TIMES_HALF_ERROR * own.error(exact) + eps)]
+        found: list[Yardstick] = [cls(exact, NUM_TIMES_HALF_ERROR * own.error(exact) + eps)]
         if own.own_error <= MAX_OWN_LIMITS * HALF_LIMIT:
             found.append(cls._itself(own, HALF_LIMIT))
         return found
