@@ -24,12 +24,13 @@ import mlx.core as mx
 
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
 
-# MLX's command ends in -o and what is compiled; any other one is left alone. A second try is for a
-# source that another process was just writing, the same one.
+# MLX's command ends in -o and what is compiled; any other one is left alone. MLX's names are nearly
+# as long as a file system allows. A second try is for a source that another process was just
+# writing, the same one.
 _RENAMING_COMPILER = """#!/bin/sh
 for last; do before=$output; output=$last; done
 [ "$before" = -o ] || exec "{compiler}" "$@"
-part="$output.$$"
+part="$(dirname "$output")/part.$$"
 "{compiler}" "$@" -o "$part" || {{ sleep 0.2 && "{compiler}" "$@" -o "$part"; }} || exit
 mv "$part" "$output"
 """
