@@ -233,6 +233,8 @@ def used_by_states(model: PackedModel, ahead: bool) -> tuple[int, int]:
         # Answers end in different steps, and checkpoints come and go: there are more than are kept.
         tokens, length = prompt(9 + 5 * (number % 8), number), 4 + (7 * number) % 20
         engine.add_request(str(number), tokens, greedy(length))
+    # An engine before this one that only the garbage collector frees must not be freed meanwhile.
+    gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory() - engine.cache.nbytes_held
     mx.reset_peak_memory()
