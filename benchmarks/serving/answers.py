@@ -13,6 +13,7 @@ only one of its formats that it read piece by piece; its figures are kept beside
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -58,13 +59,20 @@ CALLS = {
 
 
 def in_tokens(text: str, marks: Sequence[str]) -> list[str]:
-    """A text in pieces of four characters. Marks are tokens."""
-    pieces, place = [], 0
-    while place < len(text):
-        mark = next((each for each in marks if text.startswith(each, place)), "")
-        pieces.append(mark or text[place : place + 4])
-        place += len(pieces[-1])
-    return pieces
+    """A text in pieces of up to four characters. Marks are tokens."""
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    return [
+        piece
+        for part in parts
+        for piece in ([part] if part in marks else re.findall("(?s).{1,4}", part))
+    ]
+
+
+def kinds_of(answer_format: AnswerFormat, pieces: Sequence[str]) -> set[str]:
+    """What the reader finds in an answer."""
+    reader = AnswerReader(answer_format)
+    events = [event for piece in pieces for event in reader.add(answer_format.marks.encode(piece))]
+    return {event.kind for event in events + reader.finish()}
 
 
 def microseconds(answer_format: AnswerFormat, pieces: Sequence[str], turns: int) -> float:
@@ -106,6 +114,9 @@ def measure(name: str, turns: int) -> dict[str, Any]:
         "reasoning": thought,
         "call": in_tokens(CALLS[name], names),
     }
+    expected = {"text": {"text"}, "reasoning": {"reasoning", "text"}, "call": {"call"}}
+    found = {kind: kinds_of(answer_format, pieces) for kind, pieces in answers.items()}
+    assert found == expected, (name, found)
     return {
         "format": name,
         **{kind: microseconds(answer_format, pieces, turns) for kind, pieces in answers.items()},

@@ -25,7 +25,7 @@ from mlx_paged.answers.literals import (
     object_text,
 )
 from mlx_paged.answers.marks import Marks
-from mlx_paged.answers.patterns import TagPatterns, any_end, begin_of, escaped, source_of
+from mlx_paged.answers.patterns import TagPatterns, any_end, begin_of, ends_of, escaped, source_of
 
 _AROUND_JSON = " \t\r\n],;}"
 _MAX_NOISE = 200  # characters before the first call of a section
@@ -110,7 +110,7 @@ class CallParser:
         self._bare_name = regex.compile(rf"\s*(?P<name>{names})\s*\(")
         self._end = regex.compile(rf"\s*{any_end(call_format, marks)}")
         self._start = regex.compile(r"\s*" + escaped(call_format.start, marks))
-        self._object_end = object_end(any_end(call_format, marks))
+        self._object_end = object_end(ends_of(call_format, marks))
 
     def parse(self, cursor: Cursor, start: str) -> Found:
         """Read calls from where ``start`` was found, one of :attr:`starts`; it is empty for an
@@ -368,7 +368,7 @@ class CallParser:
                 break
             found = yield from cursor.match(tags.argument)
             begin = cursor.place
-            end = yield from cursor.search(tags.value_end, tags.value_end_at_end)
+            end = yield from cursor.search(tags.value_end)
             text, key = cursor.text[begin : end.start()], self._entities(found["key"])
             texts.pop(key, None)
             texts[key] = text, found.groupdict().get("type")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import regex
 
-from mlx_paged.answers.cursor import Cursor, Steps, TruncatedError
+from mlx_paged.answers.cursor import Cursor, Sought, Steps, TruncatedError
 
 # Of the text after a call that may turn out to be quoted.
 MAX_HELD_CHARACTERS = 32_768
@@ -17,17 +16,18 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _TICKS = re.compile(r"`+")
 
 
-def wait_for(cursor: Cursor, pattern: Any, at_end: Any = None) -> Steps[None]:
+def wait_for(cursor: Cursor, sought: Sought) -> Steps[None]:
     """Wait for a pattern, and read it; or for ``MAX_HELD_CHARACTERS`` without it, and read nothing.
 
     Raises:
         TruncatedError: the text has ended before either.
     """
     begin = cursor.place
-    search = cursor.search(pattern, at_end)
+    search = cursor.search(sought)
     try:
         for _ in search:
             if len(cursor.text) - begin > MAX_HELD_CHARACTERS:
+                cursor.stop_search()
                 return
             yield
     except TruncatedError:
@@ -89,19 +89,19 @@ class CodeSpans:
         """
         ticks = self._open_ticks()
         if self._fence:
-            return _closes(regex.compile(rf"\n {{0,3}}{regex.escape(self._fence)}"))
+            return _closes(Sought(rf"\n {{0,3}}{regex.escape(self._fence)}", "\n"))
         if ticks:
             closed = rf"(?<!`){ticks}(?=[^`]"
-            return _closes(*(regex.compile(rf"{closed}{end})|\n") for end in ("", "|$")))
+            return _closes(Sought(rf"{closed})|\n", "`\n", rf"{closed}|$)|\n"))
         quote = _QUOTES.get("".join(self._line)[-1:])
         return None if quote is None else _is_followed_by(quote)
 
 
-def _closes(pattern: Any, at_end: Any = None) -> Callable[[Cursor], Steps[bool]]:
+def _closes(sought: Sought) -> Callable[[Cursor], Steps[bool]]:
     def closes(cursor: Cursor) -> Steps[bool]:
         begin = cursor.place
         try:
-            yield from wait_for(cursor, pattern, at_end)
+            yield from wait_for(cursor, sought)
         except TruncatedError:
             return False
         return not cursor.text[begin : cursor.place].endswith("\n")

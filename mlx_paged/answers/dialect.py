@@ -143,7 +143,11 @@ class Dialect:
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within reasoning."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
+        if self.reasoning is None:
+            return False
+        if self.calls is not None and self.calls.begins_in_reasoning:
+            return not self.closes_reasoning(prompt)
+        return prompt.rstrip().endswith(self.reasoning.start)
 
     def closes_reasoning(self, prompt: str) -> bool:
         """Whether the prompt ends with closed reasoning, so that an answer has none."""

@@ -71,6 +71,8 @@ class CallFormat:
         templates: texts of a chat template in the format, all of which occur.
         vocabulary: tokens of a vocabulary in the format, all of which occur.
         has_short_ids: whether ids of calls have nine characters.
+        begins_in_reasoning: whether the family's answers begin within reasoning even where the
+            prompt has not opened it, so that its closing mark comes alone.
     """
 
     name: str
@@ -86,6 +88,7 @@ class CallFormat:
     templates: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
     has_short_ids: bool = False
+    begins_in_reasoning: bool = False
 
     @property
     def is_bare(self) -> bool:
@@ -180,6 +183,7 @@ FORMATS: tuple[CallFormat, ...] = (
     CallFormat(
         "minimax_m2", "tagged", "<minimax:tool_call>", "</minimax:tool_call>",
         _xml("invoke", "parameter"), is_section=True, templates=("<minimax:tool_call>",),
+        begins_in_reasoning=True,
     ),
     CallFormat(
         "gemma4", "literals", "<|tool_call>", "<tool_call|>", "gemma", '<|"|>',
@@ -313,6 +317,7 @@ def _pair(start: str, end: str, **more: tuple[str, ...]) -> ReasoningFormat:
 REASONING: tuple[ReasoningFormat, ...] = (
     _pair("<think>", "</think>"),
     _pair("<longcat_think>", "</longcat_think>"),
+    _pair("<mm:think>", "</mm:think>"),
     _pair("<|think:start|>", "<|think:end|>"),
     _pair("[THINK]", "[/THINK]"),
     _pair("<seed:think>", "</seed:think>"),

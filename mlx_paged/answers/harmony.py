@@ -9,7 +9,7 @@ from typing import NamedTuple
 import regex
 
 from mlx_paged.answers.calls import Call, Found
-from mlx_paged.answers.cursor import Cursor, Steps, TruncatedError
+from mlx_paged.answers.cursor import Cursor, Sought, Steps, TruncatedError
 from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.literals import as_json
 from mlx_paged.answers.marks import Marks
@@ -73,11 +73,15 @@ class _Patterns:
         def any_of(*texts: str) -> str:
             return "|".join(regex.escape(marks.encode(text)) for text in texts)
 
-        self.header_end = regex.compile(
-            f"(?P<message>{any_of(MESSAGE)})|(?P<end>{any_of(*ENDS)})|(?P<start>{any_of(START)})"
+        def first_of(*texts: str) -> str:
+            return "".join(marks.encode(text)[0] for text in texts)
+
+        self.header_end = Sought(
+            f"(?P<message>{any_of(MESSAGE)})|(?P<end>{any_of(*ENDS)})|(?P<start>{any_of(START)})",
+            first_of(MESSAGE, *ENDS, START),
         )
-        self.body_end = regex.compile(any_of(*ENDS, START, CHANNEL))
-        self.call_end = regex.compile(any_of(*ENDS))
+        self.body_end = Sought(any_of(*ENDS, START, CHANNEL), first_of(*ENDS, START, CHANNEL))
+        self.call_end = Sought(any_of(*ENDS), first_of(*ENDS))
         self.next_message = regex.compile(rf"\s*(?:{any_of(START)})")
         self.channel = marks.encode(CHANNEL)
         self.begins = tuple(marks.encode(text) for text in (START, CHANNEL))
@@ -120,7 +124,7 @@ def _read_body(
     """Report the text of a message as it comes, up to what ends it."""
     report(message, "", begin, cursor.place, False, 0)
     while True:
-        found = patterns.body_end.search(cursor.text, 0, partial=not cursor.is_over)
+        found = patterns.body_end.search(cursor.text, 0, is_over=cursor.is_over)
         end = len(cursor.text) if found is None else found.start()
         is_ended = found is not None and not found.partial
         stop = end

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import regex
 
-from mlx_paged.answers.cursor import Cursor, NotACallError, Steps, TruncatedError, run
+from mlx_paged.answers.cursor import Cursor, NotACallError, Sought, Steps, TruncatedError, run
 
 MAX_DEPTH = 100  # of brackets within brackets
 
@@ -23,8 +23,8 @@ _CONSTANTS = {
     "true": "true", "True": "true", "false": "false", "False": "false",
     "null": "null", "None": "null",
 }  # fmt: skip
-_STRUCTURE = regex.compile(r"""["'{}\[\]]""")
-_DOUBLE_END, _SINGLE_END = (regex.compile(rf"{quote}|\\.", regex.DOTALL) for quote in "\"'")
+_STRUCTURE = Sought(r"""["'{}\[\]]""", "\"'{}[]")
+_DOUBLE_END, _SINGLE_END = (Sought(rf"{quote}|\\.", quote + "\\") for quote in "\"'")
 _ESCAPE = re.compile(r"(?:\\u[0-9a-fA-F]{4})+|\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {
     "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0",
@@ -104,21 +104,22 @@ def as_json(text: str) -> str | None:
     return value if cursor.place == len(text) else None
 
 
-def object_end(end: str) -> Any:
-    """The pattern for ``last_brace`` of :func:`json_end`.
+def object_end(ends: Sequence[str]) -> Sought:
+    """What is sought for ``last_brace`` of :func:`json_end`.
 
     Args:
-        end: the source of a pattern for what follows an object.
+        ends: texts that may follow an object.
     """
-    return regex.compile(rf"{_STRUCTURE.pattern}|{end}") if end else _STRUCTURE
+    source = "|".join([str(_STRUCTURE.pattern.pattern), *map(regex.escape, ends)])
+    return Sought(source, "\"'{}[]" + "".join(end[0] for end in ends))
 
 
-def json_end(cursor: Cursor, last_brace: Any = None) -> Steps[str]:
+def json_end(cursor: Cursor, last_brace: Sought | None = None) -> Steps[str]:
     """Read a JSON object or list, from its bracket to the one that closes it, as it is written.
 
     Args:
-        last_brace: a pattern of brackets, quotes, and what may follow an object whose last bracket
-            a model has left out; by default it has to be there.
+        last_brace: brackets, quotes, and what may follow an object whose last bracket a model has
+            left out; by default it has to be there.
     """
     begin, depth = cursor.place, 0
     while True:
@@ -285,8 +286,8 @@ class Literals:
     def _text(self, quote: str) -> Steps[str]:
         """A text whose opening mark was read."""
         begin = self._cursor.place
-        pattern = _end_of(quote, self._style.has_escapes)
-        while (yield from self._cursor.search(pattern))[0] != quote:
+        sought = _end_of(quote, self._style.has_escapes)
+        while (yield from self._cursor.search(sought))[0] != quote:
             pass  # an escape
         text = self._cursor.text[begin : self._cursor.place - len(quote)]
         if not self._style.has_escapes:
@@ -299,16 +300,11 @@ def object_text(fields: dict[str, str]) -> str:
     return "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in fields.items()) + "}"
 
 
-_ENDS: dict[tuple[str, bool], Any] = {}
-
-
-def _end_of(quote: str, has_escapes: bool) -> Any:
-    """The pattern of a closing mark, or of an escape before it."""
-    key = quote, has_escapes
-    if key not in _ENDS:
-        escape = r"|\\." if has_escapes else ""
-        _ENDS[key] = regex.compile(f"{regex.escape(quote)}{escape}", regex.DOTALL)
-    return _ENDS[key]
+@cache
+def _end_of(quote: str, has_escapes: bool) -> Sought:
+    """A closing mark, or an escape before it."""
+    escape = r"|\\." if has_escapes else ""
+    return Sought(f"{regex.escape(quote)}{escape}", quote[0] + "\\" * has_escapes)
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -78,17 +78,17 @@ class MarkFinder:
         self._pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._beginnings = frozenset(mark[:length] for mark in marks for length in range(len(mark)))
         self._longest = max(map(len, marks), default=0)
-        firsts = "".join(sorted({re.escape(mark[0]) for mark in marks if len(mark) > 1}))
-        self._first = re.compile(f"[{firsts}]") if firsts else None
+        firsts = "".join(sorted({re.escape(mark[0]) for mark in marks}))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def find(self, text: str, is_over: bool) -> tuple[int, str]:
         """The position of the first mark, and the mark; or the position where an incomplete mark
         may begin, and ``""``.
         """
-        if self._pattern is None:
+        if self._pattern is None or not self._first.search(text):
             return len(text), ""
         found = self._pattern.search(text)
-        if not is_over and self._first is not None:
+        if not is_over:
             limit = len(text) if found is None else found.start() + 1
             for first in self._first.finditer(text, max(0, len(text) - self._longest + 1), limit):
                 if text[first.start() :] in self._beginnings:

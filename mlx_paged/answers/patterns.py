@@ -7,6 +7,7 @@ from typing import Any
 
 import regex
 
+from mlx_paged.answers.cursor import Sought
 from mlx_paged.answers.formats import CallFormat, Tags
 from mlx_paged.answers.marks import Marks
 
@@ -17,9 +18,14 @@ def escaped(text: str, marks: Marks) -> str:
     return str(regex.escape(marks.encode(text), special_only=True))
 
 
+def ends_of(call_format: CallFormat, marks: Marks) -> list[str]:
+    """The end marks of a format."""
+    return [marks.encode(end) for end in (call_format.end, *call_format.other_ends) if end]
+
+
 def any_end(call_format: CallFormat, marks: Marks) -> str:
     """The source of a pattern for the end marks of a format; empty if it has none."""
-    ends = [escaped(end, marks) for end in (call_format.end, *call_format.other_ends) if end]
+    ends = [regex.escape(end, special_only=True) for end in ends_of(call_format, marks)]
     return f"(?:{'|'.join(ends)})" if ends else ""
 
 
@@ -80,8 +86,12 @@ class TagPatterns:
             follows = rf"\s*{escaped(call_format.start, marks)}\s*{begin}(?:{offered})\b"
             left_out = rf"{call_end}\s*{end}" if call_end else end
         closed = rf"(?P<close>{argument_end})(?=\s*(?:{argument}|{close}))"
-        self.value_end = regex.compile(rf"{closed}|{left_out}(?={follows})")
-        self.value_end_at_end = regex.compile(rf"{closed}|{left_out}(?={follows}|\s*$)")
+        ends = [marks.encode(tags.argument_end), marks.encode(tags.call_end)]
+        self.value_end = Sought(
+            rf"{closed}|{left_out}(?={follows})",
+            "".join(mark[:1] for mark in (*ends, *ends_of(call_format, marks))),
+            rf"{closed}|{left_out}(?={follows}|\s*$)",
+        )
         self.json = (
             None
             if tags.json is None

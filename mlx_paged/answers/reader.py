@@ -19,7 +19,7 @@ import regex
 
 from mlx_paged.answers.calls import Call, CallParser, Found
 from mlx_paged.answers.code_spans import CodeSpans, wait_for
-from mlx_paged.answers.cursor import Cursor, NotACallError, Steps, TruncatedError
+from mlx_paged.answers.cursor import Cursor, NotACallError, Sought, Steps, TruncatedError
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, marks_of
 from mlx_paged.answers.events import Event, ToolCall
 from mlx_paged.answers.formats import CallFormat, ReasoningFormat
@@ -106,6 +106,7 @@ class AnswerReader:
         self.num_tool_calls = 0
         self.spans: list[Span] = []
         self._format = answer_format
+        self._marks, self._has_marks = answer_format.marks, answer_format.has_marks
         self._rules = _rules_of(
             answer_format.dialect, answer_format.calls, answer_format.hides_special
         )
@@ -140,12 +141,11 @@ class AnswerReader:
     @property
     def num_pending(self) -> int:
         """How many characters at the end of the text are not decided yet."""
-        return len(self._cursor.text)
+        return len(self._cursor.text) + self._cursor.num_held
 
     def add(self, text: str) -> list[Event]:
         """The events that are certain after this text."""
-        self._cursor.text += text
-        return self._read()
+        return self._read() if self._cursor.add(text) else []
 
     def read(self, part: Part) -> list[Event]:
         """The events of the next part of a completion."""
@@ -159,10 +159,10 @@ class AnswerReader:
             completion: says why the answer ended. If it was not the model that ended it, which is
                 the default, the call that it broke off is dropped.
         """
-        self._cursor.is_over = True
-        self._cursor.is_cut = completion is not None and (
+        is_cut = completion is not None and (
             completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
         )
+        self._cursor.end(is_cut=is_cut)
         events = self._read()
         if self._state == TEXT and self._space and not (self._is_after_mark or self._is_after_call):
             events.append(Event("text", self._space))
@@ -193,10 +193,10 @@ class AnswerReader:
         ):
             place, mark = half, ""
         self._show(cursor.text[:place])
-        self._drop(place)
         if not mark:
-            self._drop(len(cursor.text) if cursor.is_cut else 0)
+            self._drop(len(cursor.text) if cursor.is_cut else place)
             return False
+        self._drop(place)
         self._take(mark, finder.actions[mark])
         return True
 
@@ -239,7 +239,7 @@ class AnswerReader:
             return state == REASONING and not self._is_after_mark
         if self._state != TEXT or state not in (TEXT, REASONING):
             return False
-        is_spelled_out = state == REASONING and self._format.marks.decode(mark) == mark
+        is_spelled_out = state == REASONING and self._marks.decode(mark) == mark
         return self._code.after(self._space).is_open or (
             is_spelled_out and not (self._is_opening or self._is_after_mark)
         )
@@ -278,13 +278,13 @@ class AnswerReader:
             self._report(text)
 
     def _report(self, text: str) -> None:
-        text = self._format.marks.decode(text)
+        text = self._marks.decode(text)
         if self._state == REASONING:
             self._events.append(Event("reasoning", text))
             return
         self._has_text, self._is_after_call = True, False
         self._events.append(Event("text", text))
-        if self._format.has_marks:
+        if self._has_marks:
             self._code.add(text)
 
     # Calls.
@@ -313,6 +313,7 @@ class AnswerReader:
             return True
         except NotACallError as error:
             self._candidate = None
+            cursor.stop_search()
             if isinstance(error, TruncatedError) and cursor.is_cut:
                 self._drop(len(cursor.text))  # the truncated call
             elif self._call_end:
@@ -366,7 +367,7 @@ class AnswerReader:
         """Calls within reasoning, as long as few characters follow a mark that may have ended the
         reasoning in the middle of one: an argument may quote it, or a budget has forced it.
         """
-        cursor, pattern = self._cursor, self._rules.reasoning_end
+        cursor, pattern = self._cursor, self._rules.reasoning_end.pattern
         mark, place = None, 0
         for call in found:
             end = len(cursor.text) if call is None else cursor.place
@@ -388,7 +389,7 @@ class AnswerReader:
             if not cursor.is_cut:
                 return False
             # A thought that goes on after the last call is truncated.
-            end = self._format.marks.encode(self._format.calls.end if self._format.calls else "")
+            end = self._marks.encode(self._format.calls.end if self._format.calls else "")
             rest = cursor.text[begin:]
             rest = (rest.rpartition(end)[2] if end else rest).strip()
             return bool(rest) and not rest.startswith(self._mark)
@@ -462,7 +463,7 @@ class _Rules:
                 is_hidden = hides_special and mark in dialect.special and mark not in of_calls
                 actions[marks.encode(mark)] = "drop" if is_hidden else "text"
             actions.update(dict.fromkeys(self.starts, "call"))
-        self.reasoning_end, self.longest_end = regex.compile("(?!)"), 0
+        self.reasoning_end, self.longest_end = Sought("(?!)", ""), 0
         if dialect.reasoning is not None:
             self._add_reasoning(dialect.reasoning, marks, states)
         for state, edges in dialect.transitions:
@@ -489,7 +490,9 @@ class _Rules:
             states[REASONING][end] = TEXT
         if marks.encode(reasoning.end) != reasoning.end:
             states[TEXT][ends[0]] = TEXT
-        self.reasoning_end = regex.compile("|".join(map(regex.escape, ends)))
+        self.reasoning_end = Sought(
+            "|".join(map(regex.escape, ends)), "".join(end[0] for end in ends)
+        )
         self.longest_end = max(map(len, ends))
 
 

@@ -10,6 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
+from mlx_paged.answers.reader import read_answer
 
 
 def tokenizer_of(template: str = "", tokens: tuple[str, ...] = (), **wrapped: Any) -> Any:
@@ -81,6 +82,18 @@ def test_the_prompt_opens_or_closes_reasoning():
     dialect = Dialect.of(tokenizer)
     assert dialect.without_empty_pair("Hi<think>\n\n</think>\n\n") == "Hi"
     assert dialect.without_empty_pair("Hi<think>\na</think>") is None
+
+
+def test_a_family_may_begin_its_answers_in_reasoning():
+    """MiniMax M2's mark that closes reasoning comes alone, whatever the prompt ends with."""
+    marks = ("<think>", "</think>")
+    template = "<minimax:tool_call>{{ tools }}"
+    tokenizer = tokenizer_of(template, tokens=marks)
+    answer_format = AnswerFormat.of(tokenizer, "Hi")
+    text = answer_format.marks.encode("It asks.</think>\n\nHello!")
+    assert read_answer(answer_format, text)[:2] == ("It asks.", "Hello!")
+    assert not AnswerFormat.of(tokenizer, "Hi<think></think>").is_thinking
+    assert not AnswerFormat.of(tokenizer_of(tokens=marks), "Hi").is_thinking
 
 
 def test_marks_that_a_template_alone_knows_are_text():

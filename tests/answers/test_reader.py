@@ -17,7 +17,7 @@ from helpers.call_writers import TOKENS, WRITERS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.answers import code_spans
+from mlx_paged.answers import code_spans, cursor
 from mlx_paged.answers import reader as reader_module
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.events import Event, ToolCall
@@ -198,6 +198,7 @@ def test_a_call_within_reasoning_counts_if_the_reasoning_never_closes(call):
 
 def test_a_draft_is_held_within_a_bound(monkeypatch):
     monkeypatch.setattr(code_spans, "MAX_HELD_CHARACTERS", 50)
+    monkeypatch.setattr(cursor, "MAX_PIECE_CHARACTERS", 10)
     reader = AnswerReader(form())
     text = form().marks.encode(f"<think>{CALL} ") + "and so on " * 20
     told = "".join(event.text for piece in text for event in reader.add(piece))
@@ -206,6 +207,7 @@ def test_a_draft_is_held_within_a_bound(monkeypatch):
 
 def test_reasoning_that_ends_within_a_call_is_not_held_for_long(monkeypatch):
     monkeypatch.setattr(reader_module, "MAX_QUOTED_CHARACTERS", 40)
+    monkeypatch.setattr(cursor, "MAX_PIECE_CHARACTERS", 10)
     text = '<think>so<tool_call>{"name": "read", "arguments": {"path": "a</think>It is sunny. '
     reader, marks = AnswerReader(form()), form().marks
     told = [event for piece in marks.encode(text) + "x" * 300 for event in reader.add(piece)]
