@@ -17,7 +17,7 @@ from mlx_paged.request import Share
 # share saves up no more than this, and a new user begins with it.
 MAX_LAG = 2048
 # A user takes the only running sequence of another one whose work is ahead by this much. So where
-# there are more users than places, they take turns of at least so many steps.
+# there are more users than places, each turn takes at least this many steps.
 MIN_LEAD = 1024
 
 

@@ -13,7 +13,7 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.fair_shares import FairShares
 from mlx_paged.request import Request, RequestStatus, SeqId
 
-# At most so many requests that arrive after a waiting one are admitted before it because it does
+# At most this many requests that arrive after a waiting one are admitted before it because it does
 # not fit yet.
 MAX_PASSING = 256
 
