@@ -24,7 +24,6 @@ from mlx_paged.batch_generation import batch_generate
 from mlx_paged.cache import Sequences
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.generation import generate, generate_step, stream_generate
-from mlx_paged.loading import load
 from mlx_paged.models import qwen3
 from mlx_paged.models.run_step import run_step
 
@@ -472,7 +471,6 @@ def test_generate_leaves_out_the_first_space_as_mlx_lm_does_and_an_llm_does_not(
         (generate, mlx_lm.generate),
         (stream_generate, mlx_lm.stream_generate),
         (batch_generate, mlx_lm_batch_generate),
-        (load, mlx_lm.load),
     ],
 )
 def test_arguments_by_position_are_those_of_mlx_lm(ours, theirs):
