@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -39,10 +39,9 @@ from mlx_paged.engine.thread import (
 )
 from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import REMOVED, ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
-from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
@@ -120,6 +119,15 @@ class Engine(EngineParts):
     @staticmethod
     def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
         return EngineThread(forget=forget)
+
+    # Type checkers assume that a class with a __getattr__ has every attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if f"Engine.{name}" in REMOVED:
+                text = f"Engine.{name} was removed: {REMOVED[f'Engine.{name}']}"
+            raise AttributeError(text, name=name, obj=self)
 
     # From any thread
 
@@ -343,8 +351,6 @@ class Engine(EngineParts):
         """
         opened = self.snapshots.open_prompt_cache
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
-
-    hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
     def pin_prompt_cache(
         self, path: str | Path, *, allow_other_model: bool = False
