@@ -8,20 +8,32 @@ with caches that return all earlier K/V, which are written to blocks and gathere
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
-from mlx_paged.cache import LayerKV, LayerSpec
+from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
+from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
-from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Exchange, Rows
-from mlx_paged.models.mlx_lm.per_sequence_trace import trace
+from mlx_paged.models.mlx_lm.modules import (
+    leaves_of,
+    prepare_final_norm,
+    recorded_calls,
+    rows_wanted,
+    with_leaves,
+)
 from mlx_paged.ops import AttentionMetadata
 
 # With more unneeded rows of logits than these in a run, the needed ones are computed in a separate
@@ -166,3 +178,208 @@ def _refuse(keys: mx.array, values: mx.array) -> Rows:
     raise RuntimeError(
         "[per sequence] a layer writes K/V that wrote none when the model was loaded"
     )
+
+
+Rows: TypeAlias = tuple[mx.array, mx.array]
+# Writes new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and returns them together
+# with the earlier ones.
+Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
+
+
+class _GatheredCache:
+    """What the K/V caches of this module have in common.
+
+    Args:
+        position: of the first new token.
+        size: what the class of mlx-lm takes: a window, a chunk, or nothing.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, exchange: Exchange, position: int, *size: int):
+        super().__init__(*size)
+        self._exchange = exchange
+        self.offset = position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
+        self.offset += keys.shape[2]
+        self.keys, self.values = self._exchange(keys, values)
+        return self.keys, self.values
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+
+class GatheredKVCache(_GatheredCache, KVCache):
+    """For a layer that attends to all earlier tokens."""
+
+
+class GatheredRotatingKVCache(_GatheredCache, RotatingKVCache):
+    """For a layer that attends to the last ``max_size`` tokens, in the order of their positions."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
+        rows = super().update_and_fetch(keys, values)
+        self._idx = self.keys.shape[2]
+        return rows
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if N > 1:
+            mask: mx.array | str | None = super().make_mask(N, window_size, return_array)
+            return mask
+        # mlx-lm's own cache is a ring, and rolls the mask with it.
+        if window_size is None or window_size >= min(self.max_size, self.offset + 1):
+            return None
+        num_rows = min(self.offset + 1, self.max_size)
+        return mx.arange(num_rows) >= num_rows - window_size
+
+
+class GatheredChunkedKVCache(_GatheredCache, ChunkedKVCache):
+    """For a layer that attends to the tokens of its own chunk of ``chunk_size``."""
+
+    def __init__(self, exchange: Exchange, position: int, chunk_size: int):
+        super().__init__(exchange, position, chunk_size)
+        self.start_position = max(0, position - (chunk_size - 1))
+
+    def maybe_trim_front(self) -> None:
+        """Does nothing: only rows that may be attended to are gathered."""
+
+
+@dataclass(frozen=True)
+class KVEntry:
+    """A cache with K/V among those that a model asks for.
+
+    Attributes:
+        window: the most tokens that a query attends to, itself included; ``None`` for all.
+        is_chunked: whether it attends to those of its own chunk of ``window`` tokens only.
+    """
+
+    window: int | None = None
+    is_chunked: bool = False
+
+    @property
+    def num_before(self) -> int | None:
+        """The most rows before the new ones that a run of tokens needs; ``None`` for all."""
+        return None if self.window is None else self.window - 1
+
+    def open(
+        self, exchange: Exchange, position: int
+    ) -> GatheredKVCache | GatheredRotatingKVCache | GatheredChunkedKVCache:
+        """The cache for a run of tokens that begins at ``position``."""
+        if self.window is None:
+            return GatheredKVCache(exchange, position)
+        kind = GatheredChunkedKVCache if self.is_chunked else GatheredRotatingKVCache
+        return kind(exchange, position, self.window)
+
+
+class CacheLayout:
+    """The caches that a model's ``make_cache`` returns, as K/V entries in the same order.
+
+    Args:
+        caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
+
+    Raises:
+        UnsuitableModelError: a cache of an unknown kind.
+    """
+
+    def __init__(self, caches: Sequence[Any]):
+        self._caches = list(caches)
+        self.entries = [_kv_entry(cache) for cache in leaves_of(caches)]
+
+    def open(self, exchanges: Sequence[Exchange], position: int) -> list[Any]:
+        """The caches for one call of the model.
+
+        Args:
+            exchanges: one per entry.
+            position: of the first new token of the sequence.
+        """
+        opened = [
+            entry.open(exchange, position)
+            for entry, exchange in zip(self.entries, exchanges, strict=True)
+        ]
+        following = iter(opened)
+        return with_leaves(self._caches, lambda leaf: next(following))
+
+
+def _kv_entry(cache: Any) -> KVEntry:
+    if type(cache) in (KVCache, ConcatenateKVCache):
+        return KVEntry()
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return KVEntry(cache.max_size)
+    if type(cache) is ChunkedKVCache:
+        return KVEntry(cache.chunk_size, is_chunked=True)
+    kind = type(cache).__name__
+    what = "recurrent state" if kind == "ArraysCache" else f"a {kind}"
+    raise UnsuitableModelError(f"it keeps {what} in its caches")
+
+
+NUM_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one call of a model shows.
+
+    Attributes:
+        specs: one per K/V entry; ``None`` for an entry that the model does not write.
+        vocab_size: the width of the logits.
+        dtype: of the logits.
+        keeps_wanted_rows: whether the model's last norm can drop rows.
+    """
+
+    specs: tuple[LayerSpec | None, ...]
+    vocab_size: int
+    dtype: mx.Dtype
+    keeps_wanted_rows: bool
+
+
+def trace(model: Module, layout: CacheLayout) -> Trace:
+    """Build the graph of one call with ``NUM_TOKENS`` tokens.
+
+    Raises:
+        UnsuitableModelError: the model can't run on such caches.
+    """
+    with recorded_calls(model) as calls:
+        written, logits = _call(model, layout)
+    specs = []
+    for entry, rows in zip(layout.entries, written, strict=True):
+        if len(rows) > 1:
+            raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
+        specs.append(_spec(*rows[0], entry.window) if rows else None)
+    if not any(specs):
+        raise UnsuitableModelError("none of its layers writes K/V to a cache")
+    is_prepared = prepare_final_norm(calls, lambda: _call(model, layout)[1], axis=1)
+    return Trace(tuple(specs), logits.shape[-1], logits.dtype, is_prepared)
+
+
+def _call(model: Module, layout: CacheLayout) -> tuple[list[list[Rows]], mx.array]:
+    """The K and V that the model writes to each entry, and the logits."""
+    written: list[list[Rows]] = [[] for _ in layout.entries]
+
+    def record(rows: list[Rows], keys: mx.array, values: mx.array) -> Rows:
+        rows.append((keys, values))
+        return keys, values
+
+    caches = layout.open([partial(record, rows) for rows in written], position=0)
+    try:
+        logits = model(mx.zeros((1, NUM_TOKENS), dtype=mx.int32), cache=caches)
+    except Exception as error:
+        # An unknown model may raise anything on a cache that is not its own.
+        raise UnsuitableModelError(
+            f"it can't run on rows in blocks ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    if not isinstance(logits, mx.array) or logits.ndim != 3:
+        raise UnsuitableModelError("it does not return one row of logits per token")
+    return written, logits
+
+
+def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:
+    if keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
+        raise UnsuitableModelError(
+            f"a layer has K of shape {list(keys.shape)} and V of shape {list(values.shape)}"
+        )
+    # The dtype that both promote to, in case they differ.
+    dtype = (mx.zeros(1, keys.dtype) + mx.zeros(1, values.dtype)).dtype
+    # An indexer may keep K alone, with V of width 0; a slab needs rows of V nonetheless.
+    value_dim = values.shape[3] or keys.shape[3]
+    return LayerSpec(keys.shape[1], keys.shape[3], value_dim, window, KVFormat.dense(dtype))

@@ -23,10 +23,9 @@ from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.module_calls import ModuleClasses
-from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.modules import ModuleClasses
+from mlx_paged.models.mlx_lm.packed import PackedModel, RecurrentCaches, record_packed
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
-from mlx_paged.models.mlx_lm.recording import RecurrentCaches, record_packed
 from mlx_paged.models.mlx_lm.small_copy import small_copy
 from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 

@@ -15,8 +15,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm import adapt
-from mlx_paged.models.mlx_lm.small_config import Cut, small_config
-from mlx_paged.models.mlx_lm.small_copy import small_copy
+from mlx_paged.models.mlx_lm.small_copy import Cut, small_config, small_copy
 from mlx_paged.models.mlx_lm.trial import tried
 
 # Of those whose layers are of more than one kind, or share K/V.
