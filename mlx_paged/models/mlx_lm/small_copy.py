@@ -8,6 +8,7 @@ its caches does not depend on them, and in float32 rounding explains little.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -205,95 +206,20 @@ _EXPERTS = (
 _VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
 
 
-_WINDOWS = (
-    "sliding_window",
-    "sliding_window_size",
-    "window_size",
-    "window_length",
-    "attention_window_size",
-    "attention_chunk_size",
-    "loop_window_size",
-    "index_topk",
-    "floor_scale",
-)
+# The most that a number may be, by its name; the first pattern that matches the whole name counts.
 _AT_MOST = {
-    **dict.fromkeys(_WINDOWS, WINDOW),
-    "original_max_position_embeddings": ORIGINAL_CONTEXT,
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "index_local_blocks": 1,
-    "blocksparse_block_size": 32,
-    "blocksparse_num_local_blocks": 1,
-    "blocksparse_vert_stride": 2,
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-            "ff_intermediate_size",
-            "ffn_hidden_size",
-            "mlp_hidden_size",
-            "moe_hidden_size",
-            "block_ff_dim",
-            "n_inner",
-            "global_head_dim",
-        ),
-        128,
-    ),
-    **dict.fromkeys(
-        (
-            *_HEAD_DIMS,
-            "moe_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-            "expert_ffn_hidden_size",
-            "share_expert_dim",
-            "swa_head_dim",
-            "v_head_dim",
-            "swa_v_head_dim",
-            "index_head_dim",
-            "kv_lora_rank",
-            "q_lora_rank",
-            "o_lora_rank",
-            "moe_latent_size",
-            "routed_expert_hidden_size",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "mamba_d_state",
-            "ssm_state_size",
-            "state_size",
-            "block_multiple_of",
-        ),
-        _HEAD_DIM,
-    ),
-    **dict.fromkeys(
-        (
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "mamba_d_head",
-            "mamba_head_dim",
-            "hidden_size_per_layer_input",
-            "rotary_dim",
-        ),
-        16,
-    ),
-    **dict.fromkeys(
-        (
-            "laurel_rank",
-            "a_low_rank_dim",
-            "v_low_rank_dim",
-            "gate_low_rank_dim",
-            "decay_low_rank_dim",
-            "time_step_rank",
-            "mamba_dt_rank",
-        ),
-        8,
-    ),
-    **dict.fromkeys(
-        ("mamba_n_heads", "mamba_num_heads", "index_n_heads", "n_heads_in_group"), _NUM_HEADS
-    ),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "group_norm_size", "n_shared_head"), 2),
+    r"(\w+_)?window(_size|_length)?|attention_chunk_size|index_topk|floor_scale": WINDOW,
+    r"original_max_position_embeddings": ORIGINAL_CONTEXT,
+    r"(index|blocksparse_num)_local_blocks": 1,
+    r"index_topk_blocks|blocksparse_vert_stride|(mamba_)?n_groups|group_norm_size|n_shared_head": 2,
+    r"index_block_size|mamba_(n|num)_heads|index_n_heads|n_heads_in_group": _NUM_HEADS,
+    r"\w+_low_rank_dim|(laurel|time_step|mamba_dt)_rank": 8,
+    r"qk_\wope_head_dim|mamba_(d_head|head_dim)|hidden_size_per_layer_input|rotary_dim": 16,
+    r"(moe|shared)_(\w+_)?intermediate_size|\w*expert_\w*(size|dim)|moe_latent_size": _HEAD_DIM,
+    r"(\w+_)?intermediate_size(_mlp)?|(ffn|mlp|moe)_hidden_size|n_inner": 128,
+    r"block_ff_dim|global_head_dim": 128,
+    r"(\w+_)?head_dim|hidden_size_per_head|kv_channels|\w+_lora_rank": _HEAD_DIM,
+    r"mamba_d_state|(ssm_)?state_size|block_multiple_of|blocksparse_block_size": _HEAD_DIM,
 }
 # Lists of RoPE factors, one for each rotated pair of a head.
 _FACTORS = ("long_factor", "short_factor")
@@ -340,7 +266,8 @@ def _small(name: str, value: Any, cut: Cut) -> Any:
         if len(value) == cut.num_layers and name not in _FACTORS:
             value = value[: cut.num_kept]
         return value if isinstance(value, str) else type(value)(_small(name, e, cut) for e in value)
-    limit = _AT_MOST.get(name)
+    limits = (most for pattern, most in _AT_MOST.items() if re.fullmatch(pattern, name))
+    limit = next(limits, None)
     if name in _VOCAB_SIZES and cut.small_vocabulary:
         limit = VOCAB_SIZE
     elif cut.num_kept < cut.num_layers and name in (*_NUM_LAYERS, *NUM_SHARING_LAYERS):
