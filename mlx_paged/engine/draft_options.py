@@ -12,7 +12,8 @@ from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import device
 
 

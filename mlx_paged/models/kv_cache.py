@@ -38,7 +38,8 @@ from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import check_available, default_kv_cache_bytes
 from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import check_backend_name
 
 

@@ -9,25 +9,26 @@ its queries from the shape of K, which in a packed step is not that of the seque
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx_lm
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.cache import LayerSpec
-from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line
+from mlx_paged.argument_values import kind_of
+from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences, group_layers
+from mlx_paged.config import KVBudget
+from mlx_paged.errors import ArgumentError, FailedCheckError, UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, packed_step
 from mlx_paged.models.mlx_lm.modules import ModuleClasses
 from mlx_paged.models.mlx_lm.packed import PackedModel, RecurrentCaches, record_packed
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
-from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
 Kind: TypeAlias = type[PackedModel | PerSequenceModel]
 WAYS: dict[str, Kind] = {"packed": PackedModel, "per sequence": PerSequenceModel}
@@ -58,17 +59,16 @@ ARCHITECTURES = {
 }
 
 # Tokens of the first sequence; its second chunk, which runs in one step with all of the second
-# sequence; and tokens of that.
-NUM_TOKENS = 24
+# sequence; tokens of that; and decodes of each, which reveal a step that has read a wrong state.
+NUM_TOKENS = 40
 NUM_LAST = 9
 NUM_OTHER = 7
-# More tokens, beyond the windows, where that takes no more multiplications than two cores do in a
-# tenth of a second.
-MORE_TOKENS = 40
-MAX_NUM_TOKENS = 512
-MAX_WORK = 2**31
-# Decodes of each sequence in float32, which reveal a step that has read a wrong state.
 NUM_DECODED = 3
+# The most of the first sequence if it goes beyond windows.
+MAX_NUM_TOKENS = 512
+PROBE_BLOCK_SIZE = 8
+# An attribute of a model of mlx-lm: the adapted model, made once.
+_ADAPTED = "_mlx_paged_model"
 # The relative error of a row of logits that rounding explains. A layer that attends to the wrong
 # tokens has a larger one: 0.30 for afm7.
 FLOAT32_LIMIT = 1e-3
@@ -148,6 +148,46 @@ def _kind_in_table(model: Module) -> Kind | None:
     return next(ways, None)
 
 
+def check_model(model: object) -> LanguageModel:
+    """``model`` as a :class:`LanguageModel`. A model of :func:`mlx_paged.load` is one already; a
+    model of ``mlx_lm.load`` is adapted the first time, with the same weights.
+
+    Raises:
+        ArgumentError: it is neither, or can't run here.
+    """
+    if isinstance(model, LanguageModel):
+        return model
+    if not isinstance(model, Module) or not _is_called_as_mlx_lm(model):
+        kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
+        raise ArgumentError(
+            f"[model] model must be one that mlx_paged.load or mlx_lm.load returns, got {kind}",
+            "model",
+        )
+    found = vars(model).get(_ADAPTED)
+    if isinstance(found, LanguageModel):
+        return found
+    model_type = getattr(model, "model_type", kind_of(model))
+    fields = vars(model.args) if hasattr(model, "args") else {}
+    try:
+        found = adapt(model, {"model_type": model_type, **fields})
+    except UnsuitableModelError as error:
+        is_check = isinstance(error, FailedCheckError)
+        way_out = "; to run it all the same, mlx_paged.load(..., skip_check=True)"
+        raise ArgumentError(
+            f"[model] model type {model_type} can't run on a paged cache: {one_line(error)}"
+            f"{way_out if is_check else ''}",
+            "model",
+        ) from error
+    # A plain attribute: as a submodule, it would contain the model that contains it.
+    object.__setattr__(model, _ADAPTED, found)
+    return found
+
+
+def _is_called_as_mlx_lm(model: Module) -> bool:
+    has_caches = hasattr(model, "make_cache") or hasattr(model, "layers")
+    return has_caches and "cache" in inspect.signature(type(model).__call__).parameters
+
+
 def layer_specs_of(model: Module) -> list[LayerSpec]:
     """The layers of a model of this package or of mlx-lm, without evaluating a weight; empty for a
     model that can't run packed.
@@ -215,69 +255,33 @@ class Trial:
 
     def _compare(self, model: Module, adapted: LanguageModel) -> None:
         if id(model) not in self._references:
-            self._references[id(model)] = Reference(model, prompts_for(adapted))
+            self._references[id(model)] = Reference(model, adapted)
         self._references[id(model)].compare(adapted)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The tokens that a model is compared on.
-
-    Attributes:
-        ids, other: two sequences.
-        num_first: the length of the first chunk of ``ids``; the second ends at ``num_tokens``.
-        num_decoded: the number of last tokens of each sequence that are decoded one by one.
-    """
-
-    ids: list[int]
-    other: list[int]
-    num_first: int
-    num_decoded: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids) - self.num_decoded
-
-    @property
-    def num_other(self) -> int:
-        return len(self.other) - self.num_decoded
-
-
-def prompts_for(model: LanguageModel) -> Prompts:
-    windows = [spec.window for spec in model.layer_specs if spec.window is not None]
-    num_tokens = max([MORE_TOKENS, *(window + NUM_LAST + NUM_OTHER for window in windows)])
-    weights = dict(tree_flatten(model.parameters()))
-    num_parameters = sum(weight.size for weight in weights.values())
-    num_decoded = NUM_DECODED if model.dtype == mx.float32 else 0
-    if num_tokens > MAX_NUM_TOKENS or num_tokens * num_parameters > MAX_WORK:
-        num_tokens, num_decoded = NUM_TOKENS, 0
-    num_tokens = max(4, min(num_tokens, context_length(model.args) - num_decoded))
-    size = model.args.vocab_size
-    return Prompts(
-        probe_ids(size, num_tokens + num_decoded),
-        probe_ids(size, min(NUM_OTHER, num_tokens) + num_decoded, first=5),
-        num_tokens - min(NUM_LAST, num_tokens // 2),
-        num_decoded,
-    )
-
-
 class Reference:
-    """The logits of a model on mlx-lm's own caches.
+    """The logits of two sequences on mlx-lm's own caches.
+
+    Args:
+        model: one of mlx-lm.
+        adapted: the same, which gives the lengths of prompts.
 
     Raises:
         UnsuitableModelError: mlx-lm can't run the model.
         FailedCheckError: its logits depend on where a prompt is cut.
     """
 
-    def __init__(self, model: Module, prompts: Prompts):
-        self._prompts = prompts
-        ones, num_last = [1] * prompts.num_decoded, prompts.num_tokens - prompts.num_first
-        num_alone = max(prompts.num_decoded, 1)
-        rest = len(prompts.ids) - num_last - num_alone
+    def __init__(self, model: Module, adapted: LanguageModel):
+        self._num_tokens, self._num_other = num_tokens, num_other = lengths_for(adapted)
+        size = adapted.args.vocab_size
+        self._ids = probe_ids(size, num_tokens + NUM_DECODED)
+        self._other_ids = probe_ids(size, num_other + NUM_DECODED, first=5)
+        ones, num_last = [1] * NUM_DECODED, min(NUM_LAST, num_tokens // 2)
+        self._num_first = num_tokens - num_last
         try:
-            rows = _stock_logits(model, prompts.ids, [prompts.num_first, num_last, *ones])
-            again = _stock_logits(model, prompts.ids, [num_last, rest, *[1] * num_alone])
-            other = _stock_logits(model, prompts.other, [prompts.num_other, *ones])
+            rows = _stock_logits(model, self._ids, [self._num_first, num_last, *ones])
+            again = _stock_logits(model, self._ids, [num_last, self._num_first, *ones])
+            other = _stock_logits(model, self._other_ids, [num_other, *ones])
         except Exception as error:
             # An unknown model may raise anything, for example if the device lacks an operation for
             # its dtype.
@@ -286,7 +290,7 @@ class Reference:
             ) from error
         # Also of decoded tokens alone, for which a model may sum in another order.
         own_error = max(
-            median_error(again, rows), median_error(again[-num_alone:], rows[-num_alone:])
+            median_error(again, rows), median_error(again[-NUM_DECODED:], rows[-NUM_DECODED:])
         )
         limit = FLOAT32_LIMIT if rows.dtype == mx.float32 else HALF_LIMIT
         if own_error > MAX_OWN_LIMITS * limit:
@@ -298,9 +302,11 @@ class Reference:
         self._rows, self._other = rows, other  # [num_tokens, vocab_size]
 
     def compare(self, model: LanguageModel) -> None:
-        """Raises:
-        UnsuitableModelError: the model can't run on caches of this package.
-        FailedCheckError: its logits differ by more than rounding explains.
+        """Compare the logits of a model on caches of this package.
+
+        Raises:
+            UnsuitableModelError: it can't run on them.
+            FailedCheckError: its logits differ by more than rounding explains.
         """
         try:
             parts = list(self._parts(model))
@@ -320,29 +326,34 @@ class Reference:
 
     def _parts(self, model: LanguageModel) -> Iterator[tuple[str, mx.array, mx.array]]:
         """A name, the model's rows of logits, and those on mlx-lm's caches."""
-        prompts, rows = self._prompts, self._rows
-        sequences = probe_sequences(model, len(prompts.ids) + len(prompts.other))
-        ids, other, first, end = prompts.ids, prompts.other, prompts.num_first, prompts.num_tokens
-        yield (
-            "its first tokens",
-            run_step(model, sequences, {"a": ids[:first]}, [first]),
-            rows[:first],
-        )
+        ids, rows, other_ids, other = self._ids, self._rows, self._other_ids, self._other
+        first, end, num_other = self._num_first, self._num_tokens, self._num_other
+        sequences = probe_sequences(model, len(ids) + len(other_ids))
+        begin = packed_step(model, sequences, {"a": ids[:first]}, [first])
+        yield "its first tokens", begin, rows[:first]
         # Logits of some tokens only, so that a model that can drop rows does so here.
-        num_other = prompts.num_other
         last, last_other = (end - first) // 2, (num_other + 1) // 2
-        batch = {"a": ids[first:end], "b": other[:num_other]}
-        both = run_step(model, sequences, batch, [last, last_other])
+        batch = {"a": ids[first:end], "b": other_ids[:num_other]}
+        both = packed_step(model, sequences, batch, [last, last_other])
         yield "later tokens", both[:last], rows[end - last : end]
-        expected = self._other[num_other - last_other : num_other]
-        yield "tokens of a second sequence", both[last:], expected
+        yield "tokens of a second sequence", both[last:], other[num_other - last_other : num_other]
         decoded = [
-            run_step(model, sequences, {"a": [a], "b": [b]}, [1, 1])
-            for a, b in zip(ids[end:], other[num_other:], strict=True)
+            packed_step(model, sequences, {"a": [a], "b": [b]}, [1, 1])
+            for a, b in zip(ids[end:], other_ids[num_other:], strict=True)
         ]
-        if decoded:
-            expected = mx.stack([rows[end:], self._other[num_other:]], axis=1).flatten(0, 1)
-            yield "tokens that come one by one", mx.concatenate(decoded), expected
+        expected = mx.stack([rows[end:], other[num_other:]], axis=1).flatten(0, 1)
+        yield "tokens that come one by one", mx.concatenate(decoded), expected
+
+
+def lengths_for(model: LanguageModel) -> tuple[int, int]:
+    """Tokens of the two sequences before the decodes: beyond the model's windows, if these are
+    short, and within its context.
+    """
+    windows = [spec.window for spec in model.layer_specs if spec.window is not None]
+    num_tokens = max([NUM_TOKENS, *(window + NUM_LAST + NUM_OTHER for window in windows)])
+    num_tokens = num_tokens if num_tokens <= MAX_NUM_TOKENS else NUM_TOKENS
+    num_tokens = max(4, min(num_tokens, context_length(model.args) - NUM_DECODED))
+    return num_tokens, min(NUM_OTHER, num_tokens)
 
 
 def _stock_logits(model: Module, ids: Sequence[int], chunks: Sequence[int]) -> mx.array:
@@ -368,3 +379,29 @@ def median_error(logits: mx.array, expected: mx.array) -> float:
     errors = mx.linalg.norm(logits - expected, axis=-1) / mx.linalg.norm(centred, axis=-1)
     median: float = mx.median(errors).item()  # type: ignore[assignment]
     return median
+
+
+def probe_ids(vocab_size: int, count: int, first: int = 3) -> list[int]:
+    """Token ids without meaning, which hardly repeat."""
+    return [(first + 7 * i + 13 * i * i) % vocab_size for i in range(count)]
+
+
+def probe_sequences(
+    model: LanguageModel, num_tokens: int, layers: Sequence[LayerSpec] | None = None
+) -> Sequences:
+    """Sequences on a small cache in plain MLX, for ``num_tokens`` tokens together.
+
+    Args:
+        layers: those of the model, possibly with another K/V format; by default as they are.
+    """
+    layers = model.layer_specs if layers is None else layers
+    groups = group_layers(layers, PROBE_BLOCK_SIZE)
+    budget = KVBudget(num_blocks=(num_tokens // PROBE_BLOCK_SIZE + 4) * len(groups))
+    config = KVCacheConfig.within(budget, layers, PROBE_BLOCK_SIZE, groups)
+    config = replace(
+        config,
+        state_nbytes=model.state_nbytes,
+        state_layout=model.state_layout,
+        keeps_kv=model.keeps_kv,
+    )
+    return Sequences(PagedKVCache(config, "reference"))

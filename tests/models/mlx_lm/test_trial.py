@@ -265,19 +265,18 @@ def test_the_check_leaves_weights_random_numbers_and_logits_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"), [(None, 40), (8, 40), (128, 144), (496, 512), (497, 24)]
+    ("window", "expected"), [(None, 40), (8, 40), (128, 144), (496, 512), (497, 40)]
 )
-def test_a_small_model_is_tried_beyond_its_own_windows(window: int | None, expected: int):
+def test_a_model_is_tried_beyond_its_own_windows(window: int | None, expected: int):
     config = LLAMA | {
         "sliding_window": window,
         "layer_types": ["full_attention", "sliding_attention"],
     }
     config = LLAMA if window is None else config
-    prompts = trial.prompts_for(PackedModel(random_model(config), config))
-    assert prompts.num_tokens == expected
-    assert prompts.num_first == expected - 9
+    adapted = PackedModel(random_model(config), config)
+    assert trial.lengths_for(adapted) == (expected, 7)
 
 
-def test_a_large_model_is_tried_with_few_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trial, "MAX_WORK", 1000)
-    assert trial.prompts_for(PackedModel(random_model(LLAMA), LLAMA)).num_tokens == 24
+def test_a_model_is_tried_within_its_context():
+    config = LLAMA | {"max_position_embeddings": 16}
+    assert trial.lengths_for(PackedModel(random_model(config), config)) == (13, 7)
