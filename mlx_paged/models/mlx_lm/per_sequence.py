@@ -2,7 +2,8 @@
 
 Some models can't run packed, because their attention adds a bias or reads the length of its keys.
 Such a model is called as mlx-lm calls it: with the tokens of one sequence, ``[1, num_tokens]``, and
-with caches that return all earlier K/V, which are written to blocks and gathered from them.
+with caches that return all earlier K/V, which are written to blocks and gathered from them. These
+subclass mlx-lm's own, so that a model finds every attribute that it uses.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ from mlx_paged.ops import AttentionMetadata
 # With more unneeded rows of logits than these in a run, the needed ones are computed in a separate
 # pass, as in mlx-lm: logits of 64 tokens over a vocabulary of 150,000 are 40 MB in float32.
 MAX_UNWANTED_ROWS = 64
+# Of the call whose graph shows what a model keeps; it is never evaluated.
+NUM_TOKENS = 16
 FLAT_KV_CACHES = (KVCache, ConcatenateKVCache, RotatingKVCache)
+
+
+Rows: TypeAlias = tuple[mx.array, mx.array]
+# Writes new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and returns them together
+# with the earlier ones.
+Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 
 
 class PerSequenceModel(LanguageModel):
@@ -56,8 +65,7 @@ class PerSequenceModel(LanguageModel):
 
     def __init__(self, model: Module, config: dict[str, Any]):
         super().__init__()
-        self._layout = CacheLayout(make_prompt_cache(model))
-        self._traced = trace(model, self._layout)
+        self._traced = trace(model)
         self.args = MlxLmArgs.read(config, self._traced.vocab_size)
         self.description = describe(config, "per sequence")
         self.model_type = str(config.get("model_type"))
@@ -126,7 +134,7 @@ class PerSequenceModel(LanguageModel):
         """Call the model once; returns logits of the last tokens, ``[num_logits, vocab_size]``."""
         run = _run_of(layers[0].step, seq, begin, begin + tokens.size)
         exchanges = list(self._exchanges(layers, seq, begin, begin + tokens.size))
-        caches = self._layout.open(exchanges, run.first_position)
+        caches = gathered_caches(self._traced.caches, exchanges, run.first_position)
         rows = mx.arange(tokens.size - num_logits, tokens.size)
         with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
             logits: mx.array = self["inner"](tokens[None], cache=caches)
@@ -140,15 +148,15 @@ class PerSequenceModel(LanguageModel):
     def _exchanges(
         self, layers: Sequence[LayerKV], seq: int, begin: int, end: int
     ) -> Iterator[Exchange]:
-        """How each K/V entry writes and reads the rows of a run of tokens."""
+        """How each K/V cache writes and reads the rows of a run of tokens."""
         layers_left = iter(layers)
-        for entry, spec in zip(self._layout.entries, self._traced.specs, strict=True):
+        for spec in self._traced.specs:
             if spec is None:
                 yield _refuse
             else:
                 layer = next(layers_left)
                 run = _run_of(layer.step, seq, begin, end)
-                yield partial(_exchange, layer, run, entry.num_before)
+                yield partial(_exchange, layer, run, spec.window and spec.window - 1)
 
 
 def _run_of(step: AttentionMetadata, seq: int, begin: int, end: int) -> AttentionMetadata:
@@ -178,12 +186,6 @@ def _refuse(keys: mx.array, values: mx.array) -> Rows:
     raise RuntimeError(
         "[per sequence] a layer writes K/V that wrote none when the model was loaded"
     )
-
-
-Rows: TypeAlias = tuple[mx.array, mx.array]
-# Writes new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and returns them together
-# with the earlier ones.
-Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 
 
 class _GatheredCache:
@@ -245,75 +247,37 @@ class GatheredChunkedKVCache(_GatheredCache, ChunkedKVCache):
         """Does nothing: only rows that may be attended to are gathered."""
 
 
-@dataclass(frozen=True)
-class KVEntry:
-    """A cache with K/V among those that a model asks for.
-
-    Attributes:
-        window: the most tokens that a query attends to, itself included; ``None`` for all.
-        is_chunked: whether it attends to those of its own chunk of ``window`` tokens only.
-    """
-
-    window: int | None = None
-    is_chunked: bool = False
-
-    @property
-    def num_before(self) -> int | None:
-        """The most rows before the new ones that a run of tokens needs; ``None`` for all."""
-        return None if self.window is None else self.window - 1
-
-    def open(
-        self, exchange: Exchange, position: int
-    ) -> GatheredKVCache | GatheredRotatingKVCache | GatheredChunkedKVCache:
-        """The cache for a run of tokens that begins at ``position``."""
-        if self.window is None:
-            return GatheredKVCache(exchange, position)
-        kind = GatheredChunkedKVCache if self.is_chunked else GatheredRotatingKVCache
-        return kind(exchange, position, self.window)
-
-
-class CacheLayout:
-    """The caches that a model's ``make_cache`` returns, as K/V entries in the same order.
+def gathered_caches(caches: Sequence[Any], exchanges: Sequence[Exchange], position: int) -> Any:
+    """The caches for one call of a model, in the order of its own.
 
     Args:
         caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
-
-    Raises:
-        UnsuitableModelError: a cache of an unknown kind.
+        exchanges: one per cache.
+        position: of the first new token of the sequence.
     """
-
-    def __init__(self, caches: Sequence[Any]):
-        self._caches = list(caches)
-        self.entries = [_kv_entry(cache) for cache in leaves_of(caches)]
-
-    def open(self, exchanges: Sequence[Exchange], position: int) -> list[Any]:
-        """The caches for one call of the model.
-
-        Args:
-            exchanges: one per entry.
-            position: of the first new token of the sequence.
-        """
-        opened = [
-            entry.open(exchange, position)
-            for entry, exchange in zip(self.entries, exchanges, strict=True)
-        ]
-        following = iter(opened)
-        return with_leaves(self._caches, lambda leaf: next(following))
+    following = iter(exchanges)
+    return with_leaves(caches, lambda cache: _gathered(cache, next(following), position))
 
 
-def _kv_entry(cache: Any) -> KVEntry:
-    if type(cache) in (KVCache, ConcatenateKVCache):
-        return KVEntry()
-    if type(cache) is RotatingKVCache and not cache.keep:
-        return KVEntry(cache.max_size)
+def _gathered(cache: Any, exchange: Exchange, position: int) -> _GatheredCache:
+    if type(cache) is RotatingKVCache:
+        return GatheredRotatingKVCache(exchange, position, cache.max_size)
     if type(cache) is ChunkedKVCache:
-        return KVEntry(cache.chunk_size, is_chunked=True)
+        return GatheredChunkedKVCache(exchange, position, cache.chunk_size)
+    return GatheredKVCache(exchange, position)
+
+
+def _window_of(cache: Any) -> int | None:
+    """The most tokens that a query attends to, itself included; ``None`` for all."""
+    if type(cache) in (KVCache, ConcatenateKVCache):
+        return None
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return int(cache.max_size)
+    if type(cache) is ChunkedKVCache:
+        return int(cache.chunk_size)
     kind = type(cache).__name__
     what = "recurrent state" if kind == "ArraysCache" else f"a {kind}"
     raise UnsuitableModelError(f"it keeps {what} in its caches")
-
-
-NUM_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -321,46 +285,50 @@ class Trace:
     """What one call of a model shows.
 
     Attributes:
-        specs: one per K/V entry; ``None`` for an entry that the model does not write.
+        caches: those that the model asks for, empty.
+        specs: one per cache of K/V; ``None`` for a cache that the model does not write.
         vocab_size: the width of the logits.
         dtype: of the logits.
         keeps_wanted_rows: whether the model's last norm can drop rows.
     """
 
+    caches: tuple[Any, ...]
     specs: tuple[LayerSpec | None, ...]
     vocab_size: int
     dtype: mx.Dtype
     keeps_wanted_rows: bool
 
 
-def trace(model: Module, layout: CacheLayout) -> Trace:
+def trace(model: Module) -> Trace:
     """Build the graph of one call with ``NUM_TOKENS`` tokens.
 
     Raises:
-        UnsuitableModelError: the model can't run on such caches.
+        UnsuitableModelError: the model can't run on such caches, or asks for one of another kind.
     """
+    caches = make_prompt_cache(model)
+    windows = list(map(_window_of, leaves_of(caches)))
     with recorded_calls(model) as calls:
-        written, logits = _call(model, layout)
+        written, logits = _call(model, caches)
     specs = []
-    for entry, rows in zip(layout.entries, written, strict=True):
+    for window, rows in zip(windows, written, strict=True):
         if len(rows) > 1:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
-        specs.append(_spec(*rows[0], entry.window) if rows else None)
+        specs.append(_spec(*rows[0], window) if rows else None)
     if not any(specs):
         raise UnsuitableModelError("none of its layers writes K/V to a cache")
-    is_prepared = prepare_final_norm(calls, lambda: _call(model, layout)[1], axis=1)
-    return Trace(tuple(specs), logits.shape[-1], logits.dtype, is_prepared)
+    is_prepared = prepare_final_norm(calls, lambda: _call(model, caches)[1], axis=1)
+    return Trace(tuple(caches), tuple(specs), logits.shape[-1], logits.dtype, is_prepared)
 
 
-def _call(model: Module, layout: CacheLayout) -> tuple[list[list[Rows]], mx.array]:
-    """The K and V that the model writes to each entry, and the logits."""
-    written: list[list[Rows]] = [[] for _ in layout.entries]
+def _call(model: Module, stock: Sequence[Any]) -> tuple[list[list[Rows]], mx.array]:
+    """The K and V that the model writes to each cache, and the logits."""
+    written: list[list[Rows]] = [[] for _ in leaves_of(stock)]
 
     def record(rows: list[Rows], keys: mx.array, values: mx.array) -> Rows:
         rows.append((keys, values))
         return keys, values
 
-    caches = layout.open([partial(record, rows) for rows in written], position=0)
+    caches = gathered_caches(stock, [partial(record, rows) for rows in written], position=0)
     try:
         logits = model(mx.zeros((1, NUM_TOKENS), dtype=mx.int32), cache=caches)
     except Exception as error:
