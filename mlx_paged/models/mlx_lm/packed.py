@@ -41,6 +41,13 @@ from mlx_paged.models.mlx_lm.modules import (
 from mlx_paged.models.mlx_lm.run_groups import PackedState, RunGroups, run_by_groups
 from mlx_paged.ops import AttentionMetadata
 
+# Of the step whose graph shows what a model does; it is never evaluated.
+NUM_TOKENS = 3
+# Enough for a recurrent layer to fill its whole state: convolutions span up to 4 tokens.
+NUM_TOKENS_OF_STATE = 16
+# Blocks count tokens even where a model keeps no K/V: the narrowest head that kernels take.
+NARROWEST_DIM = 32
+
 
 class PackedModel(LanguageModel):
     """A model of mlx-lm on the caches of this package.
@@ -136,13 +143,6 @@ class PackedModel(LanguageModel):
         return list(self._recording.layers)
 
 
-NUM_TOKENS = 3
-# Enough for a recurrent layer to fill its whole state: convolutions span up to 4 tokens.
-NUM_TOKENS_OF_STATE = 16
-# Blocks count tokens even where a model keeps no K/V: the narrowest head that kernels take.
-NARROWEST_DIM = 32
-
-
 @dataclass(frozen=True)
 class Recording:
     """What a model does in a packed step.
@@ -230,7 +230,11 @@ def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
         for leaf in leaves_of(recurrent.caches)
         if not isinstance(leaf, ArraysCache)
     ]
-    run = _run_checked(model, recurrent, windows)
+    run = _run(model, recurrent, windows)
+    if not isinstance(run.logits, mx.array) or run.logits.shape[:-1] != (NUM_TOKENS, 1):
+        raise UnsuitableModelError("it does not return one row of logits per token")
+    if any(entry.is_open for entry in run.entries):
+        raise UnsuitableModelError("it computes attention in its own way")
     is_prepared = prepare_final_norm(
         run.calls, lambda: _run(model, recurrent, windows).logits, axis=0
     )
@@ -279,27 +283,17 @@ def _run(model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None
     with recorded_calls(model) as calls:
         states = [_RecordedState(size, calls) for size in recurrent.num_slots]
         caches = recurrent.fill(entries, states)
-        logits = model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=caches)
+        try:
+            logits = model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=caches)
+        except UnsuitableModelError:
+            raise
+        except Exception as error:
+            # An unknown model may raise anything on a cache that is not its own.
+            raise UnsuitableModelError(
+                "it can't take tokens as rows of a batch "
+                f"({type(error).__name__}: {one_line(error)})"
+            ) from error
     return _RecordedRun(entries, states, logits, calls)
-
-
-def _run_checked(
-    model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]
-) -> _RecordedRun:
-    try:
-        run = _run(model, recurrent, windows)
-    except UnsuitableModelError:
-        raise
-    except Exception as error:
-        # An unknown model may raise anything on a cache that is not its own.
-        raise UnsuitableModelError(
-            f"it can't take tokens as rows of a batch ({type(error).__name__}: {one_line(error)})"
-        ) from error
-    if not isinstance(run.logits, mx.array) or run.logits.shape[:-1] != (NUM_TOKENS, 1):
-        raise UnsuitableModelError("it does not return one row of logits per token")
-    if any(entry.is_open for entry in run.entries):
-        raise UnsuitableModelError("it computes attention in its own way")
-    return run
 
 
 class _RecordedState(ArraysCache):

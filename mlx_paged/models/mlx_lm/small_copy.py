@@ -3,7 +3,8 @@ into a prompt.
 
 It has the switches of the model's configuration and the first layers of each kind in the same
 order, but is narrow and has windows of a few tokens. Its weights are random: what a class does with
-its caches does not depend on them, and in float32 rounding explains little.
+its caches does not depend on them, and in float32 rounding explains little. Numbers of the
+configuration only become smaller, so a small one stays as it is.
 """
 
 from __future__ import annotations
@@ -22,12 +23,73 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN, OTHER_PARTS
 
+Config = dict[str, Any]
+
 # This many take some 0.1 s to make.
 MAX_NUM_PARAMETERS = 2**25
 # Of random matrices, times the square root of their fan-in. With smaller weights, a token hardly
 # depends on earlier ones.
 _GAIN = 1.3
 _NOISE = 0.1
+
+# The most tokens in a window, chunk or selection of a small model, and in its original context.
+WINDOW = 8
+ORIGINAL_CONTEXT = 16
+VOCAB_SIZE = 512
+_HEAD_DIM = 32
+_NUM_HEADS = 4
+_NUM_KV_HEADS = 2
+_NUM_EXPERTS = 4
+
+# Names of mlx-lm's ModelArgs; of heads, the first one that a configuration has is the main one.
+_HIDDEN_SIZES = ("hidden_size", "d_model", "model_dim", "n_embd", "hidden_dim", "block_dim")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "swa_num_attention_heads",
+    "num_swa_attention_heads",
+)
+_KV_HEADS = (
+    "num_key_value_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+    "kv_n_heads",
+    "num_global_key_value_heads",
+    "num_attention_groups",
+    "swa_num_key_value_heads",
+    "num_swa_key_value_heads",
+)
+_HEAD_DIMS = ("head_dim", "hidden_size_per_head", "kv_channels")
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "zero_expert_num",
+)
+_VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
+# The most that a number may be, by its name; the first pattern that matches the whole name counts.
+_AT_MOST = {
+    r"(\w+_)?window(_size|_length)?|attention_chunk_size|index_topk|floor_scale": WINDOW,
+    r"original_max_position_embeddings": ORIGINAL_CONTEXT,
+    r"(index|blocksparse_num)_local_blocks": 1,
+    r"index_topk_blocks|blocksparse_vert_stride|(mamba_)?n_groups|group_norm_size|n_shared_head": 2,
+    r"index_block_size|mamba_(n|num)_heads|index_n_heads|n_heads_in_group": _NUM_HEADS,
+    r"\w+_low_rank_dim|(laurel|time_step|mamba_dt)_rank": 8,
+    r"qk_[nr]ope_head_dim|mamba_(d_head|head_dim)|hidden_size_per_layer_input|rotary_dim": 16,
+    r"(moe|shared)_(\w+_)?intermediate_size|\w*expert_\w*(size|dim)|moe_latent_size": _HEAD_DIM,
+    r"(\w+_)?intermediate_size(_mlp)?|(ffn|mlp|moe)_hidden_size|n_inner": 128,
+    r"block_ff_dim|global_head_dim": 128,
+    r"(\w+_)?head_dim|hidden_size_per_head|kv_channels|\w+_lora_rank": _HEAD_DIM,
+    r"mamba_d_state|(ssm_)?state_size|block_multiple_of|blocksparse_block_size": _HEAD_DIM,
+}
+# Lists of RoPE factors, one for each rotated pair of a head.
+_FACTORS = ("long_factor", "short_factor")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
+# The number of last layers that share the K/V of others.
+NUM_SHARING_LAYERS = ("num_kv_shared_layers", "num_kv_reuse_layers")
 
 
 def small_copy(model: Module, config: Config) -> tuple[Module, Config] | None:
@@ -161,71 +223,6 @@ def _knows_other_tokens(model: Module, config: dict[str, Any]) -> bool:
         for module in model.modules()
         for value in module.values()
     )
-
-
-Config = dict[str, Any]
-
-# The most tokens in a window, chunk or selection, and in the original context.
-WINDOW = 8
-ORIGINAL_CONTEXT = 16
-
-_HEAD_DIM = 32
-_NUM_HEADS = 4
-_NUM_KV_HEADS = 2
-_NUM_EXPERTS = 4
-VOCAB_SIZE = 512
-
-_HIDDEN_SIZES = ("hidden_size", "d_model", "model_dim", "n_embd", "hidden_dim", "block_dim")
-_HEADS = (
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "swa_num_attention_heads",
-    "num_swa_attention_heads",
-)
-_KV_HEADS = (
-    "num_key_value_heads",
-    "n_kv_heads",
-    "num_kv_heads",
-    "kv_n_heads",
-    "num_global_key_value_heads",
-    "num_attention_groups",
-    "swa_num_key_value_heads",
-    "num_swa_key_value_heads",
-)
-_HEAD_DIMS = ("head_dim", "hidden_size_per_head", "kv_channels")
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "zero_expert_num",
-)
-
-_VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
-
-
-# The most that a number may be, by its name; the first pattern that matches the whole name counts.
-_AT_MOST = {
-    r"(\w+_)?window(_size|_length)?|attention_chunk_size|index_topk|floor_scale": WINDOW,
-    r"original_max_position_embeddings": ORIGINAL_CONTEXT,
-    r"(index|blocksparse_num)_local_blocks": 1,
-    r"index_topk_blocks|blocksparse_vert_stride|(mamba_)?n_groups|group_norm_size|n_shared_head": 2,
-    r"index_block_size|mamba_(n|num)_heads|index_n_heads|n_heads_in_group": _NUM_HEADS,
-    r"\w+_low_rank_dim|(laurel|time_step|mamba_dt)_rank": 8,
-    r"qk_\wope_head_dim|mamba_(d_head|head_dim)|hidden_size_per_layer_input|rotary_dim": 16,
-    r"(moe|shared)_(\w+_)?intermediate_size|\w*expert_\w*(size|dim)|moe_latent_size": _HEAD_DIM,
-    r"(\w+_)?intermediate_size(_mlp)?|(ffn|mlp|moe)_hidden_size|n_inner": 128,
-    r"block_ff_dim|global_head_dim": 128,
-    r"(\w+_)?head_dim|hidden_size_per_head|kv_channels|\w+_lora_rank": _HEAD_DIM,
-    r"mamba_d_state|(ssm_)?state_size|block_multiple_of|blocksparse_block_size": _HEAD_DIM,
-}
-# Lists of RoPE factors, one for each rotated pair of a head.
-_FACTORS = ("long_factor", "short_factor")
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
-# The number of last layers that share the K/V of others.
-NUM_SHARING_LAYERS = ("num_kv_shared_layers", "num_kv_reuse_layers")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mlx_paged.errors import ArgumentError, FailedCheckError, UnsuitableModelErr
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel, packed_step
 from mlx_paged.models.mlx_lm.modules import ModuleClasses
-from mlx_paged.models.mlx_lm.packed import PackedModel, RecurrentCaches, record_packed
+from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
 
@@ -196,7 +196,7 @@ def layer_specs_of(model: Module) -> list[LayerSpec]:
         return model.layer_specs
     classes = ModuleClasses(model.modules())
     try:
-        return list(record_packed(model, RecurrentCaches(model)).layers)
+        return PackedModel(model, {}).layer_specs
     except UnsuitableModelError:
         return []
     finally:
