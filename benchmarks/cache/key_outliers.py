@@ -4,23 +4,31 @@
 
 A random llama (head_dim 128, four layers, float32), with a bias on one of 32 channels of K, of 0,
 20 and 50 times the spread of the rest. Divergences are those of its predictions from the same with
-dense K/V, of 512 random tokens, and of the 64 that the model writes as a cache is made. Beside them
-stands the demo model, whose keys have no such bias, with 512 and 64 tokens that it writes.
+dense K/V, of 512 random tokens, and of 64 that the model writes. Beside them stands the
+demo model, whose keys have no such bias, with 512 and 64 tokens that it writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import mlx.core as mx
 import numpy as np
 from paged_testing.biased_keys import CONFIG, llama_with_biased_keys
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.config import KVBits
-from mlx_paged.models.kv_format import NUM_TOKENS, divergence, log_probabilities, own_text
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.kv_cache import stored_as
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm.trial import probe_ids, probe_sequences
+from mlx_paged.models.run_step import run_step
 
 BIASES = (0, 20, 50)
 FORMATS = ("K8V8", "K8V4", "K4V4")
+# Of the short text.
+NUM_TOKENS = 64
 
 
 def main() -> None:
@@ -44,6 +52,42 @@ def main() -> None:
     rows = [[name, *(f"{each:.2g}" for each in found.values())] for name, found in results.items()]
     print_table(columns, rows)
     print_json("key_outliers", setting, results, args.out)
+
+
+def own_text(model: LanguageModel, num_tokens: int) -> tuple[list[int], mx.array]:
+    """Tokens that the model samples with fixed seeds, and its log-probabilities after each of them,
+    ``[num_tokens, vocab_size]`` float32, with unquantised K/V.
+    """
+    sequences, ids = probe_sequences(model, num_tokens), probe_ids(model.args.vocab_size, 1)
+    rows: list[mx.array] = []
+    for index in range(num_tokens):
+        rows.append(_log_softmax(run_step(model, sequences, {"a": ids[-1:]}, [1])))
+        drawn: int = mx.random.categorical(rows[-1][0], key=mx.random.key(index)).item()  # type: ignore[assignment]
+        ids.append(drawn)
+    return ids[:-1], mx.concatenate(rows)
+
+
+def log_probabilities(model: LanguageModel, bits: KVBits | None, ids: Sequence[int]) -> mx.array:
+    """Log-probabilities after each token of a prompt, with K/V in these bits,
+    ``[num_tokens, vocab_size]`` float32.
+    """
+    sequences = probe_sequences(model, len(ids), stored_as(bits, model.layer_specs))
+    return _log_softmax(run_step(model, sequences, {"a": ids}, [len(ids)]))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    normalised: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return normalised
+
+
+def divergence(exact: mx.array, found: mx.array) -> float:
+    """The Kullback-Leibler divergence of two results of :func:`log_probabilities`, in nats per
+    token.
+    """
+    per_token = mx.where(exact > -mx.inf, mx.exp(exact) * (exact - found), 0).sum(-1)
+    mean: float = per_token.mean().item()  # type: ignore[assignment]
+    return mean
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import mlx.core as mx
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.held_out import documents
 from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
-from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm import check_model
 
 TRAINED_LENGTH = 1280
 

@@ -28,7 +28,7 @@ from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
 from mlx_paged.fit.footprint import Footprint
 from mlx_paged.fit.machine import Machine
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of

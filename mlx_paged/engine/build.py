@@ -48,7 +48,8 @@ from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
-from mlx_paged.models.language_model import check_model, model_type_of
+from mlx_paged.models.language_model import model_type_of
+from mlx_paged.models.mlx_lm import check_model
 
 
 @dataclass(eq=False, repr=False)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -17,11 +16,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.engine.thread import end_before_python
+from mlx_paged.errors import RequestError
 
 T = TypeVar("T")
-
-_DEPTH = 6  # of nested functions and objects
-_MOST_ITEMS = 100  # of a container: vocabularies are not searched
 
 
 def evaluate_arrays(*trees: Module | None) -> None:
@@ -35,11 +32,27 @@ def evaluate_arrays(*trees: Module | None) -> None:
 
 
 def evaluate_captured(function: Callable[..., Any] | None) -> None:
-    """Evaluate the arrays that a function refers to: in its closure, its defaults, the globals that
-    it names, its attributes if it is an object, and in turn those of all of these.
+    """Evaluate the arrays that a function of a request refers to itself: in its closure, its
+    defaults, the globals that it names, the arguments of a ``partial``, the attributes of an
+    object; and those in lists, tuples and dictionaries there. Arrays of functions and objects that
+    it refers to in turn are not found (:func:`lazy_array_error`).
     """
     if function is not None:
-        mx.eval(list(_arrays(function, _DEPTH, set())))
+        mx.eval([array for value in _referred_to(function) for array in _arrays(value)])
+
+
+def lazy_array_error(error: BaseException) -> BaseException:
+    """The error of a request's function; for a lazy array of another thread one that says what to
+    do.
+    """
+    if not (isinstance(error, RuntimeError) and "There is no Stream" in str(error)):
+        return error
+    wrapped = RequestError(
+        f"[engine] a sampler or logits processor uses a lazy array of another thread ({error}); "
+        "call mx.eval on its arrays before the request is added"
+    )
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def with_random_state(
@@ -68,35 +81,31 @@ def _random_key() -> int:
     return int(high) << 32 | int(low)
 
 
-def _arrays(value: object, depth: int, seen: set[int]) -> Iterator[mx.array]:
-    if isinstance(value, mx.array):
-        yield value
-    elif depth and not isinstance(value, type) and id(value) not in seen:
-        seen.add(id(value))
-        for held in _held_by(value):
-            yield from _arrays(held, depth - 1, seen)
+def _arrays(value: object) -> Iterator[mx.array]:
+    items: Iterable[object] = (value,)
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    return (item for item in items if isinstance(item, mx.array))
 
 
-def _held_by(value: object) -> Iterator[object]:
-    if isinstance(value, ModuleType):
+def _referred_to(function: Any) -> Iterator[object]:
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from _referred_to(function.func)
         return
-    if isinstance(value, list | tuple | dict):
-        if len(value) <= _MOST_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
+    if hasattr(function, "__func__"):  # a method
+        yield from getattr(function.__self__, "__dict__", {}).values()
+        function = function.__func__
+    if not hasattr(function, "__code__"):
+        yield from getattr(function, "__dict__", {}).values()
         return
-    if isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    function: Any = getattr(value, "__func__", value)  # of a method
-    yield getattr(value, "__self__", None)
-    for cell in getattr(function, "__closure__", None) or ():
+    for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # It is not set yet.
             continue
-    yield from getattr(function, "__defaults__", None) or ()
-    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
-    if hasattr(function, "__code__"):
-        names = function.__code__.co_names
-        yield from (function.__globals__[name] for name in names if name in function.__globals__)
-    else:
-        yield from getattr(value, "__dict__", {}).values()
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from (function.__globals__.get(name) for name in function.__code__.co_names)

@@ -18,7 +18,8 @@ from mlx_paged.engine.speculation import (
     StepCost,
 )
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import device
 
 

@@ -20,7 +20,7 @@ from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.logprobs import ScoredPrompt
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 from mlx_paged.request import PENDING_TOKEN, Request
 

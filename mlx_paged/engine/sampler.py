@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
+from mlx_paged.engine.callers_thread import lazy_array_error
 from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
 from mlx_paged.engine.read_array import read_floats, read_ints
@@ -259,7 +260,7 @@ def _run_processors(
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                failed[entry] = request_error(error)
+                failed[entry] = request_error(lazy_array_error(error))
     if processed:
         logits[mx.array(list(processed))] = mx.concatenate(list(processed.values()))
     # An infinite logit would make the probabilities NaN. Clipped, it gets all of the probability.
@@ -286,15 +287,19 @@ def _run_samplers(
             continue
         row = logits[entry : entry + 1]
         logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
-        if len(requests) > 1:
+        is_first = not request.num_output_tokens
+        if len(requests) > 1 or is_first:
             mx.eval(logprobs)  # outside the try: an error of the model is not the sampler's
         try:
-            drawn[entry] = _check_sampled(sampler(logprobs))
+            sampled = _check_sampled(sampler(logprobs))
+            if is_first:
+                mx.eval(sampled)  # A lazy array of another thread raises here.
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            failed[entry] = request_error(error)
+            failed[entry] = request_error(lazy_array_error(error))
         else:
+            drawn[entry] = sampled
             # The next step may embed it before it is read and checked.
             tokens[entry] = mx.clip(drawn[entry], 0, last_token)[0]
     return drawn

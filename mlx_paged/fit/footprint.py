@@ -21,8 +21,7 @@ from mlx_paged.engine.draft_options import num_parameters_of
 from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD
 from mlx_paged.models.activations import activation_nbytes, num_experts_per_token
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.kv_cache import weight_nbytes
-from mlx_paged.models.kv_format import stored_as
+from mlx_paged.models.kv_cache import stored_as, weight_nbytes
 from mlx_paged.models.language_model import LanguageModel
 
 # Dependent kernels in a layer's decode, and the time to launch one; both assumed.

@@ -120,14 +120,14 @@ def load(
         tokenizer_config: passed to the tokenizer.
         model_config: replaces fields of ``config.json``.
         adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
-        lazy: leave the weights unevaluated until they are used. Models of mlx-lm are tested when
-            they are loaded, which evaluates their weights, and those of a GGUF file are repacked.
+        lazy: leave the weights unevaluated until they are used. Those of mlx-lm's models are
+            evaluated in any case, and those of a GGUF file are repacked.
         return_config: return the configuration as a third value.
         revision: branch, tag or commit of the repository.
         tokenizer_path: a folder or the id of a repository with the tokenizer, instead of the one
             in the model's folder or file.
-        skip_check: run a model of mlx-lm even if its logits differ from those on mlx-lm's own
-            caches, for one that is refused without cause.
+        skip_check: run a model of mlx-lm whose architecture is unknown even if its logits differ
+            from those on mlx-lm's own caches, for one that is refused without cause.
 
     Raises:
         LoadError: the model is not found or broken, mlx-lm does not have the model type, or it

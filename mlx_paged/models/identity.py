@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.models.array_digests import NOTHING_KNOWN, KnownDigests, array_digests
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
 
 KV_VERSION = 2
 """The version of the code that computes K/V: increase it when a model's K/V change. Snapshots of

@@ -14,6 +14,7 @@ from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
     KVCacheConfig,
+    KVFormat,
     LayerGroup,
     LayerSpec,
     PagedKVCache,
@@ -37,8 +38,8 @@ from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.memory import check_available, default_kv_cache_bytes
 from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.kv_format import stored_as, warn_if_coarse
-from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import check_backend_name
 
 
@@ -140,8 +141,6 @@ def make_engine_cache(
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    if bits is not None:
-        warn_if_coarse(checked, bits)
     groups = _groups(stored, block_size, streaming, draft_model is not None)
     rotate_keys = None
     if streaming is not None:
@@ -156,6 +155,23 @@ def make_engine_cache(
         keeps_kv=any(each.keeps_kv for each in models),
     )
     return _paged_cache(config, backend, preallocate, rotate_keys)
+
+
+def stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """The layers with K and V in these bits; unchanged for ``None``.
+
+    Raises:
+        ArgumentError: a layer's rows can't be stored in these bits.
+    """
+    if bits is None:
+        return layers
+    return [
+        replace(
+            spec,
+            format=KVFormat.quantised(bits, spec.key_dim, spec.value_dim, spec.format.key.dtype),
+        )
+        for spec in layers
+    ]
 
 
 def _groups(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,9 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_paged.argument_values import kind_of
-from mlx_paged.cache import LayerKV, LayerSpec
-from mlx_paged.errors import ArgumentError
+from mlx_paged.cache import AnySeqId, LayerKV, LayerSpec, Sequences
 
 
 class ModelArgs(Protocol):
@@ -151,26 +150,20 @@ def stock_cache(window: int | None) -> KVCache | RotatingKVCache:
     return KVCache() if window is None else RotatingKVCache(window)
 
 
-def check_model(model: object) -> LanguageModel:
-    """``model`` as a :class:`LanguageModel`. A model of :func:`mlx_paged.load` is one already; a
-    model of ``mlx_lm.load`` is adapted, and tested the first time.
-
-    Raises:
-        ArgumentError: it is neither, or can't run here.
-    """
-    if isinstance(model, LanguageModel):
-        return model
-    # Imported here, since adapted models are subclasses of this module's class.
-    from mlx_paged.models.mlx_lm.loaded import adapted, is_called_as_mlx_lm
-
-    if not is_called_as_mlx_lm(model):
-        kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
-        raise ArgumentError(
-            f"[model] model must be one that mlx_paged.load or mlx_lm.load returns, got {kind}",
-            "model",
-        )
-    assert isinstance(model, Module)
-    return adapted(model)
+def packed_step(
+    model: LanguageModel,
+    sequences: Sequences,
+    new_tokens: Mapping[AnySeqId, Sequence[int]],
+    num_logit_rows: Sequence[int] | None = None,
+) -> mx.array:
+    """As :func:`mlx_paged.run_step`, whose arguments are checked."""
+    num_new_tokens = {seq: len(ids) for seq, ids in new_tokens.items()}
+    with sequences.step(num_new_tokens, num_logit_rows) as step:
+        tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
+        logits: mx.array = model(tokens, sequences.cache.layers, step.logit_rows)
+        # While this step is unevaluated, a later one would copy every slab it writes to.
+        mx.eval(logits, sequences.cache.arrays)
+    return logits
 
 
 def model_type_of(model: LanguageModel) -> str:

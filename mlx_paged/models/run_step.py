@@ -1,31 +1,18 @@
-"""``run_step``: a model on the sequences of a cache, without an engine; and probes, with which
-models are tested.
-"""
+"""``run_step``: a model on the sequences of a cache, without an engine."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.cache import (
-    AnySeqId,
-    KVCacheConfig,
-    LayerSpec,
-    PagedKVCache,
-    Sequences,
-    group_layers,
-)
-from mlx_paged.config import KVBudget
+from mlx_paged.cache import AnySeqId, Sequences
 from mlx_paged.errors import shown
-from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.language_model import packed_step
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.token_ids import TokenIds, check_token_ids
-
-PROBE_BLOCK_SIZE = 8
 
 
 def run_step(
@@ -52,7 +39,7 @@ def run_step(
         ValueError: no sequences, a sequence without tokens, or a token outside the vocabulary;
             nothing was changed.
     """
-    checked, cache = check_model(model), sequences.cache
+    checked = check_model(model)
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}"
@@ -61,36 +48,4 @@ def run_step(
         seq: check_token_ids(ids, checked.args.vocab_size, f"batch[{shown(seq)}]")
         for seq, ids in batch.items()
     }
-    num_new_tokens = {seq: len(ids) for seq, ids in new_tokens.items()}
-    with sequences.step(num_new_tokens, num_logit_rows) as step:
-        tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
-        logits = checked(tokens, cache.layers, step.logit_rows)
-        # While this step is unevaluated, a later one would copy every slab it writes to.
-        mx.eval(logits, cache.arrays)
-    return logits
-
-
-def probe_ids(vocab_size: int, count: int, first: int = 3) -> list[int]:
-    """Token ids without meaning, which hardly repeat."""
-    return [(first + 7 * i + 13 * i * i) % vocab_size for i in range(count)]
-
-
-def probe_sequences(
-    model: LanguageModel, num_tokens: int, layers: Sequence[LayerSpec] | None = None
-) -> Sequences:
-    """Sequences on a small cache in plain MLX, for ``num_tokens`` tokens together.
-
-    Args:
-        layers: those of the model, possibly with another K/V format; by default as they are.
-    """
-    layers = model.layer_specs if layers is None else layers
-    groups = group_layers(layers, PROBE_BLOCK_SIZE)
-    budget = KVBudget(num_blocks=(num_tokens // PROBE_BLOCK_SIZE + 4) * len(groups))
-    config = KVCacheConfig.within(budget, layers, PROBE_BLOCK_SIZE, groups)
-    config = replace(
-        config,
-        state_nbytes=model.state_nbytes,
-        state_layout=model.state_layout,
-        keeps_kv=model.keeps_kv,
-    )
-    return Sequences(PagedKVCache(config, "reference"))
+    return packed_step(checked, sequences, new_tokens, num_logit_rows)

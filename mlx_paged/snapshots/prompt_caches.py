@@ -30,7 +30,8 @@ from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.models.identity import may_be_called
-from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import affine_name, dtype_name
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId

@@ -34,10 +34,10 @@ def lazy_bias(vocab_size: int) -> mx.array:
 
 class OfAnObject:
     def __init__(self, bias: mx.array):
-        self.biases = {"only": [bias]}
+        self.biases = [bias]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits + self.biases["only"][0]
+        return logits + self.biases[0]
 
     def method(self, tokens: mx.array, logits: mx.array) -> mx.array:
         return self(tokens, logits)
@@ -50,10 +50,7 @@ def of_arguments(bias: mx.array, tokens: mx.array, logits: mx.array) -> mx.array
 def processors(vocab_size: int) -> dict[str, Any]:
     in_closure = lazy_bias(vocab_size)
 
-    def outer(tokens: mx.array, logits: mx.array) -> mx.array:
-        return inner(logits)
-
-    def inner(logits: mx.array) -> mx.array:
+    def by_closure(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits + in_closure
 
     def by_default(
@@ -64,7 +61,7 @@ def processors(vocab_size: int) -> dict[str, Any]:
         return logits + bias
 
     return {
-        "a closure": outer,
+        "a closure": by_closure,
         "a default": by_default,
         "a partial": functools.partial(of_arguments, lazy_bias(vocab_size)),
         "an object": OfAnObject(lazy_bias(vocab_size)),
@@ -86,12 +83,40 @@ def test_arrays_that_a_processor_holds_may_be_lazy(demo: tuple[Any, TokenizerWra
     assert last.outputs[0].token_ids == [WANTED] * 3
 
 
+def test_an_array_that_only_another_function_refers_to_fails_its_request_with_what_to_do(
+    demo: tuple[Any, TokenizerWrapper],
+):
+    bias = lazy_bias(demo[0].args.vocab_size)
+
+    def add(logits: mx.array) -> mx.array:
+        return logits + bias
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        return add(logits)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        return mx.argmax(add(logprobs), axis=-1)
+
+    llm = LLM(*demo)
+    for functions in ({"logits_processors": [processor]}, {"sampler": sampler}):
+        params = greedy(3, ignore_eos=True).clone(**functions)
+        failed, other = llm.generate(["Hello", "Hello"], [params, greedy(3)], raise_on_error=False)
+        assert "call mx.eval on its arrays before the request is added" in str(failed.error)
+        assert other.error is None
+    mx.eval(bias)
+    for functions in ({"logits_processors": [processor]}, {"sampler": sampler}):
+        params = greedy(3, ignore_eos=True).clone(**functions)
+        assert llm.generate("Hello", params)[0].outputs[0].token_ids == [WANTED] * 3
+
+
 def test_a_function_that_holds_a_vocabulary_or_itself_is_not_looked_through_for_ever():
     vocabulary = {str(number): [number] for number in range(200_000)}
+    itself: list[object] = []
+    itself.append(itself)
     lazy = mx.ones((2,)) + 1
 
     def function() -> object:
-        return vocabulary, lazy, function, mx
+        return vocabulary, lazy, function, itself, mx
 
     evaluate_captured(function)
     seen: list[list[float]] = []

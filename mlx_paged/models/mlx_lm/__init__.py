@@ -1,6 +1,6 @@
 """Models of mlx-lm, unmodified, on the caches of this package."""
 
 from mlx_paged.errors import UnsuitableModelError
-from mlx_paged.models.mlx_lm.trial import adapt, layer_specs_of
+from mlx_paged.models.mlx_lm.trial import adapt, check_model, layer_specs_of
 
-__all__ = ["UnsuitableModelError", "adapt", "layer_specs_of"]
+__all__ = ["UnsuitableModelError", "adapt", "check_model", "layer_specs_of"]

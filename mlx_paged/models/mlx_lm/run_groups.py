@@ -1,21 +1,25 @@
-"""The runs of a packed step in groups of equal length, for modules that mix the tokens of a
-sequence.
+"""Modules that mix the tokens of a sequence through a recurrent state, on the packed axis.
 
-A module with a recurrent state takes ``[num_sequences, length, ...]``, as in mlx-lm. All decodes of
-a step are one such batch, and a run of a prompt usually is another. Nothing is padded, so no module
-needs a mask.
+Such a module takes ``[num_sequences, length, ...]``, as in mlx-lm. So it runs once per group of the
+step's runs with equal length: all decodes are one such batch, and a run of a prompt usually is
+another. Nothing is padded, so no module needs a mask. The module's class is replaced by a subclass
+that splits the arguments and joins the results. All other modules get packed rows.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ArraysCache, CacheList
 
+from mlx_paged.cache import LayerKV
+from mlx_paged.models.mlx_lm.attention import FetchedKeys, FetchedValues, PackedKV
+from mlx_paged.models.mlx_lm.modules import leaves_of, with_leaves
 from mlx_paged.ops import AttentionMetadata, ReadState, StateRow, StateStack, StepState, reader_of
 
 _UNREAD: Any = object()
@@ -230,3 +234,103 @@ def _reader_within(places: Sequence[tuple[RunGroup, int]]) -> ReadState:
         return array if array is None or index is None else array[index]
 
     return read
+
+
+class GroupKV(PackedKV):
+    """K/V of a module that both attends and has a recurrent state (``baichuan_m1``): a cache for
+    the ``[num_runs, length]`` tokens of a group, which attend as a separate step.
+    """
+
+    layer: LayerKV
+
+    def __init__(self, layer: LayerKV, group: RunGroup):
+        runs = group.runs
+        self._step = layer.step.runs_of(
+            [run.seq for run in runs],
+            [run.begin for run in runs],
+            [run.begin + run.length for run in runs],
+        )
+        super().__init__(layer, self._step.positions[:: group.length])
+        self._shape = len(runs), group.length
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[FetchedKeys, FetchedValues]:
+        return super().update_and_fetch(_packed(keys), _packed(values))
+
+    def attend(self, queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        whole = self.layer.step
+        self.layer.open(self._step)
+        try:
+            out = super().attend(_packed(queries), *args, **kwargs)
+        finally:
+            self.layer.open(whole)
+        return out.reshape(*self._shape, out.shape[1], out.shape[3]).swapaxes(1, 2)
+
+
+def _packed(x: mx.array) -> mx.array:
+    """``[num_runs, num_heads, length, width]`` as ``[num_tokens, num_heads, 1, width]``."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])
+
+
+class PackedState:
+    """A recurrent cache as a packed step passes it to the modules that use it.
+
+    Args:
+        index: of the cache among the recurrent ones.
+    """
+
+    # mlx-lm's names, for batches that are padded.
+    lengths = left_padding = None
+
+    def __init__(self, groups: RunGroups, index: int):
+        self.groups, self.index = groups, index
+
+    def make_mask(self, N: int) -> None:
+        """Nothing is padded."""
+
+
+def run_by_groups(modules: Iterable[Module]) -> None:
+    """Have these modules run by groups where they are called with a :class:`PackedState`. Their
+    weights are not moved, and the names of their classes, which a model's identity covers, stay.
+    """
+    for module in modules:
+        if not hasattr(module, "runs_by_groups"):
+            module.__class__ = _by_groups(type(module))
+
+
+@cache
+def _by_groups(kind: type[Module]) -> type[Module]:
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        given = leaves_of([*args, *kwargs.values()])
+        state = next((each for each in given if isinstance(each, PackedState)), None)
+        if state is None:
+            return kind.__call__(self, *args, **kwargs)
+        groups = state.groups
+        results = []
+        for group in groups.groups:
+            positional = [_for_group(value, group, groups) for value in args]
+            named = {name: _for_group(value, group, groups) for name, value in kwargs.items()}
+            results.append(kind.__call__(self, *positional, **named))
+        return groups.join(results)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**names, "runs_by_groups": True})
+
+
+def _for_group(value: Any, group: RunGroup, groups: RunGroups) -> Any:
+    """An argument of a module, cut to a group's tokens."""
+    if isinstance(value, CacheList):
+        return with_leaves([value], lambda each: _for_group(each, group, groups))[0]
+    if isinstance(value, PackedState):
+        return group.caches[value.index]
+    if group.is_packed:
+        return value
+    if isinstance(value, PackedKV):
+        layer = value.layer
+        return GroupKV(layer, group) if isinstance(layer, LayerKV) else value
+    if value is groups.step.positions:
+        return value[group.first_rows]
+    if isinstance(value, mx.array) and value.shape[:2] == (groups.step.num_tokens, 1):
+        return group.take(value)
+    return value

@@ -23,6 +23,7 @@ from mlx_paged import Engine
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.mlx_lm.trial import tried
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Row:
 
 
 def run(architecture: str) -> Row:
-    """Run an architecture, if it runs.
+    """Run an architecture, if it runs: in the way that the trial finds, which the table names.
 
     Raises:
         AssertionError: tokens or log-probabilities differ from mlx-lm's.
@@ -52,13 +53,14 @@ def run(architecture: str) -> Row:
     model = make(architecture)
     traits = traits_of(model, config)
     try:
-        adapt(model, config)
+        way = way_of(tried(model, config))
     except UnsuitableModelError as error:
         return Row(architecture, f"refused: {error}", traits)
     model, expected = with_clear_answers(config)
     adapted = adapt(model, config)
+    assert way_of(adapted) == way, "the table says another way than the trial"
     check_answers(adapted, expected)
-    return Row(architecture, way_of(adapted), traits)
+    return Row(architecture, way, traits)
 
 
 def way_of(model: LanguageModel) -> str:

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.identity import model_identity
-from mlx_paged.models.mlx_lm import adapt, attention, recording
+from mlx_paged.models.mlx_lm import adapt, attention, packed
 from mlx_paged.models.mlx_lm.packed import PackedModel
 
 # A hybrid with windows, whose scores have no cap where its configuration names none.
@@ -51,7 +51,7 @@ def test_a_cap_that_is_not_the_models_shows(
     def other(*args: Any, **kwargs: Any) -> LayerSpec:
         return replace(LayerSpec(*args, **kwargs), softcap=softcap)
 
-    monkeypatch.setattr(recording, "LayerSpec", other)
+    monkeypatch.setattr(packed, "LayerSpec", other)
     model = make_from_config(CONFIGS[name])
     schedule = Schedule(model, PackedModel(model, CONFIGS[name]))
     schedule.run(20)
@@ -87,7 +87,7 @@ def test_mlx_lm_is_as_it_was_when_a_model_is_dropped(name: str, functions: Any):
 
 
 def test_layers_that_share_keys_may_not_cap_their_scores_differently():
-    entry = recording._Entry(None, mx.arange(3))
+    entry = packed._Entry(None, mx.arange(3))
     rows = mx.zeros((3, 2, 1, 8))
     keys, values = entry.update_and_fetch(rows, rows)
     entry.attend(mx.zeros((3, 4, 1, 8)), keys, values, entry, 1.0, None, softcap=4.0)

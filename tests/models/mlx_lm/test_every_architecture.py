@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged import Engine
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 from mlx_paged.engine_options import EngineOptions
+from mlx_paged.models.mlx_lm import trial
 from mlx_paged.models.mlx_lm.packed import PackedModel
 
 ROWS = rows_on_page()
@@ -118,6 +119,12 @@ def _logits(model, tokens: mx.array, chunks: list[int]) -> mx.array:
 
 def test_the_page_has_every_architecture():
     assert list(ROWS) == ARCHITECTURES
+
+
+def test_the_table_of_the_package_is_that_of_the_page():
+    assert (version_on_page(),) == trial.MLX_LM_VERSIONS
+    for way, names in trial.ARCHITECTURES.items():
+        assert names.split() == [name for name, row in ROWS.items() if row.way.startswith(way)]
 
 
 def test_every_architecture_of_mlx_lm_is_tried():

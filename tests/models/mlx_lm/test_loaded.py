@@ -10,7 +10,7 @@ from helpers.mlx_lm_models import stock_tokens
 
 from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.mlx_lm import check_model
 
 PROMPT = [5, 9, 2, 7, 11, 3]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

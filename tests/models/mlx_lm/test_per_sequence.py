@@ -39,7 +39,7 @@ from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import MAX_UNWANTED_ROWS, PerSequenceModel
-from mlx_paged.models.mlx_lm.trial import Trial
+from mlx_paged.models.mlx_lm.trial import Trial, tried
 from mlx_paged.models.run_step import run_step
 
 
@@ -371,7 +371,7 @@ def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
 
     monkeypatch.setattr(PagedLayerKV, "update_and_fetch", shifted)
     with pytest.raises(UnsuitableModelError) as refused:
-        adapt(mlx_lm_model("gpt_bigcode"), config_of("gpt_bigcode"))
+        tried(mlx_lm_model("gpt_bigcode"), config_of("gpt_bigcode"))
     packed, per_sequence = str(refused.value).split("; ")
     assert packed.startswith("packed, it ")
     assert per_sequence.startswith("per sequence, its logits of its first tokens differ")

@@ -13,8 +13,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from mlx_paged.models.mlx_lm.small_config import Cut, small_config
-from mlx_paged.models.mlx_lm.small_copy import small_copy
+from mlx_paged.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm import adapt
+from mlx_paged.models.mlx_lm.small_copy import Cut, small_config, small_copy
+from mlx_paged.models.mlx_lm.trial import tried
 
 # Of those whose layers are of more than one kind, or share K/V.
 NUM_LAYERS = {
@@ -114,3 +116,24 @@ def test_the_same_model_has_the_same_copy_each_time():
 
 def test_a_configuration_that_its_class_does_not_know_has_no_copy():
     assert small_copy(make("llama"), {"model_type": "llama"}) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in FULL_SIZE
+    ],
+)
+def test_the_copy_of_a_published_model_runs_as_the_table_says(name: str):
+    config = FULL_SIZE[name]
+    model_class, args_class = _get_classes(config)
+    copy, small = small_copy(model_class(args_class.from_dict(config)), config)
+    try:
+        found = tried(copy, small).description
+    except UnsuitableModelError:
+        assert model_class.__module__.endswith((".phi3small", ".plamo3"))
+        with pytest.raises(UnsuitableModelError):
+            adapt(copy, small)
+    else:
+        assert adapt(copy, small).description == found
