@@ -190,7 +190,6 @@ def stream_request(
     prompt: Prompt,
     params: SamplingParams,
     progress: Progress | None = None,
-    cache_salt: str | None = None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run the only request of an engine, and yield its answer piece by piece.
 
@@ -198,7 +197,6 @@ def stream_request(
 
     Args:
         progress: called with the prompt tokens done so far and their total.
-        cache_salt: as :meth:`Engine.add_request`.
 
     Raises:
         ValueError, PromptTooLongError: as :meth:`Engine.add_request`, at the call.
@@ -206,7 +204,7 @@ def stream_request(
     """
     request_id = f"stream-{next(_request_ids)}"
     start = time.perf_counter()
-    engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
+    engine.add_request(request_id, prompt, params)
     return _responses(engine, request_id, start, progress)
 
 

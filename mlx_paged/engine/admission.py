@@ -15,7 +15,7 @@ from mlx_paged.engine.fair_shares import MIN_LEAD
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.engine.request_queues import RequestQueues
-from mlx_paged.engine.swap_space import Swapped, SwapSpace
+from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import (
     ArgumentError,
     PromptTooLongError,
@@ -61,7 +61,6 @@ class Found(NamedTuple):
 
     hit: ComputedBlocks  # in the prefix cache
     computed: ComputedBlocks  # what it begins with: the hit, or more by its swapped-out blocks
-    swapped: Swapped | None  # in the swap space
 
 
 def num_seqs(requests: Iterable[Request]) -> int:
@@ -297,10 +296,10 @@ class Admission:
     def find(self, request: Request) -> Found:
         """Look up the K/V for a waiting request, without taking them."""
         hit = computed = self._prefix_cache.computed_blocks(request)
-        swapped = self._swap_space.find(request.seq_id, request.cache_salt)
-        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
-            computed = self._manager.resumed(swapped.held, hit)
-        return Found(hit, computed, swapped)
+        swapped = self._swap_space.find(request.seq_id)
+        if swapped is not None and swapped.num_tokens > hit.num_tokens:
+            computed = self._manager.resumed(swapped, hit)
+        return Found(hit, computed)
 
     def is_early(self, plan: Batch, found: Found) -> bool:
         """Whether a request needs copies of blocks that the planned step writes, which would be

@@ -203,9 +203,7 @@ def build(
     budgets = make_budgets(scheduler.limits)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, replicas, disk_tier)
     finds_prefixes = config.enable_prefix_caching
-    snapshots = Snapshots(
-        model, identities, cache, manager, draft is not None, finds_prefixes, ranks
-    )
+    snapshots = Snapshots(model, identities, cache, manager, finds_prefixes, ranks)
     largest = config.max_num_batched_tokens
     context = largest if max_model_len is None else min(largest, max_model_len)
     nbytes_activations = max(

@@ -22,7 +22,6 @@ from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import follow, share
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
-from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
@@ -42,7 +41,6 @@ from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
-from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
@@ -169,9 +167,6 @@ class Engine(EngineParts):
             token_rules=token_rules,
         )
         request = state.requests[0]
-        if num_held := self.swap_space.num_pinned_tokens(cache_salt):
-            check_begins_with_pinned(request.token_ids, num_held, request.params)
-            request.no_store = True  # No other request would find it.
         self.scheduler.check(request)
         if request.params.has_functions:
             self._calls_functions = True
@@ -343,18 +338,6 @@ class Engine(EngineParts):
         """
         opened = self.snapshots.open_prompt_cache
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
-
-    hold_prompt_cache = RenamedMethod("pin_prompt_cache")
-
-    def pin_prompt_cache(
-        self, path: str | Path, *, allow_other_model: bool = False
-    ) -> PinnedPrompt:
-        """Pin the K/V of a prompt cache of mlx-lm whose tokens are unknown, for requests that begin
-        with the returned ``token_ids`` and have its ``cache_salt``. They stay in host memory until
-        the engine ends. Arguments and errors: :meth:`Snapshots.pin_prompt_cache`.
-        """
-        read = self.snapshots.pin_prompt_cache
-        return self.thread.call(partial(read, path, self.swap_space, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call a function that reads K/V, between two steps."""

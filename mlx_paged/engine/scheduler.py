@@ -370,7 +370,7 @@ class Scheduler:
         """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
         if self._admission.is_early(plan, found):
             return False
-        hit, computed, swapped = found
+        hit, computed = found
         num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
         # The first request of a user needs no watermark: where blocks run out, others make way.
@@ -403,8 +403,8 @@ class Scheduler:
                 admit = self.prefix_history.admit
                 request.prefix_report = admit(request, num_cached, hit.num_tokens_with_kv)
         self._prefix_cache.begin(request, num_held)
-        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
-            plan.copies.append(SwapIn(swapped.name, loads))
+        if loads := self.manager.take_loads(request.seq_id):
+            plan.copies.append(SwapIn(request.seq_id, loads))
         else:
             self.swap_space.release(request.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
@@ -508,7 +508,7 @@ class Scheduler:
                 self._queues.requeue(request)
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut | SwapIn):
-                self.swap_space.release(transfer.name)
+                self.swap_space.release(transfer.seq_id)
 
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""

@@ -37,7 +37,7 @@ class FakeEngine(CheckedEngine):
 
     def _move(self, batch: Batch, swap_space) -> None:
         for swap_in in of_kind(batch, SwapIn):
-            swap_space.release(swap_in.name)
+            swap_space.release(swap_in.seq_id)
 
     def check(self) -> None:
         self.scheduler.check_integrity()

@@ -226,12 +226,6 @@ class Play:
         try:
             if kind == "snapshot":
                 engine.load_snapshot(path)
-            elif self.rng.random() < 0.2:
-                pinned = engine.pin_prompt_cache(path)
-                engine.add_request(
-                    f"pinned {self.rng.random()}", [*pinned.token_ids, *prompt(9, 3)],
-                    greedy(5), cache_salt=pinned.cache_salt,
-                )  # fmt: skip
             else:
                 engine.import_prompt_cache(path, self.prompts[int(kind)])
         except CacheFullError:

@@ -127,7 +127,7 @@ class SimulatedCache:
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
                 for group, ids in enumerate(transfer.block_ids):
-                    headers = swap_space.headers(transfer.name)[group]
+                    headers = swap_space.headers(transfer.seq_id)[group]
                     for header, block_id in zip(headers, ids, strict=True):
                         swap_space.tier.store(header, pickle.dumps(self.block(block_id)))
             elif isinstance(transfer, CopyBlocks):
@@ -137,7 +137,7 @@ class SimulatedCache:
                         self.rows[destination * self.block_size + offset] = row
             else:
                 for group, indices, block_ids in transfer.loads:
-                    headers = swap_space.headers(transfer.name)[group]
+                    headers = swap_space.headers(transfer.seq_id)[group]
                     assert indices[-1] == len(headers) - 1, (
                         "what was swapped out is swapped in to its end"
                     )
@@ -146,7 +146,7 @@ class SimulatedCache:
                         assert content is not None, "it was stored"
                         first = block_id * self.block_size
                         self.rows.update(enumerate(pickle.loads(content), first))
-                swap_space.release(transfer.name)
+                swap_space.release(transfer.seq_id)
 
     def compute(self, batch: Batch) -> None:
         """Write the new rows and read the context; a step that says it shares no new block gets

@@ -297,7 +297,6 @@ def test_a_prompt_cache_of_another_model_is_refused_by_name(tmp_path: Path):
     seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8))
     ways: tuple[Callable[..., Any], ...] = (
         lambda **options: engine.import_prompt_cache(path, prompt(20), **options),
-        lambda **options: engine.pin_prompt_cache(path, **options),
         lambda **options: import_prompt_cache(path, model, seqs, "a", **options),
     )
     # A model that was not loaded by a name may be any.
