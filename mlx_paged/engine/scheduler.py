@@ -522,10 +522,3 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
         return self._prefix_cache.reset()
-
-    def check_integrity(self) -> None:
-        """Check the queues against tables and blocks; for tests and debugging. Raises
-        IntegrityError, AssertionError.
-        """
-        self.manager.check_integrity()
-        self._queues.check_integrity(self.manager)

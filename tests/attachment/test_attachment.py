@@ -18,6 +18,7 @@ from helpers.attached_models import attached, cached_model, generated, tokens
 from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.model_zoo import make
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from paged_testing.integrity import check_manager
 
 import mlx_paged
 from mlx_paged import attach
@@ -280,7 +281,7 @@ def test_a_call_that_fails_leaves_nothing(llama, monkeypatch):
         failing_calls(llama, monkeypatch, calls, RuntimeError("no memory"))
         after = paged.stats()
         assert replace(after, num_evictions=before.num_evictions) == before
-        paged._sequences.held.manager.check_integrity()
+        check_manager(paged._sequences.held.manager)
         for cache, ids in calls[:2]:
             assert mx.allclose(llama(mx.array([ids]), cache=cache)[0, -1], expected, atol=1e-4)
 

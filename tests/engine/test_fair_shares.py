@@ -11,6 +11,7 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import FakeEngine as CheckedEngine
 from helpers.scheduler_helpers import names, of_kind, ran, tokens
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.engine import admission, fair_shares
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
@@ -40,7 +41,7 @@ class FakeEngine(CheckedEngine):
             swap_space.release(swap_in.seq_id)
 
     def check(self) -> None:
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
 
 def chat(engine: FakeEngine, number: int = 0, user: str = "bob") -> int:

@@ -8,6 +8,7 @@ from functools import cache
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
+from paged_testing.integrity import check_manager
 
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, random_model
 from mlx_paged import attach
@@ -46,7 +47,7 @@ def attached(model, blocks: int = 200, **options) -> Iterator:
     options = {"kv_cache_bytes": f"{blocks}blocks", "block_size": BLOCK_SIZE, **options}
     with attach(model, **options) as paged:
         yield paged
-        paged._sequences.held.manager.check_integrity()
+        check_manager(paged._sequences.held.manager)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from paged_testing.integrity import check_scheduler
+
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
@@ -385,7 +387,7 @@ class FakeEngine:
     def check(self) -> None:
         """Every invariant, between two steps."""
         scheduler, swap_space = self.scheduler, self.swap_space
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert set(self.manager.tables) == {request.seq_id for request in scheduler.running}
         for request in scheduler.running:
             self.cache.check_context(request)
