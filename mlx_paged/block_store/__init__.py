@@ -21,7 +21,6 @@ from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, Folder
 from mlx_paged.block_store.layout import BlockName
 from mlx_paged.block_store.reader import BlockReader, ReadBlock
 from mlx_paged.block_store.store import BlockStore
-from mlx_paged.block_store.weight_digests import WeightDigests
 from mlx_paged.block_store.writer import BlockWriter
 
 __all__ = [
@@ -38,5 +37,4 @@ __all__ = [
     "FolderSize",
     "ReadBlock",
     "Removed",
-    "WeightDigests",
 ]

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.weight_files import WeightFiles
 
 # An attribute of a model's class while the model is attached.
 ATTACHMENT = "_mlx_paged_attachment"
@@ -39,6 +40,7 @@ class LanguageModel(Module, ABC):
         path: of that folder or file, if it is known.
         description: its type and how it runs, for the first line that programs print.
         group: the ranks that its heads are split over; ``None`` if this process has all of them.
+        loaded_from: the files whose weights it has, if nothing can have written into them.
     """
 
     args: ModelArgs
@@ -46,6 +48,7 @@ class LanguageModel(Module, ABC):
     path: Path | None = None
     description: str
     group: mx.distributed.Group | None = None
+    loaded_from: WeightFiles | None = None
 
     @property
     @abstractmethod
