@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from mlx_paged.block_store import BlockReader, BlockWriter
-from mlx_paged.block_store.reader import ReadBlock
-from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.block_store.workers import SECONDS_AT_EXIT, ReadBlock
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import put_cached_blocks

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build

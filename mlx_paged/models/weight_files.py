@@ -21,9 +21,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 
-from mlx_paged.block_store.directory import Directory
-from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError
-from mlx_paged.block_store.files import make_folder
+from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError
+from mlx_paged.block_store.directory import Directory, make_folder
 from mlx_paged.block_store.layout import WEIGHTS_NAME, folder_path
 
 WEIGHT_PATTERN = "model*.safetensors"  # what mlx-lm reads

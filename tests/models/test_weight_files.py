@@ -26,7 +26,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_paged import LLM, demo_model_path, load
 from mlx_paged.block_store import CacheFolder
-from mlx_paged.block_store.files import make_folder
+from mlx_paged.block_store.directory import make_folder
 from mlx_paged.loading.loader import _read_weights, build_model, load_whole, on_our_caches
 from mlx_paged.models import identity, qwen3, weight_files
 from mlx_paged.models.identity import array_digests, model_identity, take_files
