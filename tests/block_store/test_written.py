@@ -19,7 +19,7 @@ from mlx_paged.errors import ArgumentError
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds since 1970, which a test may set."""
     now = [1_000_000_000.0]
-    monkeypatch.setattr(written.time, "time", lambda: now[0])
+    monkeypatch.setattr(catalogue.time, "time", lambda: now[0])
     return now
 
 
