@@ -12,7 +12,6 @@ from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.prefix_cache import PrefixCache
-from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.engine.request_queues import MIN_LEAD, RequestQueues
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import (
@@ -25,6 +24,7 @@ from mlx_paged.request import Request, Share
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
+    from mlx_paged.engine.disk_tier import DiskTier
 
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
@@ -115,7 +115,7 @@ class Admission:
             request.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
         )
 
-    def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
+    def absent_blocks(self, request: Request, tier: DiskTier) -> Sequence[AbsentBlock]:
         """The blocks of a waiting request to read from a tier; none if it is swapped out."""
         if self._swap_space.num_tokens_of(request.seq_id):
             return ()
