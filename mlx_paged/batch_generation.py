@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -17,7 +17,6 @@ from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
 from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
-from mlx_paged.engine.read_array import read_floats
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import refuse_unknown
@@ -238,7 +237,7 @@ class _Logprobs:
         for place in range(len(known), len(token_ids)):
             row = self._rows.pop((output.request_id, place + 1)).astype(mx.float32)
             logprob = row[token_ids[place] : token_ids[place] + 1] - mx.logsumexp(row)
-            known += read_floats(logprob)
+            known += cast(list[float], logprob.tolist())
 
     def _read(self, request: Request, number: int, row: mx.array) -> None:
         mx.async_eval(row)  # in the thread that created it

@@ -23,7 +23,11 @@ REMOVED = {
         "give the model to mlx_paged.generate, stream_generate or batch_generate, which have "
         "mlx-lm's signatures (docs/guide/library.md)",
     ),
-    "Engine.hold_prompt_cache": "it is called pin_prompt_cache",
+    **dict.fromkeys(
+        ("Engine.hold_prompt_cache", "Engine.pin_prompt_cache"),
+        "give the tokens too, import_prompt_cache(path, token_ids), or use a file of "
+        "export_prompt_cache or save_snapshot, which has them (docs/guide/snapshots.md)",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
@@ -186,7 +186,6 @@ def stream_request(
     prompt: Prompt,
     params: SamplingParams,
     progress: Progress | None = None,
-    cache_salt: str | None = None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run the only request of an engine, and yield its answer piece by piece.
 
@@ -194,7 +193,6 @@ def stream_request(
 
     Args:
         progress: called with the prompt tokens done so far and their total.
-        cache_salt: as :meth:`Engine.add_request`.
 
     Raises:
         ValueError, PromptTooLongError: as :meth:`Engine.add_request`, at the call.
@@ -202,7 +200,7 @@ def stream_request(
     """
     request_id = f"stream-{next(_request_ids)}"
     start = time.perf_counter()
-    engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
+    engine.add_request(request_id, prompt, params)
     return _responses(engine, request_id, start, progress)
 
 

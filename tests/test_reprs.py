@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mlx_paged
 from mlx_paged import LLM, AsyncEngine, Engine, SamplingParams, Sequences, load, make_kv_cache
-from mlx_paged.engine.pinned_prompts import PinnedPrompt
 from mlx_paged.snapshots import PromptCacheFile, SnapshotFile
 
 
@@ -43,7 +42,6 @@ def test_files_of_kv_say_what_they_hold_in_a_line(tmp_path, monkeypatch):
     assert engine.export_prompt_cache("b.safetensors", token_ids) == 32
     file = PromptCacheFile("b.safetensors", model, engine.cache)
     assert repr(file) == "PromptCacheFile('b.safetensors', 32 tokens)"
-    assert repr(PinnedPrompt([0] * 1234, "salt")) == "PinnedPrompt(1,234 tokens)"
 
 
 def test_dir_shows_what_is_public():

@@ -36,10 +36,10 @@ from benchmarks.lib.card import (
     print_json,
     print_table,
 )
-from mlx_paged.block_store import WeightDigests
 from mlx_paged.loading.loader import _read_weights, build_model
 from mlx_paged.models import weight_files
 from mlx_paged.models.identity import model_identity
+from mlx_paged.models.weight_files import WeightCatalogue
 
 CONFIG = {
     "model_type": "qwen3",
@@ -125,11 +125,11 @@ def write_model(folder: Path, gb: float, num_files: int) -> None:
 def start(folder: Path, cache: Path) -> Start:
     """In a process of its own."""
     weight_files.SETTLING_SECONDS = 0
-    model, _ = build_model(folder, None)
+    model, _, files = build_model(folder, None)
     _read_weights(model, folder)
     arrays = list(dict(tree_flatten(model.parameters())).values())
     begin, cpu = time.perf_counter(), time.process_time()
-    identity = model_identity(model, WeightDigests(cache))
+    identity = model_identity(model, WeightCatalogue(cache), files)
     return Start(
         identity.digest,
         sum(weight.nbytes for weight in arrays),

@@ -15,14 +15,11 @@ folder's size and the order of eviction are read from the directory entries (cat
 package handles bytes and imports no MLX.
 """
 
-from mlx_paged.block_store.errors import BlockStoreError
-from mlx_paged.block_store.fingerprint import STORED_KV_VERSION, Fingerprint
+from mlx_paged.block_store.block_file import BlockStoreError
 from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
-from mlx_paged.block_store.layout import BlockName
-from mlx_paged.block_store.reader import BlockReader, ReadBlock
+from mlx_paged.block_store.layout import STORED_KV_VERSION, BlockName, Fingerprint
 from mlx_paged.block_store.store import BlockStore
-from mlx_paged.block_store.weight_digests import WeightDigests
-from mlx_paged.block_store.writer import BlockWriter
+from mlx_paged.block_store.workers import BlockReader, BlockWriter, ReadBlock
 
 __all__ = [
     "STORED_KV_VERSION",
@@ -38,5 +35,4 @@ __all__ = [
     "FolderSize",
     "ReadBlock",
     "Removed",
-    "WeightDigests",
 ]

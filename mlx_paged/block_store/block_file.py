@@ -22,9 +22,12 @@ import dataclasses
 import os
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.core.tier import BlockHeader, Payload
+from mlx_paged.errors import ArgumentError, system_reason
 
 MAGIC = b"MLXPGKV\n"
 VERSION = 1
@@ -34,6 +37,30 @@ _PREFIX_BEFORE_CRC = _PREFIX.size - 8
 _HEADER = struct.Struct("<16sddQIHBB")
 _FIRST_READ = 1024  # bytes: prefix and header of a block of up to 96 tokens
 _MOST_HEADER_BYTES = 16 << 20
+
+
+class BlockStoreError(ArgumentError):
+    """The folder can't be used, and was left unchanged."""
+
+    def __init__(self, message: str, argument: str = "cache_dir"):
+        super().__init__(f"[block store] {message}", argument)
+
+
+class BadBlockFileError(Exception):
+    """A file that is not the block of its name: torn, altered, copied, or not a regular file."""
+
+
+class OtherVersionError(Exception):
+    """A block in the format of another version. It can't be used here, and is left alone."""
+
+
+@contextmanager
+def refusals(folder: Path) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``BlockStoreError``."""
+    try:
+        yield
+    except OSError as error:
+        raise BlockStoreError(f"{folder} can't be used: {system_reason(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)

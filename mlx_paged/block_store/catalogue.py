@@ -13,23 +13,29 @@ and a prefix is evicted from its end. This invariant is maintained as follows:
 
 Blocks with the same time are ordered by the positions in their headers. So the resolution of a file
 system's times doesn't matter: rounding preserves the order, or makes two times equal.
+
+``WrittenBytes`` counts what all processes have written, in total and in the last 24 hours: that
+wears out an SSD, and a limit can be set on it.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
+import json
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.block_store.block_file import BadBlockFileError
 from mlx_paged.block_store.directory import Directory
-from mlx_paged.block_store.earlier_versions import take_over
-from mlx_paged.block_store.layout import BlockLayout, BlockName
-from mlx_paged.block_store.oldest import Block, Oldest
-from mlx_paged.block_store.pins import Pins
-from mlx_paged.block_store.shards import Shards, nbytes_on_disk, time_used
+from mlx_paged.block_store.layout import WRITTEN_NAME, BlockLayout, BlockName
+from mlx_paged.block_store.shards import Pins, Shards, nbytes_on_disk, take_over, time_used
 
 Pause: TypeAlias = Callable[[], None]
 
@@ -45,6 +51,82 @@ _LEAST_OLDEST = 4096
 _SAME_USE_SECONDS = 60.0
 _SAME_USE_SHARE_OF_TTL = 1 / 4
 _LAST_PLACE = (float("inf"), 0)
+_SECONDS_BETWEEN_UPDATES = 10.0
+_SECONDS_OF_AN_HOUR = 3600
+_HOURS_OF_A_DAY = 24
+
+
+class Block(NamedTuple):
+    """A block as its directory entry describes it.
+
+    Attributes:
+        used: when it was last used, in nanoseconds since 1970.
+        nbytes: size of its file on disk.
+        is_outdated: whether no engine uses it any more (``Fingerprint.is_outdated``).
+    """
+
+    name: BlockName
+    used: int
+    nbytes: int
+    is_outdated: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Its place in the order of eviction: outdated blocks first, then by their times."""
+        return not self.is_outdated, self.used
+
+
+class Oldest:
+    """The least recently used of the blocks that were added.
+
+    A block and its successors often have the same time. So blocks of the same rank are kept or
+    dropped together, and are evicted by their position in the sequence, the last one first.
+
+    Args:
+        number: how many blocks are kept; more only if they have the same rank.
+        place: returns the position of a block in its sequence, by which blocks of the same rank
+            are ordered. It is called only when they are about to be evicted.
+    """
+
+    def __init__(self, number: int, place: Callable[[BlockName], tuple[float, int]]) -> None:
+        self._number = number
+        self._place = place
+        self._ranks: list[tuple[bool, float]] = []  # sorted
+        self._blocks: dict[tuple[bool, float], list[Block]] = {}  # by their rank
+        self._num_blocks = 0
+        self._end = (True, math.inf)  # all blocks of lower ranks are kept
+        self._rank_in_order: tuple[bool, float] | None = None  # whose blocks are sorted
+
+    def add(self, block: Block) -> None:
+        rank = block.rank
+        if rank >= self._end:
+            return
+        if rank not in self._blocks:
+            self._blocks[rank] = []
+            bisect.insort(self._ranks, rank)
+        elif rank == self._rank_in_order:
+            self._rank_in_order = None
+        self._blocks[rank].append(block)
+        self._num_blocks += 1
+        while self._num_blocks - len(self._blocks[self._ranks[-1]]) >= self._number:
+            self._end = self._ranks.pop()
+            self._num_blocks -= len(self._blocks.pop(self._end))
+
+    def pop(self) -> Block | None:
+        """Remove and return the next block to evict; ``None`` if none is left."""
+        if not self._ranks:
+            return None
+        rank = self._ranks[0]
+        blocks = self._blocks[rank]
+        if rank != self._rank_in_order:
+            if len(blocks) > 1:
+                blocks.sort(key=lambda block: self._place(block.name))
+            self._rank_in_order = rank
+        self._num_blocks -= 1
+        block = blocks.pop()
+        if not blocks:
+            del self._blocks[rank], self._ranks[0]
+        return block
 
 
 class Catalogue:
@@ -284,3 +366,116 @@ class Catalogue:
         """The position of a block in its sequence. Blocks without a readable header go first."""
         header = self.shards.block(name)
         return _LAST_PLACE if header is None else (header.first_token, header.group)
+
+
+class Written(NamedTuple):
+    """What was written to a folder.
+
+    Attributes:
+        nbytes: in total.
+        nbytes_last_day: in the last 24 hours, and in up to an hour before.
+        since: when the total was 0, in seconds since 1970.
+    """
+
+    nbytes: int
+    nbytes_last_day: int
+    since: float
+
+
+class WrittenBytes:
+    """Counts the bytes that this process writes, and shares the sums with others in a file of the
+    folder. Any thread may call it.
+
+    The file is updated every ten seconds while something is written. A killed process loses what it
+    has not added yet, and a damaged file begins with zero again. Failures are ignored.
+
+    Attributes:
+        nbytes_last_day: the bytes of all processes in the last 24 hours, as of the last call.
+    """
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._new: Counter[int] = Counter()  # by hour, not in the file yet
+        self._known = _Sums(0, time.time(), Counter())  # what the file had
+        self._updated = -float("inf")
+        self.nbytes_last_day = 0
+        self.update()
+
+    def add(self, nbytes: int) -> None:
+        """This process has written so much more."""
+        with self._lock:
+            self._new[_hour()] += nbytes
+        self.now()
+
+    def now(self) -> Written:
+        """The sums, with those of other processes as of the last update."""
+        with self._lock:
+            self.nbytes_last_day = _of_last_day(self._known.hours + self._new).total()
+            nbytes = self._known.nbytes + self._new.total()
+            return Written(nbytes, self.nbytes_last_day, self._known.since)
+
+    def update(self, is_due: bool = True) -> None:
+        """Add the new bytes to the file, and read what others have added.
+
+        Args:
+            is_due: do it now; otherwise only if the last time was some seconds ago.
+        """
+        if not is_due and time.monotonic() - self._updated < _SECONDS_BETWEEN_UPDATES:
+            return
+        self._updated = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._exchange()
+        self.now()
+
+    def _exchange(self) -> None:
+        top = Directory.at(self._layout.folder)
+        with self._lock:
+            new = self._new.copy()
+        if not new:
+            known = _read(top) or self._known
+        else:
+            with top.locked(fcntl.LOCK_EX):
+                known = _read(top) or _Sums(0, self._known.since, Counter())
+                hours = _of_last_day(known.hours + new)
+                known = _Sums(known.nbytes + new.total(), known.since, hours)
+                top.write_aside(WRITTEN_NAME, [known.as_json()])
+        with self._lock:
+            self._new -= new
+            self._known = known
+
+
+class _Sums(NamedTuple):
+    nbytes: int
+    since: float
+    hours: Counter[int]  # bytes by hours since 1970
+
+    def as_json(self) -> bytes:
+        fields = {"nbytes": self.nbytes, "since": self.since, "hours": self.hours}
+        return json.dumps(fields).encode()
+
+
+def _read(top: Directory) -> _Sums | None:
+    """The content of the file; ``None`` if there is none, or it is damaged."""
+    try:
+        fields = json.loads(top.read(WRITTEN_NAME))
+        hours = Counter({int(hour): nbytes for hour, nbytes in fields["hours"].items()})
+        sums = _Sums(fields["nbytes"], float(fields["since"]), hours)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, BadBlockFileError):
+        return None
+    is_right = all(is_plain_integer(nbytes, 0) for nbytes in (sums.nbytes, *hours.values()))
+    return sums if is_right else None
+
+
+def _hour() -> int:
+    return int(time.time() // _SECONDS_OF_AN_HOUR)
+
+
+def _of_last_day(hours: Counter[int]) -> Counter[int]:
+    """The hours that are not over for a day. A time in the future is wrong, and is left out."""
+    now = _hour()
+    return Counter(
+        {hour: nbytes for hour, nbytes in hours.items() if 0 <= now - hour <= _HOURS_OF_A_DAY}
+    )

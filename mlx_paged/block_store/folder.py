@@ -8,23 +8,22 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mlx_paged.block_store.catalogue import Catalogue
-from mlx_paged.block_store.errors import (
+from mlx_paged.block_store.block_file import (
     BadBlockFileError,
     OtherVersionError,
     refusals,
 )
-from mlx_paged.block_store.files import check_is_ours
-from mlx_paged.block_store.fingerprint import Fingerprint
+from mlx_paged.block_store.catalogue import Catalogue, Written, WrittenBytes
+from mlx_paged.block_store.directory import check_is_ours
 from mlx_paged.block_store.layout import (
     BlockLayout,
     BlockName,
+    Fingerprint,
     block_hash_of,
     file_name_of,
     shard_name_of,
 )
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
-from mlx_paged.block_store.written import Written, WrittenBytes
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 

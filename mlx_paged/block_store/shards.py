@@ -1,26 +1,43 @@
-"""``Shards``: the files of blocks, in a folder for each fingerprint and first byte of the hash."""
+"""``Shards``: the files of blocks, in a folder for each fingerprint and first byte of the hash; and
+``Pins``: the blocks that are never evicted. A pin is a file named after the block that was pinned,
+and lists the block's ancestors.
+
+Folders that earlier versions wrote have an SQLite index, which knew which blocks follow which. In
+such a folder, a block may have an earlier time than one that follows it. So ``take_over`` reads the
+headers of all blocks, gives each block the time of its most recently used successor, and then
+removes the index.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
+import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from mlx_paged.block_store.block_file import FileHeader, parse_block, parse_header
+from mlx_paged.block_store.block_file import (
+    BadBlockFileError,
+    FileHeader,
+    OtherVersionError,
+    parse_block,
+    parse_header,
+)
 from mlx_paged.block_store.directory import Directory, name_aside
-from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
-from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.layout import (
     BLOCKS_NAME,
     FINGERPRINT_NAME,
+    PIN_SUFFIX,
     PINS_NAME,
     BlockLayout,
     BlockName,
+    Fingerprint,
     block_hash_of,
     file_name_of,
     is_digest,
+    is_old_index,
     is_shard_name,
     shard_name_of,
 )
@@ -33,6 +50,9 @@ MOST_SECONDS_AHEAD = 60
 """How far another machine's clock, which set a file's time, may be ahead of this one."""
 
 _MOST_OPEN = 8
+_FILES_AT_A_TIME = 32
+# Two changes of a folder within one tick of the file system's clock leave the same time.
+_TICK_NS = 1_000_000_000
 
 
 class Shards:
@@ -244,3 +264,108 @@ def _blocks_in(shard: Directory, digest: str) -> Iterator[tuple[BlockName, os.st
         block_hash = block_hash_of(name)
         if block_hash is not None and shard.is_own_file(status):
             yield (digest, block_hash), status
+
+
+class Pins:
+    """The pins of one folder, which are read again when another process has changed them."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._read: dict[str, tuple[int, frozenset[bytes]]] = {}
+
+    def keeps(self, name: BlockName) -> bool:
+        """Whether a block or one of its successors is pinned."""
+        return self.now()(name)
+
+    def now(self) -> Callable[[BlockName], bool]:
+        """``keeps`` as of now, for many blocks: the pins of each fingerprint are read once."""
+        kept = functools.cache(self.kept)
+        return lambda name: name[1] in kept(name[0])
+
+    def kept(self, digest: str) -> frozenset[bytes]:
+        """The pinned blocks of a fingerprint, and all their ancestors."""
+        try:
+            changed = self._shards.folder(digest).status(PINS_NAME).st_mtime_ns
+        except OSError:
+            return frozenset()
+        known, kept = self._read.get(digest, (None, frozenset()))
+        if changed != known:
+            kept = frozenset(
+                block_hash for pinned in self.pinned(digest) for block_hash in self._chain(*pinned)
+            )
+            if abs(time.time_ns() - changed) > _TICK_NS:
+                self._read[digest] = changed, kept
+        return kept
+
+    def pinned(self, digest: str) -> list[BlockName]:
+        """The blocks of a fingerprint that were pinned themselves."""
+        try:
+            names = self._shards.folder(digest).folder(PINS_NAME).names()
+        except OSError:
+            return []
+        hashes = (block_hash_of(name, PIN_SUFFIX) for name in names)
+        return [(digest, block_hash) for block_hash in hashes if block_hash is not None]
+
+    def add(self, digest: str, chain: Sequence[bytes]) -> None:
+        """Pin the last block of a chain. Raises OSError."""
+        text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
+        pins = self._shards.folder(digest).make_folder(PINS_NAME)
+        pins.write_aside(_name_of(chain[-1]), [text.encode()])
+
+    def remove(self, digest: str, block_hash: bytes) -> bool:
+        """Remove a pin; whether there was one. Raises OSError."""
+        try:
+            return self._shards.folder(digest).folder(PINS_NAME).remove(_name_of(block_hash))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
+        chain = [block_hash]
+        # An unreadable pin still pins the block that it is named after.
+        with contextlib.suppress(OSError, ValueError, BadBlockFileError):
+            pins = self._shards.folder(digest).folder(PINS_NAME)
+            text = pins.read(_name_of(block_hash)).decode("ascii")
+            chain += map(bytes.fromhex, text.split())
+        return chain
+
+
+def _name_of(block_hash: bytes) -> str:
+    return file_name_of(block_hash, PIN_SUFFIX)
+
+
+def take_over(top: Directory, shards: Shards) -> Iterator[None]:
+    """Take over a folder that has an index. Yields every few files."""
+    indexes = [
+        name
+        for name, status in top.entries()
+        if is_old_index(name) and not stat.S_ISDIR(status.st_mode)
+    ]
+    if not indexes:
+        return
+    for digest in shards.digests():
+        yield from _set_times(shards, digest)
+    for name in indexes:
+        with contextlib.suppress(OSError):
+            top.remove(name)
+
+
+def _set_times(shards: Shards, digest: str) -> Iterator[None]:
+    parents: list[tuple[int, int, bytes, bytes]] = []
+    times: dict[bytes, int] = {}
+    for number, (name, status) in enumerate(shards.files(digest)):
+        with contextlib.suppress(BadBlockFileError, OtherVersionError, OSError):
+            block = shards.read_header(name).block
+            times[name[1]] = time_used(status)
+            if block.parent_hash is not None:
+                parents.append((block.first_token, block.group, name[1], block.parent_hash))
+        if number % _FILES_AT_A_TIME == 0:
+            yield
+    later: set[bytes] = set()
+    for _, _, block_hash, parent_hash in sorted(parents, reverse=True):
+        if times[block_hash] > times.get(parent_hash, times[block_hash]):
+            times[parent_hash] = times[block_hash]
+            later.add(parent_hash)
+    for number, block_hash in enumerate(later):
+        shards.note_used((digest, block_hash), times[block_hash])
+        if number % _FILES_AT_A_TIME == 0:
+            yield

@@ -11,19 +11,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from mlx_paged.block_store.block_file import encode_header
-from mlx_paged.block_store.catalogue import Catalogue, Pause
-from mlx_paged.block_store.errors import (
+from mlx_paged.block_store.block_file import (
     BadBlockFileError,
     BlockStoreError,
     OtherVersionError,
+    encode_header,
     refusals,
 )
-from mlx_paged.block_store.files import make_folder
-from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.layout import BlockLayout, BlockName, shard_name_of
+from mlx_paged.block_store.catalogue import Catalogue, Pause, WrittenBytes
+from mlx_paged.block_store.directory import make_folder
+from mlx_paged.block_store.layout import BlockLayout, BlockName, Fingerprint, shard_name_of
 from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
-from mlx_paged.block_store.written import WrittenBytes
 from mlx_paged.config import DURATION, NBYTES, NBYTES_A_DAY
 from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason

@@ -33,7 +33,7 @@ def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
         LostBlockError: a block is not in the tier.
     """
     for group, part in _parts(cache, blocks):
-        contents = [loaded(tier, header) for header, _ in part]
+        contents = [_loaded(tier, header) for header, _ in part]
         cache.write_blocks(group, [block_id for _, block_id in part], contents)
 
 
@@ -46,7 +46,7 @@ def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
             yield group, of_group[begin : begin + size]
 
 
-def loaded(tier: Tier, header: BlockHeader) -> bytes:
+def _loaded(tier: Tier, header: BlockHeader) -> bytes:
     """The bytes of a block in a tier; raises ``LostBlockError`` if it is not there."""
     content = tier.load(header.block_hash)
     if content is None:

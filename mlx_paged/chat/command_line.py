@@ -27,7 +27,7 @@ OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
     "system_prompt": Option("system prompt of the conversation", _TEXT),
     "prompt_cache_file": Option(
-        "continue the prompt whose K/V are in this file: of mlx_lm.cache_prompt, or a snapshot",
+        "continue the prompt whose K/V and token ids are in this file, such as a snapshot",
         replace(_TEXT, metavar="FILE"),
     ),
     "allow_other_model": Option(

@@ -31,21 +31,6 @@ Answer: TypeAlias = Generator[GenerationResponse, None, None]
 _QUERY = "<query>"
 
 
-class PromptPrefix(NamedTuple):
-    """A prompt in the cache that a conversation continues.
-
-    Attributes:
-        token_ids: its tokens, or placeholders where they are unknown.
-        cache_salt: of requests that may hit its K/V, if not all requests may.
-    """
-
-    token_ids: Sequence[int] = ()
-    cache_salt: str | None = None
-
-
-NO_PREFIX = PromptPrefix()
-
-
 class Conversation:
     """Messages, and the engine that answers them and keeps their K/V.
 
@@ -78,7 +63,7 @@ class Conversation:
         tokenizer: TokenizerWrapper,
         system_prompt: str | None = None,
         enable_thinking: bool | None = None,
-        prefix: PromptPrefix = NO_PREFIX,
+        prefix: Sequence[int] = (),
     ):
         if not tokenizer.has_chat_template:
             raise ChatTemplateError(NO_TEMPLATE)
@@ -96,11 +81,6 @@ class Conversation:
         if system_prompt is not None:
             self.messages.append({"role": "system", "content": system_prompt})
         self._check_prefix(self.messages)
-
-    @property
-    def cache_salt(self) -> str | None:
-        """The cache salt of this conversation's requests."""
-        return self._prefix.cache_salt
 
     @property
     def system_prompt(self) -> str | None:
@@ -135,7 +115,6 @@ class Conversation:
         Raises:
             ValueError: they can't be saved, or the file can't be written.
         """
-        self._check_tokens_are_known()
         return self.engine.save_snapshot(path, self.tokens)
 
     def load_kv(self, path: str | Path) -> int:
@@ -143,15 +122,13 @@ class Conversation:
         tokens. The next turn reuses the longest prefix that its prompt has in common with them.
 
         Raises:
-            ValueError: the conversation continues a prompt cache of unknown tokens.
             SnapshotError: the file holds K/V of another model or of other settings, was altered, or
                 can't be read.
             CacheFullError: they do not fit into the budget.
         """
-        self._check_tokens_are_known()
         self.tokens = self.engine.load_snapshot(path)
         if self.messages:
-            behind = self.tokens[len(self._prefix.token_ids) :]
+            behind = self.tokens[len(self._prefix) :]
             self._encoder.keep_tokens(self.tokenizer, self.messages, behind)
         return len(self.tokens)
 
@@ -208,10 +185,7 @@ class Conversation:
             prompt = self._prompt_tokens()
             # Reasoning marks may be special tokens, and belong to the history.
             params = params or SamplingParams(skip_special_tokens=False)
-            responses = stream_request(
-                self.engine, prompt, params, progress, cache_salt=self.cache_salt
-            )
-            with closing(responses):
+            with closing(stream_request(self.engine, prompt, params, progress)) as responses:
                 token = None
                 for response in responses:
                     # One token behind: the K/V of the newest one are not computed yet.
@@ -259,15 +233,8 @@ class Conversation:
         roles = [message["role"] for message in self.messages]
         return max((index for index, role in enumerate(roles) if role == "user"), default=None)
 
-    def _check_tokens_are_known(self) -> None:
-        if self.cache_salt is not None:
-            raise ValueError(
-                "[chat] the conversation continues a prompt cache without token ids, so its K/V "
-                "can't be saved or loaded"
-            )
-
     def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        if self._prefix.token_ids and messages and messages[0]["role"] == "system":
+        if self._prefix and messages and messages[0]["role"] == "system":
             raise ValueError(
                 "[chat] a system prompt can't follow a prompt cache, which already begins the "
                 "conversation; make it part of the cached prompt"
@@ -282,7 +249,7 @@ class Conversation:
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        prefix = self._prefix.token_ids
+        prefix = self._prefix
         write = behind_prefix if prefix else render_chat
         prompt = self._encoder.encode(
             self.tokenizer, self.messages, self._template_options, write=write
@@ -295,7 +262,7 @@ class Conversation:
         """Keep the tokens of the last answer, as far as they are computed."""
         prompt = self._prompt
         assert prompt is not None
-        token_ids = self.tokens[len(self._prefix.token_ids) + len(prompt.token_ids) :]
+        token_ids = self.tokens[len(self._prefix) + len(prompt.token_ids) :]
         said = Verbatim(decoded(self.tokenizer, prompt.token_ids, token_ids))
         self._encoder.keep(self.tokenizer, prompt, token_ids, self.messages[-1], said)
 
@@ -305,8 +272,8 @@ def _text(message: dict[str, Any]) -> str:
     return str(normalise_messages([message])[0]["content"])
 
 
-# --prompt-cache-file: a file of mlx_lm.cache_prompt, or a snapshot. It replaces what the chat
-# template writes before the first message of the user.
+# --prompt-cache-file: a snapshot, or a prompt cache of mlx-lm's with token ids. It replaces what
+# the chat template writes before the first message of the user.
 
 
 class PromptCacheFacts(NamedTuple):
@@ -315,15 +282,22 @@ class PromptCacheFacts(NamedTuple):
     path: Path
     model: str | None = None  # as it was given to mlx-lm
     tokenizer_config: Mapping[str, Any] = {}
-    has_token_ids: bool = True
 
 
 def read_facts(path: str) -> PromptCacheFacts:
-    """Raises ``SnapshotError`` unless the file is a prompt cache of mlx-lm's or a snapshot."""
+    """Raises ``SnapshotError`` unless the file is a snapshot, or a prompt cache of mlx-lm's with
+    token ids.
+    """
     file = check_path(path)
     if is_snapshot(file):
         return PromptCacheFacts(file)
     _, metadata = read_prompt_cache(file)
+    if TOKEN_IDS not in metadata:
+        raise SnapshotError(
+            file,
+            "does not contain the ids of its tokens, like all prompt caches that mlx-lm makes; "
+            "give its text as the first message, and --cache-dir to keep the K/V",
+        )
     try:
         config = json.loads(metadata.get(TOKENIZER_CONFIG, "{}"))
         if not isinstance(config, dict):
@@ -332,7 +306,7 @@ def read_facts(path: str) -> PromptCacheFacts:
         raise SnapshotError(file, f"has a tokenizer_config that can't be read: {error}") from error
     # A file must not be able to allow the execution of code.
     config = {name: value for name, value in config.items() if name != "trust_remote_code"}
-    return PromptCacheFacts(file, metadata.get(MODEL) or None, config, TOKEN_IDS in metadata)
+    return PromptCacheFacts(file, metadata.get(MODEL) or None, config)
 
 
 def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: bool) -> str | None:
@@ -360,20 +334,18 @@ def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: 
     )
 
 
-def put_before(engine: Engine, facts: PromptCacheFacts) -> PromptPrefix:
-    """Load the K/V of a file into an engine.
+def load_prefix(engine: Engine, facts: PromptCacheFacts) -> list[int]:
+    """Load the K/V of a file into an engine; returns their token ids.
 
     Raises:
         SnapshotError: it holds K/V of another model, dtype or format, or was altered.
-        ArgumentError: it has no token ids, and the engine does not support such K/V.
+        ArgumentError: the engine has no blocks, or a ``window``, which mlx-lm does not have.
         CacheFullError: they do not fit into the budget.
     """
     if is_snapshot(facts.path):
-        return PromptPrefix(engine.load_snapshot(facts.path))
+        return engine.load_snapshot(facts.path)
     # The model was chosen by the file (chosen_model).
-    if facts.has_token_ids:
-        return PromptPrefix(engine.import_prompt_cache(facts.path, allow_other_model=True))
-    return PromptPrefix(*engine.pin_prompt_cache(facts.path, allow_other_model=True))
+    return engine.import_prompt_cache(facts.path, allow_other_model=True)
 
 
 def behind_prefix(

@@ -429,7 +429,7 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
         )
     num_branches = len(branches) - 1
     if num_branches and cache.kind == "paged":
-        tables = [engine.cached_block_ids(each.tokens, each.cache_salt) for each in branches]
+        tables = [engine.cached_block_ids(each.tokens) for each in branches]
         lines.append(
             f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
             f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"

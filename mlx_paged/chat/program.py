@@ -240,10 +240,9 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     import_first("mlx_paged.loading", "mlx_paged.chat.dialogue")
     from mlx_paged.chat.conversation import (
-        NO_PREFIX,
         Conversation,
         chosen_model,
-        put_before,
+        load_prefix,
         read_facts,
     )
     from mlx_paged.command_line.flags import engine_options
@@ -306,6 +305,6 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
         enable_thinking=False if args.no_thinking else None,
-        prefix=NO_PREFIX if facts is None else put_before(engine, facts),
+        prefix=() if facts is None else load_prefix(engine, facts),
     )
     return conversation, settings

@@ -30,7 +30,6 @@ from mlx_paged.core.errors import (
     DoubleFreeError,
     ForeignBlockError,
     FrozenBlockError,
-    IntegrityError,
     UseAfterFreeError,
 )
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
@@ -64,7 +63,6 @@ __all__ = [
     "ForeignBlockError",
     "FreeKVCacheBlockQueue",
     "FrozenBlockError",
-    "IntegrityError",
     "KVCacheBlock",
     "KVCacheManager",
     "KVCacheManagerStats",

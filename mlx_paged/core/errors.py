@@ -35,9 +35,3 @@ class BlockTableError(BlockError):
     """An invalid operation on a block table: a token beyond its capacity, a trim beyond its length,
     a negative count, or computed blocks for a table that has blocks already.
     """
-
-
-class IntegrityError(BlockError):
-    """The bookkeeping contradicts itself, which is a bug in ``mlx_paged.core``. The message prints
-    the sum that failed.
-    """

@@ -23,7 +23,6 @@ from mlx_paged.core.computed_blocks import (
 )
 from mlx_paged.core.errors import BlockTableError
 from mlx_paged.core.free_queue import KVCacheBlock
-from mlx_paged.core.integrity import check_integrity
 from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
 from mlx_paged.core.prefix_lookup import AbsentBlock, absent_states, group_hashes, look_up
@@ -497,14 +496,6 @@ class KVCacheManager:
             0 if self.states is None else len(self.states.checkpoints),
             self._num_stateless_tokens,
         )
-
-    def check_integrity(self) -> None:
-        """Verify every invariant of pool and tables. O(blocks), for tests and for debugging.
-
-        Raises:
-            IntegrityError: with the sum that failed.
-        """
-        check_integrity(self.pool, self._groups)
 
     def _table(self, request_id: RequestId) -> BlockTable:
         if request_id not in self._tables:

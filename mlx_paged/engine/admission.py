@@ -12,9 +12,8 @@ from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.prefix_cache import PrefixCache
-from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.engine.request_queues import MIN_LEAD, RequestQueues
-from mlx_paged.engine.swap_space import Swapped, SwapSpace
+from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import (
     ArgumentError,
     PromptTooLongError,
@@ -25,6 +24,7 @@ from mlx_paged.request import Request, Share
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
+    from mlx_paged.engine.disk_tier import DiskTier
 
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
@@ -35,7 +35,6 @@ class Found(NamedTuple):
 
     hit: ComputedBlocks  # in the prefix cache
     computed: ComputedBlocks  # what it begins with: the hit, or more by its swapped-out blocks
-    swapped: Swapped | None  # in the swap space
 
 
 def num_seqs(requests: Iterable[Request]) -> int:
@@ -116,7 +115,7 @@ class Admission:
             request.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
         )
 
-    def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
+    def absent_blocks(self, request: Request, tier: DiskTier) -> Sequence[AbsentBlock]:
         """The blocks of a waiting request to read from a tier; none if it is swapped out."""
         if self._swap_space.num_tokens_of(request.seq_id):
             return ()
@@ -271,10 +270,10 @@ class Admission:
     def find(self, request: Request) -> Found:
         """Look up the K/V for a waiting request, without taking them."""
         hit = computed = self._prefix_cache.computed_blocks(request)
-        swapped = self._swap_space.find(request.seq_id, request.cache_salt)
-        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
-            computed = self._manager.resumed(swapped.held, hit)
-        return Found(hit, computed, swapped)
+        swapped = self._swap_space.find(request.seq_id)
+        if swapped is not None and swapped.num_tokens > hit.num_tokens:
+            computed = self._manager.resumed(swapped, hit)
+        return Found(hit, computed)
 
     def is_early(self, plan: Batch, found: Found) -> bool:
         """Whether a request needs copies of blocks that the planned step writes, which would be

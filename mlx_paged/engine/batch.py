@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from mlx_paged.core import BlockCopy, BlockLoad, KeyShift
-from mlx_paged.engine.swap_space import SwapName
-from mlx_paged.request import PENDING_TOKEN, Request
+from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
 class Scheduled(NamedTuple):
@@ -31,13 +30,9 @@ class Scheduled(NamedTuple):
 
 
 class SwapOut(NamedTuple):
-    """Copy these blocks of each group of layers to host memory.
+    """Copy these blocks of each group of layers to the swap space."""
 
-    Attributes:
-        name: of the blocks in the swap space.
-    """
-
-    name: SwapName
+    seq_id: SeqId
     block_ids: list[list[int]]
 
 
@@ -55,13 +50,9 @@ class ShiftKeys(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Copy blocks back, into the new blocks of the sequence.
+    """Copy blocks back from the swap space, into the new blocks of the sequence."""
 
-    Attributes:
-        name: of the blocks in the swap space.
-    """
-
-    name: SwapName
+    seq_id: SeqId
     loads: list[BlockLoad]
 
 

@@ -44,12 +44,12 @@ from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
-from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
-from mlx_paged.models.identity import ModelIdentity, identities_of
+from mlx_paged.models.identity import ModelIdentity, model_identity, take_files
 from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
 from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.weight_files import WeightCatalogue
 
 
 @dataclass(eq=False, repr=False)
@@ -130,6 +130,7 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
+    models = [(each, take_files(each)) for each in (checked, draft) if each is not None]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
@@ -155,9 +156,11 @@ def build(
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 
     # Reads all weights, so at most once, and only if it is needed.
-    known = make_tier.digests() if isinstance(make_tier, DiskTierOptions) else NOTHING_KNOWN
+    catalogue = None
+    if isinstance(make_tier, DiskTierOptions):
+        catalogue = WeightCatalogue(make_tier.folder)
     identities: Callable[[], Sequence[ModelIdentity]] = once(
-        lambda: identities_of(checked, draft, known)
+        lambda: [model_identity(each, catalogue, files) for each, files in models]
     )
     num_parameters = num_parameters_of(model)
     disk_tier = None
@@ -204,9 +207,7 @@ def build(
     budgets = make_budgets(scheduler.limits)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, replicas, disk_tier)
     finds_prefixes = config.enable_prefix_caching
-    snapshots = Snapshots(
-        model, identities, cache, manager, draft is not None, finds_prefixes, ranks
-    )
+    snapshots = Snapshots(model, identities, cache, manager, finds_prefixes, ranks)
     largest = config.max_num_batched_tokens
     context = largest if max_model_len is None else min(largest, max_model_len)
     nbytes_activations = max(

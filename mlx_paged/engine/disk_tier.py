@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from mlx_paged.block_store import BlockReader, BlockWriter
-from mlx_paged.block_store.reader import ReadBlock
-from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.block_store.workers import SECONDS_AT_EXIT, ReadBlock
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import put_cached_blocks
@@ -68,7 +67,7 @@ class DiskTier:
 
     Loaded blocks are put into free blocks of the pool and entered into the prefix index, like any
     other cached block. So this class does not depend on block tables, and the scheduler only needs
-    to know which requests have to wait (:class:`BlockTier`).
+    to know which requests have to wait (:class:`ReadAhead`).
 
     All methods but ``stats`` and those for answers are called by the stepping thread. A failure of
     the disk fails no request: the engine continues without it until it can be used again, and warns
@@ -79,6 +78,9 @@ class DiskTier:
         tier: stores the blocks: a folder, or a tier of the caller's.
         num_parameters: of the model.
         checkpoints: the states of a model with recurrent layers; ``None`` for others.
+
+    Attributes:
+        pays_for_preempted: whether loading a block takes less time than computing it.
     """
 
     def __init__(
@@ -123,9 +125,10 @@ class DiskTier:
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
-    # For the scheduler: BlockTier
+    # For the scheduler
 
     def has(self, block_hash: BlockHash) -> bool:
+        """Whether the tier has a block now. It may be gone when it is read."""
         if self._is_closed or self.store.failure is not None:
             return False
         if not self._groups and len(block_hash) == HASH_NBYTES:
@@ -137,6 +140,7 @@ class DiskTier:
             return False
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
+        """Begin to load blocks into the pool, where the request will find them cached."""
         self._wanted[seq_id] = {block.block_hash: block for block in blocks}
         with_bytes = [block.block_hash for block in blocks if block.group in self._block_nbytes]
         self._reader.read(seq_id, with_bytes)
@@ -146,9 +150,11 @@ class DiskTier:
         self._cache.make_room(sum(map(len, self._wanted.values())))
 
     def is_reading(self, seq_id: SeqId) -> bool:
+        """Whether some of the requested blocks are still being read."""
         return seq_id in self._wanted and self._reader.is_reading(seq_id)
 
     def forget(self, seq_id: SeqId) -> int:
+        """Cancel the reads of a request; returns how many tokens were loaded for it."""
         if self._wanted.pop(seq_id, None) is None:
             return 0
         self._reader.cancel(seq_id)
@@ -164,6 +170,7 @@ class DiskTier:
         self._save([each for each in hashes if each in self._unsaved], frozenset())
 
     def clear(self) -> None:
+        """Cancel the reads of all requests, and save nothing that is not saved yet."""
         for seq_id in list(self._wanted):
             self.forget(seq_id)
         self._unsaved.clear()

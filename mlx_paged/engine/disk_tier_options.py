@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_paged.block_store import BlockStore, Fingerprint, WeightDigests
+from mlx_paged.block_store import BlockStore, Fingerprint
 from mlx_paged.block_store.layout import folder_path
 from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
@@ -86,10 +86,6 @@ class DiskTierOptions:
         return BlockStore(
             self.folder, self.max_nbytes, fingerprint, self.ttl, self.max_nbytes_a_day
         )
-
-    def digests(self) -> WeightDigests:
-        """The digests of weights that earlier starts have stored in the folder."""
-        return WeightDigests(self.folder)
 
     def check_holds(self, what: str, nbytes: int) -> None:
         """Check that one block or state fits within the limits.

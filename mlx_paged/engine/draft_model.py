@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -13,7 +13,6 @@ from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.drafts import ACCEPTANCE_RATE
-from mlx_paged.engine.read_array import read_ints
 from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
@@ -66,7 +65,7 @@ class DraftModel:
 
     def made(self, part: Scheduled) -> list[int]:
         state = self._state_of(part.request, part.start)
-        return [read_ints(tokens)[entry] for tokens, entry in state.drafts]
+        return [cast(list[int], tokens.tolist())[entry] for tokens, entry in state.drafts]
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(request, request.num_computed_tokens)

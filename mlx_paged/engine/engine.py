@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build
@@ -22,7 +22,6 @@ from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import follow, share
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
-from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
@@ -174,9 +173,6 @@ class Engine(EngineParts):
             token_rules=token_rules,
         )
         request = state.requests[0]
-        if num_held := self.swap_space.num_pinned_tokens(cache_salt):
-            check_begins_with_pinned(request.token_ids, num_held, request.params)
-            request.no_store = True  # No other request would find it.
         self.scheduler.check(request)
         if request.params.has_functions:
             self._calls_functions = True
@@ -348,16 +344,6 @@ class Engine(EngineParts):
         """
         opened = self.snapshots.open_prompt_cache
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
-
-    def pin_prompt_cache(
-        self, path: str | Path, *, allow_other_model: bool = False
-    ) -> PinnedPrompt:
-        """Pin the K/V of a prompt cache of mlx-lm whose tokens are unknown, for requests that begin
-        with the returned ``token_ids`` and have its ``cache_salt``. They stay in host memory until
-        the engine ends. Arguments and errors: :meth:`Snapshots.pin_prompt_cache`.
-        """
-        read = self.snapshots.pin_prompt_cache
-        return self.thread.call(partial(read, path, self.swap_space, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call a function that reads K/V, between two steps."""

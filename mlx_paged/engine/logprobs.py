@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
 from mlx_paged.request import Logprob, Request
 
 
@@ -53,10 +52,10 @@ def read_report(
     for token, count, own, own_rank, top_ids, top in zip(
         token_ids,
         num_top,
-        read_floats(report.chosen),
-        read_ints(report.ranks),
-        read_int_rows(report.top_ids),
-        read_float_rows(report.top),
+        cast(list[float], report.chosen.tolist()),
+        cast(list[int], report.ranks.tolist()),
+        cast(list[list[int]], report.top_ids.tolist()),
+        cast(list[list[float]], report.top.tolist()),
         strict=True,
     ):
         best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))

@@ -13,7 +13,6 @@ from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
-from mlx_paged.core.tier import LostBlockError
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
@@ -166,22 +165,15 @@ class ModelRunner:
         if isinstance(transfer, ShiftKeys):
             cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            groups = zip(self._swap_space.headers(transfer.name), transfer.block_ids, strict=True)
+            groups = zip(self._swap_space.headers(transfer.seq_id), transfer.block_ids, strict=True)
             blocks = [pair for group in groups for pair in zip(*group, strict=True)]
             store_blocks(cache, self._swap_space.tier, blocks)
         else:
-            headers = self._swap_space.headers(transfer.name)
+            headers = self._swap_space.headers(transfer.seq_id)
             blocks = [
                 (headers[load.group][index], block_id)
                 for load in transfer.loads
                 for index, block_id in zip(load.indices, load.block_ids, strict=True)
             ]
-            try:
-                load_blocks(cache, self._swap_space.tier, blocks)
-            except LostBlockError as error:
-                if self._swap_space.is_pinned(transfer.name):
-                    raise RuntimeError(
-                        "[engine] the K/V of a pinned prompt cache are lost; pin it again"
-                    ) from error
-                raise
-            self._swap_space.release(transfer.name)
+            load_blocks(cache, self._swap_space.tier, blocks)
+            self._swap_space.release(transfer.seq_id)

@@ -14,11 +14,11 @@ from mlx_paged.core import (
     extend_block_hashes,
 )
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.request import Request
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
+    from mlx_paged.engine.disk_tier import DiskTier
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class PrefixCache:
         hashes = request.block_hashes[:num_usable_blocks]
         return self._last_sequence.num_kept_blocks(hashes) * self._block_size
 
-    def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
+    def absent_blocks(self, request: Request, tier: DiskTier) -> Sequence[AbsentBlock]:
         """The blocks of a request that a tier has and the pool lacks."""
         self._hash_blocks(request)
         num_tokens = _num_findable_tokens(request)

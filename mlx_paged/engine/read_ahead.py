@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-from mlx_paged.core import AbsentBlock, BlockHash
+from mlx_paged.core import BlockHash
+from mlx_paged.engine.admission import Admission
 from mlx_paged.request import Request, RequestStatus, SeqId
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.engine.disk_tier import DiskTier
 
 # The number of requests at the front of the queue whose blocks are read ahead.
 MAX_READ_AHEAD = 4
-
-
-class BlockTier(Protocol):
-    """A second place for full blocks, by their hashes."""
-
-    @property
-    def pays_for_preempted(self) -> bool:
-        """Whether loading a block takes less time than computing it."""
-        ...
-
-    def has(self, block_hash: BlockHash) -> bool:
-        """Whether the tier has a block now. It may be gone when it is read."""
-        ...
-
-    def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
-        """Begin to load blocks into the pool, where the request will find them cached."""
-
-    def is_reading(self, seq_id: SeqId) -> bool:
-        """Whether some of the requested blocks are still being read."""
-        ...
-
-    def forget(self, seq_id: SeqId) -> int:
-        """Cancel the reads of a request; returns how many tokens were loaded for it."""
-        ...
-
-    def keep(self, request: Request) -> None:
-        """Save the blocks of a request that is preempted, before they are freed."""
-
-    def clear(self) -> None:
-        """Cancel the reads of all requests."""
-
-
-class BlockDemand(NamedTuple):
-    """The demand for blocks, provided by the scheduler.
-
-    Attributes:
-        has_room: whether all tokens of these requests fit into the pool together.
-        absent_blocks: the blocks of a request that a tier has and the pool lacks.
-    """
-
-    has_room: Callable[[Sequence[Request]], bool]
-    absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +31,12 @@ class ReadAhead:
 
     Args:
         tier: ``None`` if there is none.
-        demand: of the waiting requests.
+        admission: says what waiting requests need, and whether it fits.
     """
 
-    def __init__(self, tier: BlockTier | None, demand: BlockDemand):
+    def __init__(self, tier: DiskTier | None, admission: Admission):
         self._tier = tier
-        self._demand = demand
+        self._admission = admission
         self._asked: dict[SeqId, _Asked] = {}
 
     def look(self, waiting: Iterable[Request]) -> None:
@@ -117,15 +79,15 @@ class ReadAhead:
         if self._tier is not None:
             self._tier.clear()
 
-    def _reading(self, tier: BlockTier) -> list[Request]:
+    def _reading(self, tier: DiskTier) -> list[Request]:
         requests = [asked.request for asked in self._asked.values()]
         return [each for each in requests if tier.is_reading(each.seq_id)]
 
-    def _may_ask(self, tier: BlockTier, request: Request) -> bool:
+    def _may_ask(self, tier: DiskTier, request: Request) -> bool:
         is_asked = request.seq_id in self._asked
-        return is_asked or self._demand.has_room([*self._reading(tier), request])
+        return is_asked or self._admission.fits([*self._reading(tier), request])
 
-    def _ask(self, tier: BlockTier, request: Request) -> None:
+    def _ask(self, tier: DiskTier, request: Request) -> None:
         if request.seq_id in self._asked:
             return
         asked = self._asked[request.seq_id] = _Asked(request)
@@ -133,16 +95,16 @@ class ReadAhead:
             return
         self._read(tier, asked)
 
-    def _ask_again(self, tier: BlockTier, request: Request) -> bool:
+    def _ask_again(self, tier: DiskTier, request: Request) -> bool:
         """After all requested blocks were read: whether others have to be read. A block or a state
         may have been lost, and a shorter prefix may end with another state.
         """
         asked = self._asked[request.seq_id]
         return bool(asked.block_hashes) and not asked.is_over and self._read(tier, asked)
 
-    def _read(self, tier: BlockTier, asked: _Asked) -> bool:
+    def _read(self, tier: DiskTier, asked: _Asked) -> bool:
         """Begin to read the missing blocks of a request; whether any were not requested before."""
-        blocks = self._demand.absent_blocks(asked.request, tier)
+        blocks = self._admission.absent_blocks(asked.request, tier)
         hashes = {block.block_hash for block in blocks}
         asked.is_over = hashes <= asked.block_hashes
         if not asked.is_over:

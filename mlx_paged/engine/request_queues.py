@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch
 from mlx_paged.request import Request, RequestStatus, SeqId, Share
 
@@ -227,30 +226,6 @@ class RequestQueues:
         else:
             for queue in (self.waiting, request.share.waiting):
                 _remove(queue, request, _by_order)
-
-    def check_integrity(self, manager: KVCacheManager) -> None:
-        """Check the queues against the tables of a manager. Raises AssertionError."""
-        running = {request.seq_id for request in self.running}
-        assert {
-            seq for seq, request in self.requests.items() if request.status is RequestStatus.RUNNING
-        } == running
-        assert set(self.requests) == running | {request.seq_id for request in self.waiting}
-        assert running <= set(manager.tables), "a running request has a table"
-        assert self.running == sorted(self.running, key=place_of)
-        assert self.waiting == sorted(self.waiting, key=_by_order)
-        self._check_shares()
-        for request in self.waiting:
-            assert request.seq_id not in manager.tables, "a waiting request holds nothing"
-        for request in self.running:
-            assert manager.num_tokens(request.seq_id) == request.num_computed_tokens
-            assert request.num_computed_tokens <= request.num_tokens
-
-    def _check_shares(self) -> None:
-        shares = {request.share for request in self.requests.values()}
-        assert len(shares) == self.shares.num_active
-        for share in shares:
-            assert share.waiting == [each for each in self.waiting if each.share is share]
-            assert share.num_running == sum(each.share is share for each in self.running)
 
 
 def _remove(queue: list[Request], request: Request, key: Callable[[Request], Any]) -> None:

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -23,7 +23,6 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.callers_thread import lazy_array_error
 from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
-from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
 from mlx_paged.engine.thinking_budget import force_tokens
 from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
@@ -73,14 +72,15 @@ class SampledTokens:
         """Wait for the tokens. An exception in place of a token fails its request."""
         if not self.requests:
             return []
-        token_ids, failed = read_ints(self.token_ids), self.failed
+        token_ids, failed = cast(list[int], self.token_ids.tolist()), self.failed
         if self.peaks is not None:
-            for entry, peak in zip(self.may_have_none, read_floats(self.peaks), strict=True):
+            peaks = cast(list[float], self.peaks.tolist())
+            for entry, peak in zip(self.may_have_none, peaks, strict=True):
                 if not peak > -np.inf:  # also for NaN
                     error = _no_token(self.requests[entry], self.positions[entry], peak)
                     failed.setdefault(entry, error)
         for entry, drawn in self.drawn.items():
-            token = read_ints(drawn)[0]
+            (token,) = cast(list[int], drawn.tolist())
             if not 0 <= token < self.vocab_size:
                 failed.setdefault(entry, _no_such_token(token, self.vocab_size))
         if not failed and self.report is None:

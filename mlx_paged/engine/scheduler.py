@@ -20,7 +20,7 @@ from mlx_paged.engine.admission import Admission, Found
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
+from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
@@ -30,6 +30,7 @@ from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, Stop
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
+    from mlx_paged.engine.disk_tier import DiskTier
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -89,7 +90,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: BlockTier | None = None,
+        tier: DiskTier | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -117,8 +118,7 @@ class Scheduler:
         self._admission = Admission(
             manager, cache, config, self.swap_space, self._prefix_cache, context_length
         )
-        demand = BlockDemand(self._admission.fits, self._admission.absent_blocks)
-        self._read_ahead = ReadAhead(tier, demand)
+        self._read_ahead = ReadAhead(tier, self._admission)
         self._block_size = self.manager.pool.block_size
         self._num_blocks = 0  # of the budget, in the newest step
         self._max_num_tokens = 0  # of one request then, its last token without K/V
@@ -374,7 +374,7 @@ class Scheduler:
         """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
         if self._admission.is_early(plan, found):
             return False
-        hit, computed, swapped = found
+        hit, computed = found
         num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
         # The first request of a user needs no watermark: where blocks run out, others make way.
@@ -407,8 +407,8 @@ class Scheduler:
                 admit = self.prefix_history.admit
                 request.prefix_report = admit(request, num_cached, hit.num_tokens_with_kv)
         self._prefix_cache.begin(request, num_held)
-        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
-            plan.copies.append(SwapIn(swapped.name, loads))
+        if loads := self.manager.take_loads(request.seq_id):
+            plan.copies.append(SwapIn(request.seq_id, loads))
         else:
             self.swap_space.release(request.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
@@ -512,7 +512,7 @@ class Scheduler:
                 self._queues.requeue(request)
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut | SwapIn):
-                self.swap_space.release(transfer.name)
+                self.swap_space.release(transfer.seq_id)
 
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
@@ -526,10 +526,3 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
         return self._prefix_cache.reset()
-
-    def check_integrity(self) -> None:
-        """Check the queues against tables and blocks; for tests and debugging. Raises
-        IntegrityError, AssertionError.
-        """
-        self.manager.check_integrity()
-        self._queues.check_integrity(self.manager)

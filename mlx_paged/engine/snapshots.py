@@ -18,9 +18,7 @@ from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.domains import BOOL
 from mlx_paged.engine.kv_fingerprint import code_of
-from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_can_pin, pin
 from mlx_paged.engine.prefix_cache import extra_hash_keys
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.ops import StateRow
@@ -70,13 +68,11 @@ class Snapshots:
         identities: Callable[[], Sequence[ModelIdentity]],
         cache: KVCache,
         manager: KVCacheManager,
-        has_draft_model: bool,
         finds_prefixes: bool,
         ranks: Ranks | None,
     ):
         self._model, self._identities = model, identities
         self._cache, self._manager = cache, manager
-        self._has_draft_model = has_draft_model
         self._finds_prefixes, self._ranks = finds_prefixes, ranks
 
     @cached_property
@@ -199,7 +195,8 @@ class Snapshots:
                 its layers, dtype or format differ.
         """
         self.check()
-        file = self._prompt_cache(path, allow_other_model)
+        allow_other_model = BOOL.check("snapshot", "allow_other_model", allow_other_model)
+        file = PromptCacheFile(path, self._model, self._cache, allow_other_model)
         if token_ids is not None:
             file.check_token_ids(ids := check_token_ids(token_ids))
         elif file.token_ids is not None:
@@ -211,22 +208,6 @@ class Snapshots:
                 "token_ids",
             )
         return self._prefix(file, ids, cache_salt)
-
-    def pin_prompt_cache(
-        self, path: str | Path, swap_space: SwapSpace, allow_other_model: bool
-    ) -> PinnedPrompt:
-        """Read a prompt cache of mlx-lm's without token ids into host memory.
-
-        Args:
-            allow_other_model: as :meth:`open_prompt_cache`.
-
-        Raises:
-            ArgumentError: as :meth:`check`, or there are layers with windows, or a draft model.
-            SnapshotError: as :meth:`open_prompt_cache`.
-        """
-        check_can_pin(self._cache, self._has_draft_model)
-        self.check()
-        return pin(self._prompt_cache(path, allow_other_model), self._cache, swap_space)
 
     def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.
@@ -247,10 +228,6 @@ class Snapshots:
         except Exception as error:
             return error
         return None
-
-    def _prompt_cache(self, path: str | Path, allow_other_model: bool) -> PromptCacheFile:
-        allow_other_model = BOOL.check("snapshot", "allow_other_model", allow_other_model)
-        return PromptCacheFile(path, self._model, self._cache, allow_other_model)
 
     def _prefix(
         self,

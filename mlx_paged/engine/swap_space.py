@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 from mlx_paged.argument_values import as_integer
 from mlx_paged.config import KVBudget
@@ -16,9 +16,6 @@ from mlx_paged.request import SeqId
 
 if TYPE_CHECKING:  # the scheduler, which uses the swap space, imports no arrays
     from mlx_paged.cache import KVCache
-
-SwapName: TypeAlias = SeqId | str
-"""A preempted sequence, or the salt of requests that begin with pinned K/V."""
 
 # Floating-point operations per byte of memory bandwidth: an M1 has 2.6 TFLOPS and 68 GB/s, and its
 # successors are close to that.
@@ -69,25 +66,15 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
     return (budget.nbytes or 0) // config.nbytes_per_block
 
 
-class Swapped(NamedTuple):
-    """The K/V of a request in the swap space."""
-
-    name: SwapName
-    held: SequenceTables
-
-
 class SwapSpace:
     """The K/V of preempted requests, in whole blocks, with their recurrent states. Requests that
     don't fit are recomputed.
-
-    It can also pin K/V that can't be recomputed, for all requests of a salt, which begin with them.
-    These don't count.
 
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
         num_state_blocks: how many blocks a sequence's recurrent state counts as.
         tier: stores the blocks, by default in host memory, until they are discarded. Requests whose
-            blocks it loses are recomputed; pinned K/V can't be.
+            blocks it loses are recomputed.
     """
 
     def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
@@ -95,9 +82,8 @@ class SwapSpace:
         self.tier = tier or HostMemory()
         self._has_said_why = False
         self._num_state_blocks = num_state_blocks
-        self._held: dict[SwapName, SequenceTables] = {}  # by sequence
-        self._pinned: dict[SwapName, SequenceTables] = {}  # by salt
-        self._owners: dict[SwapName, bytes] = {}  # of the blocks of both, in the tier
+        self._held: dict[SeqId, SequenceTables] = {}
+        self._owners: dict[SeqId, bytes] = {}  # of the blocks, in the tier
 
     @property
     def tier(self) -> Tier:
@@ -107,36 +93,19 @@ class SwapSpace:
     def tier(self, tier: Tier) -> None:
         self._tier = tier if type(tier) is HostMemory else GuardedTier(tier)
 
-    def is_pinned(self, name: SwapName) -> bool:
-        """Whether K/V are those of a salt."""
-        return name in self._pinned
-
-    def pin(self, cache_salt: str, held: SequenceTables) -> None:
-        """Keep the first tokens of all requests of a salt; the caller stores their blocks next."""
-        self._pinned[cache_salt], self._owners[cache_salt] = held, os.urandom(16)
-
-    def num_pinned_tokens(self, cache_salt: str | None) -> int:
-        """The number of tokens that are pinned for requests of a salt."""
-        held = None if cache_salt is None else self._pinned.get(cache_salt)
-        return 0 if held is None else held.num_tokens
-
-    def find(self, seq_id: SeqId, cache_salt: str | None) -> Swapped | None:
-        """The K/V of a sequence: its own, or those that are pinned for its salt."""
-        if seq_id in self._held:
-            return Swapped(seq_id, self._held[seq_id])
-        if cache_salt is not None and cache_salt in self._pinned:
-            return Swapped(cache_salt, self._pinned[cache_salt])
-        return None
+    def find(self, seq_id: SeqId) -> SequenceTables | None:
+        """The tables of a sequence whose K/V are here."""
+        return self._held.get(seq_id)
 
     @property
     def num_used_blocks(self) -> int:
-        """The number of blocks of preempted requests."""
+        """The number of blocks in use."""
         # Over a copy, because any thread may read the stats.
         return sum(each.num_blocks + self._num_state_blocks for each in list(self._held.values()))
 
     @property
     def num_used_tokens(self) -> int:
-        """The number of tokens of preempted requests."""
+        """The number of tokens whose K/V are here."""
         return sum(each.num_tokens for each in list(self._held.values()))
 
     def num_tokens_of(self, seq_id: SeqId) -> int:
@@ -153,28 +122,28 @@ class SwapSpace:
         self._held[seq_id], self._owners[seq_id] = held, os.urandom(16)
         return True
 
-    def headers(self, name: SwapName) -> list[list[BlockHeader]]:
+    def headers(self, seq_id: SeqId) -> list[list[BlockHeader]]:
         """The headers of the blocks of each group of layers, in order."""
-        owner = self._owners[name]
+        owner = self._owners[seq_id]
         return [
             [
                 BlockHeader(private_key(owner, group, index), group=group)
                 for index in range(table.num_blocks + table.num_sinks)
             ]
-            for group, table in enumerate((self._held.get(name) or self._pinned[name]).tables)
+            for group, table in enumerate(self._held[seq_id].tables)
         ]
 
-    def release(self, name: SwapName) -> None:
-        """Discard the K/V of a sequence, if there are any. Pinned K/V stay."""
-        if name in self._held:
-            for headers in self.headers(name):
+    def release(self, seq_id: SeqId) -> None:
+        """Discard the K/V of a sequence, if there are any."""
+        if seq_id in self._held:
+            for headers in self.headers(seq_id):
                 self.tier.discard([header.block_hash for header in headers])
-            del self._held[name], self._owners[name]
+            del self._held[seq_id], self._owners[seq_id]
 
     def clear(self) -> None:
         """Discard the K/V of all sequences."""
-        for name in list(self._held):
-            self.release(name)
+        for seq_id in list(self._held):
+            self.release(seq_id)
 
     def _has_failed(self) -> bool:
         """Whether the tier has failed; warns once."""

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
-from mlx_paged.loading.loader import load
+from mlx_paged.loading.loader import load_whole
 
 
 def load_draft_model(
@@ -37,7 +37,7 @@ def load_draft_model(
             "draft_model",
         )
     try:
-        loaded, draft_tokenizer = load(draft_model, skip_check=skip_check)
+        loaded, draft_tokenizer, _ = load_whole(draft_model, skip_check=skip_check)
     except LoadError as error:
         reason = str(error).removeprefix("[load] ")
         raise LoadError(f"[load] draft_model: {reason}", "draft_model") from error

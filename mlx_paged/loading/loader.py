@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
@@ -32,7 +34,7 @@ from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.identity import model_name
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
-from mlx_paged.models.weight_files import noting_classes
+from mlx_paged.models.weight_files import WeightFiles
 
 # Is called with a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]
@@ -150,6 +152,7 @@ def load(
         tokenizer_path=tokenizer_path,
         skip_check=skip_check,
     )
+    model.loaded_from = None  # The caller may write into its weights.
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -221,6 +224,7 @@ def load_from(
         before_reading: is called with the model, without adapters, before its weights are read;
             not for a GGUF file or a model that is split.
     """
+    files = None
     if is_gguf(path):
         from mlx_paged.loading.gguf.loader import load_gguf
 
@@ -231,7 +235,7 @@ def load_from(
             model_config=model_config,
         )
     else:
-        model, config = build_model(path, model_config)
+        model, config, files = build_model(path, model_config)
         if group is None:
             if before_reading is not None:
                 before_reading(model)
@@ -244,16 +248,20 @@ def load_from(
         split(model, config, group)
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
+        files = None
     ours = on_our_caches(model, config, skip_check=skip_check)
     ours.group = group
     ours.name, ours.path = model_name(path), path
+    ours.loaded_from = None if group is not None else files
     return ours, tokenizer, config
 
 
 def build_model(
     path: Path, model_config: dict[str, Any] | None = None
-) -> tuple[Module, dict[str, Any]]:
-    """A model whose weights are lazy: they are read when they are evaluated."""
+) -> tuple[Module, dict[str, Any], WeightFiles | None]:
+    """A model whose weights are lazy, its configuration, and its files as they were before: they
+    are read when the weights are evaluated.
+    """
     config_file = path / "config.json"
     if not config_file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
@@ -266,12 +274,15 @@ def build_model(
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
     with load_errors(f"the model in {path} is broken"), without_marks(path) as readable:
-        classes = noting_classes(path, model_classes)
+        # A copy of the folder has another order of files.
+        files = WeightFiles.at(path) if readable == path else None
         model, config = load_model(
-            readable, lazy=True, model_config=model_config, get_model_classes=classes
+            readable, lazy=True, model_config=model_config, get_model_classes=model_classes
         )
     _check_weights(model, path)
-    return model, config
+    if files is not None:
+        files = replace(files, config=json.dumps(config, sort_keys=True, default=str))
+    return model, config, files
 
 
 def _read_weights(model: Module, path: Path) -> None:

@@ -86,7 +86,7 @@ def _outline_of(path: Path) -> LanguageModel:
 
         model, config = build_unread(path)
     else:
-        model, config = build_model(path)
+        model, config, _ = build_model(path)
     return on_our_caches(model, config, evaluates_weights=False)
 
 

@@ -5,27 +5,38 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.models.array_digests import NOTHING_KNOWN, KnownDigests, array_digests
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.weight_files import WeightCatalogue, WeightFiles
 
 KV_VERSION = 2
-"""The version of the code that computes K/V: increase it when a model's K/V change. Snapshots of
-another version are refused; see also ``block_store.STORED_KV_VERSION``.
+"""The version of the code that computes K/V: increase it when a model's K/V change, or the weights
+that are read from its files. Snapshots of another version are refused; see also
+``block_store.STORED_KV_VERSION``.
 """
 
 # Attributes that do not affect what a model computes.
-_UNRELATED = {"name", "description", "_training"}
+_UNRELATED = {"name", "description", "loaded_from", "_training"}
+
+# The piece of an array that one task hashes; large enough that the cost of a task is negligible.
+PIECE_NBYTES = 64 * 2**20
+# The most bytes of arrays that are hashed at once: strided ones are copied for it.
+WINDOW_NBYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -43,29 +54,42 @@ class ModelIdentity:
         return f"{self.name} ({self.digest[:12]})"
 
 
-def model_identity(model: Module, known: KnownDigests = NOTHING_KNOWN) -> ModelIdentity:
+def model_identity(
+    model: Module, catalogue: WeightCatalogue | None = None, files: WeightFiles | None = None
+) -> ModelIdentity:
     """The identity of a model that :func:`mlx_paged.load` returned, adapters included.
 
     It covers every array of the model, every plain value of its modules (such as the base of RoPE,
-    which is in no weight), and the version of the code that runs it.
+    which is in no weight), and the version of the code that runs it. The arrays are evaluated and
+    hashed, some 2 GB per second and core, unless the catalogue has the digest for their files.
 
     Args:
-        known: see :func:`array_digests`.
+        catalogue: has the digests of earlier starts; a new one is added.
+        files: of :func:`take_files`, if no array was written since.
 
     Raises:
         ValueError: not a model of :func:`mlx_paged.load`.
     """
     checked = check_model(model)
-    total = hashlib.sha256(json.dumps(_code_of(checked)).encode())
-    for path, module in sorted(checked.named_modules(), key=lambda pair: pair[0]):
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        total.update(json.dumps([path, kind, _plain_values(module)], sort_keys=True).encode())
+    name = checked.name or model_type_of(checked)
     leaves = sorted(dict(tree_flatten(checked)).items())
-    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
-    digests = array_digests(list(arrays.values()), known)
-    for (name, array), digest in zip(arrays.items(), digests, strict=True):
-        total.update(f"{name} {array.shape} {array.dtype}".encode() + b"\0" + digest)
-    return ModelIdentity(total.hexdigest(), checked.name or model_type_of(checked))
+    arrays = {path: leaf for path, leaf in leaves if isinstance(leaf, mx.array)}
+    described = _described(checked)
+    key = None
+    if catalogue is not None and files is not None:
+        mx.eval(list(arrays.values()))  # What is lazy is read from the files.
+        layout = [f"{path} {array.shape} {array.dtype}" for path, array in arrays.items()]
+        key = files.key(*described, *layout) if files.are_unchanged() else None
+        if key is not None and (known := catalogue.load(key)) is not None:
+            return ModelIdentity(known, name)
+    total = hashlib.sha256("".join(described).encode())
+    digests = array_digests(list(arrays.values()))
+    for (path, array), digest in zip(arrays.items(), digests, strict=True):
+        total.update(f"{path} {array.shape} {array.dtype}".encode() + b"\0" + digest)
+    identity = ModelIdentity(total.hexdigest(), name)
+    if catalogue is not None and key is not None:
+        catalogue.store(key, identity.digest)
+    return identity
 
 
 def model_name(path: Path) -> str:
@@ -100,12 +124,28 @@ def may_be_called(model: LanguageModel, given: str) -> bool:
     return model.name.rpartition("/")[2] in names
 
 
-def identities_of(
-    model: Module, draft_model: Module | None = None, known: KnownDigests = NOTHING_KNOWN
-) -> list[ModelIdentity]:
+def take_files(model: LanguageModel) -> WeightFiles | None:
+    """The files of a model that was read for an engine, the first time; ``None`` afterwards, since
+    its weights may be written.
+    """
+    files, model.loaded_from = model.loaded_from, None
+    return files
+
+
+def identities_of(model: Module, draft_model: Module | None = None) -> list[ModelIdentity]:
     """The identities of all models with K/V in a cache, the model first."""
     models = [model] if draft_model is None else [model, draft_model]
-    return [model_identity(each, known) for each in models]
+    return [model_identity(each) for each in models]
+
+
+def _described(model: Module) -> list[str]:
+    """Everything but the arrays: the code, and the modules with their plain values."""
+    modules = sorted(model.named_modules(), key=lambda pair: pair[0])
+    kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for _, module in modules]
+    return [json.dumps(_code_of(model))] + [
+        json.dumps([path, kind, _plain_values(module)], sort_keys=True)
+        for (path, module), kind in zip(modules, kinds, strict=True)
+    ]
 
 
 def _code_of(model: Module) -> list[str]:
@@ -137,3 +177,40 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [each for each in map(_plain, value) if each is not NotImplemented]
     return NotImplemented
+
+
+# The bytes of arrays
+
+
+def array_digests(arrays: Sequence[mx.array]) -> list[bytes]:
+    """For each array the concatenated SHA-256 digests of its 64 MiB pieces. The arrays are
+    evaluated, and hashed with one thread per core.
+    """
+    distinct = {id(array): array for array in arrays}  # Tied weights are one array.
+    digests = dict(zip(distinct, _hashed(list(distinct.values())), strict=True))
+    return [digests[id(array)] for array in arrays]
+
+
+def _hashed(arrays: Sequence[mx.array]) -> Iterator[bytes]:
+    waiting: deque[tuple[int, list[Future[bytes]]]] = deque()
+    nbytes_waiting = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for array in arrays:
+            while waiting and nbytes_waiting + array.nbytes > WINDOW_NBYTES:
+                nbytes, digests = waiting.popleft()
+                nbytes_waiting -= nbytes
+                yield b"".join(each.result() for each in digests)
+            # No copy, except of a strided view.
+            flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+            mx.eval(flat)
+            data = np.array(flat, copy=False).data
+            starts = range(0, len(data), PIECE_NBYTES)
+            pieces = [data[start : start + PIECE_NBYTES] for start in starts]
+            waiting.append((array.nbytes, [pool.submit(_digest, piece) for piece in pieces]))
+            nbytes_waiting += array.nbytes
+        for _, digests in waiting:
+            yield b"".join(each.result() for each in digests)
+
+
+def _digest(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()

@@ -13,6 +13,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.cache import AnySeqId, LayerKV, LayerSpec, Sequences
+from mlx_paged.models.weight_files import WeightFiles
 
 
 class ModelArgs(Protocol):
@@ -35,6 +36,7 @@ class LanguageModel(Module, ABC):
         path: of that folder or file, if it is known.
         description: its type and how it runs, for the first line that programs print.
         group: the ranks that its heads are split over; ``None`` if this process has all of them.
+        loaded_from: the files whose weights it has, if nothing can have written into them.
     """
 
     args: ModelArgs
@@ -42,6 +44,7 @@ class LanguageModel(Module, ABC):
     path: Path | None = None
     description: str
     group: mx.distributed.Group | None = None
+    loaded_from: WeightFiles | None = None
 
     @property
     @abstractmethod

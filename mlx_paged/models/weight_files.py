@@ -1,90 +1,69 @@
-"""Which arrays equal a tensor of a model's files: recorded when files are read, and looked up when
-weights are hashed.
+"""Which files a model was just read from, and the digests of models by the versions of their files,
+so that the next start need not hash the weights again.
 
-An array is identified by its object, since anything computed from it is another object. But MLX
-also writes into arrays (``weight[0] = 1``, ``weight += 1``) without changing the object. So a
-second reference to the original buffer is kept: MLX can't reuse that buffer for the written value,
-whose address then differs. The reference ends with the array, so it only costs memory for weights
-that were written to.
+That the arrays of a model are those of its files is known only until something else has had the
+model: MLX writes into arrays (``weight[0] = 1``) without leaving a trace. So ``load`` forgets the
+files, and an engine takes them from a model that was loaded for it.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import glob
 import hashlib
 import json
 import os
+import re
 import time
-import weakref
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
-import numpy as np
-from mlx.nn.layers.base import Module
+import mlx_lm
 
-PATTERN = "model*.safetensors"  # what mlx-lm reads
+from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError
+from mlx_paged.block_store.directory import Directory, make_folder
+from mlx_paged.block_store.layout import WEIGHTS_NAME, folder_path
+
+WEIGHT_PATTERN = "model*.safetensors"  # what mlx-lm reads
 # A file changed more recently than this may change again without a change of its times: file
 # systems have a resolution of up to two seconds, and a write through a mapping updates the times
 # when it is written back, on Linux within some 35 seconds.
 SETTLING_SECONDS = 60
-
-Classes: TypeAlias = tuple[type[Module], type]
-
-
-class FileVersion(NamedTuple):
-    """The version of a file, links followed. Its content can't change without its ``ctime``, which
-    programs can't set.
-    """
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, path: str) -> FileVersion:
-        """Raises ``OSError`` if the file does not exist."""
-        status = os.stat(path)
-        return cls(
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        )
+# Of the digests that a folder keeps, by the versions of files.
+MAX_KNOWN = 64
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of a model at one moment.
+    """The weight files of a model at one moment, before they are read.
 
     Attributes:
         folder: that contains them.
-        versions: one per file, in the order in which mlx-lm reads them: of two tensors with the
-            same name, it takes the later one.
+        versions: device, inode, size, mtime and ctime in ns of each file, links followed, in the
+            order in which mlx-lm reads them: of two tensors with the same name, it takes the later
+            one. The content can't change without the ctime, which programs can't set.
         settled: whether any later change would show in the versions.
+        config: the model's configuration as it was read.
     """
 
     folder: Path
-    versions: tuple[FileVersion, ...]
+    versions: tuple[tuple[int, ...], ...]
     settled: bool
+    config: str = ""
 
     @classmethod
     def at(cls, folder: Path) -> WeightFiles:
         """Raises ``OSError`` if a file is deleted meanwhile."""
         now = time.time()
-        versions = tuple(map(FileVersion.of, glob.glob(str(folder / PATTERN))))
-        newest = max((max(each.mtime_ns, each.ctime_ns) for each in versions), default=0)
+        found = list(map(os.stat, glob.glob(str(folder / WEIGHT_PATTERN))))
+        newest = max((max(each.st_mtime_ns, each.st_ctime_ns) for each in found), default=0)
+        versions = tuple(
+            (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
+            for each in found
+        )
         return cls(folder, versions, now - newest / 1e9 > SETTLING_SECONDS)
-
-    @property
-    def key(self) -> str:
-        """A digest of the versions of the files and of MLX, which decodes them."""
-        text = json.dumps([version("mlx"), self.versions])
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def are_unchanged(self) -> bool:
         """Whether everything read since is of these versions."""
@@ -93,86 +72,47 @@ class WeightFiles:
         except OSError:
             return False
 
+    def key(self, *described: str) -> str:
+        """A digest of everything that the arrays depend on.
 
-@dataclass(frozen=True)
-class _Origin:
-    files: WeightFiles
-    name: str  # of the tensor
-    value: mx.array  # as it was read
-    holder: weakref.ref[mx.array]  # removes the entry with the array
-
-
-# By the id of an array, for as long as it lives.
-_origins: dict[int, _Origin] = {}
+        Args:
+            described: the model without the contents of its arrays.
+        """
+        code = [mx.__version__, mlx_lm.__version__, str(mx.default_device())]
+        text = json.dumps([code, self.versions, self.config, described])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-def noting_classes(
-    folder: Path, get_classes: Callable[[dict[str, Any]], Classes]
-) -> Callable[[dict[str, Any]], Classes]:
-    """A ``get_model_classes`` for ``mlx_lm.utils.load_model`` that records the arrays it reads from
-    a folder. mlx-lm passes the unmodified arrays of all files to the model's ``sanitize``.
+class WeightCatalogue:
+    """The digests of models by the versions of their files, next to the blocks in a folder. Several
+    processes may use it at once: files are replaced atomically, and the last one counts. Failures
+    are ignored, and any of the files may be deleted.
 
     Args:
-        folder: must be read after this call.
-        get_classes: returns the classes of the model and of its arguments.
-
-    Raises:
-        OSError: a file is deleted meanwhile.
+        folder: of blocks; made when something is stored.
     """
-    files = WeightFiles.at(folder)
 
-    def make(model_class: Any, args: Any) -> Module:
-        model: Module = model_class(args)
-        sanitize = getattr(model, "sanitize", None)
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = folder_path(folder)
 
-        def note_and_sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            del model.sanitize
-            note_origins(files, weights)
-            return weights if sanitize is None else sanitize(weights)
+    def load(self, key: str) -> str | None:
+        """The digest stored under a key, which is hexadecimal; ``None`` if there is none."""
+        with contextlib.suppress(OSError, BadBlockFileError):
+            folder = Directory.at(self._folder).folder(WEIGHTS_NAME)
+            digest = folder.read(key).decode(errors="replace")
+            folder.set_time(key, time.time_ns())
+            return digest if _DIGEST.fullmatch(digest) else None
+        return None
 
-        model.sanitize = note_and_sanitize
-        return model
-
-    def get_noting_classes(config: dict[str, Any]) -> Classes:
-        model_class, args_class = get_classes(config)
-        # mlx-lm only calls it.
-        return cast(type[Module], partial(make, model_class)), args_class
-
-    return get_noting_classes
-
-
-def note_origins(files: WeightFiles, weights: Mapping[str, mx.array]) -> None:
-    """Record arrays that were read from ``files``, by the names of their tensors."""
-    for name, array in weights.items():
-        holder = weakref.ref(array, partial(_forget, id(array)))
-        _origins[id(array)] = _Origin(files, name, copy.copy(array), holder)
-
-
-def _forget(ident: int, holder: weakref.ref[mx.array]) -> None:
-    _origins.pop(ident, None)
-
-
-def untouched(arrays: Collection[mx.array]) -> dict[int, tuple[WeightFiles, str]]:
-    """The files and the tensor's name of each array that equals a tensor of a file, by the id of
-    the array. Recorded arrays are evaluated.
-
-    Writes through a NumPy view are not noticed, neither here nor by MLX.
-    """
-    noted = [(array, _origins[id(array)]) for array in arrays if id(array) in _origins]
-    views = [(_bytes(array), _bytes(origin.value)) for array, origin in noted]
-    mx.eval(views)
-    return {
-        id(array): (origin.files, origin.name)
-        for (array, origin), (found, read) in zip(noted, views, strict=True)
-        if array.dtype == origin.value.dtype and _place(found) == _place(read)
-    }
-
-
-def _bytes(array: mx.array) -> mx.array:
-    # Without a copy, whatever the layout; contiguous() would copy out of a larger buffer.
-    return array[None].view(mx.uint8)
-
-
-def _place(view: mx.array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    found = np.array(view, copy=False)
-    return found.ctypes.data, found.shape, found.strides
+    def store(self, key: str, digest: str) -> None:
+        """Store a digest. The ``MAX_KNOWN`` most recently used ones are kept."""
+        with contextlib.suppress(OSError, BlockStoreError):
+            make_folder(self._folder)
+            folder = Directory.at(self._folder).make_folder(WEIGHTS_NAME)
+            folder.write_aside(key, [digest.encode()])
+            entries = folder.entries()
+            folder.remove_abandoned(entries)
+            # Earlier versions kept the digests of tensors there.
+            ours = [each for each in entries if _DIGEST.fullmatch(each[0].removesuffix(".json"))]
+            for name, _ in sorted(ours, key=lambda each: each[1].st_mtime_ns)[:-MAX_KNOWN]:
+                folder.remove(name)

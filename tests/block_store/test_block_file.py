@@ -11,13 +11,14 @@ import pytest
 
 from mlx_paged.block_store import block_file
 from mlx_paged.block_store.block_file import (
+    BadBlockFileError,
     FileHeader,
+    OtherVersionError,
     encode_header,
     parse_block,
     parse_header,
 )
 from mlx_paged.block_store.directory import Directory
-from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.core.tier import BlockHeader
 
 DIGEST = "0123456789abcdef0123456789abcdef"

@@ -20,7 +20,7 @@ from helpers.block_stores import (
 )
 
 from mlx_paged.block_store import BlockWriter, catalogue
-from mlx_paged.block_store import writer as writer_module
+from mlx_paged.block_store import workers as writer_module
 
 
 class Gate:
@@ -150,7 +150,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 from helpers.block_stores import header, named, open_store, payload_of
 from mlx_paged.block_store import BlockWriter, catalogue
-from mlx_paged.block_store import writer as writer_module
+from mlx_paged.block_store import workers as writer_module
 store = open_store({str(tmp_path / "cache")!r})
 writer = BlockWriter(store, 1 << 30)
 for number in range(50):

@@ -26,8 +26,7 @@ from mlx_paged.block_store import BlockStore, CacheFolder
 from mlx_paged.block_store import catalogue as catalogue_module
 from mlx_paged.block_store import shards as shards_module
 from mlx_paged.block_store import store as store_module
-from mlx_paged.block_store.catalogue import Catalogue
-from mlx_paged.block_store.oldest import Block, Oldest
+from mlx_paged.block_store.catalogue import Block, Catalogue, Oldest
 from mlx_paged.block_store.shards import nbytes_on_disk
 
 SECOND = 10**9

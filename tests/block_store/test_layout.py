@@ -12,8 +12,7 @@ import pytest
 from helpers.block_stores import open_store, put_chain
 
 from mlx_paged.block_store import BlockStoreError, BlockWriter, CacheFolder, layout
-from mlx_paged.block_store.directory import Directory, is_abandoned, name_aside
-from mlx_paged.block_store.files import make_folder
+from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, name_aside
 from mlx_paged.block_store.layout import BlockLayout
 
 

@@ -9,8 +9,7 @@ import time
 from helpers.block_stores import named, open_store, put, put_chain
 
 from mlx_paged.block_store import CacheFolder
-from mlx_paged.block_store.pins import Pins
-from mlx_paged.block_store.shards import Shards
+from mlx_paged.block_store.shards import Pins, Shards
 
 
 def set_time(folder, seconds_ago: float) -> None:

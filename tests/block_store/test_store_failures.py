@@ -27,7 +27,7 @@ from helpers.block_stores import (
 
 from mlx_paged.block_store import BlockWriter, CacheFolder, block_file
 from mlx_paged.block_store import store as store_module
-from mlx_paged.block_store import writer as writer_module
+from mlx_paged.block_store import workers as writer_module
 
 
 class Refusal:

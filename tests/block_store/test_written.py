@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.block_stores import UNIT, found, header, named, open_store, payload_of, put, put_chain
 
-from mlx_paged.block_store import CacheFolder, written
+from mlx_paged.block_store import CacheFolder, catalogue
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 from mlx_paged.errors import ArgumentError
 
@@ -19,7 +19,7 @@ from mlx_paged.errors import ArgumentError
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds since 1970, which a test may set."""
     now = [1_000_000_000.0]
-    monkeypatch.setattr(written.time, "time", lambda: now[0])
+    monkeypatch.setattr(catalogue.time, "time", lambda: now[0])
     return now
 
 
@@ -67,10 +67,10 @@ def test_several_processes_add_to_the_same_sums(tmp_path: Path):
 
 
 def test_a_killed_process_loses_only_what_it_wrote_in_the_last_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "_SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr(catalogue, "_SECONDS_BETWEEN_UPDATES", 0.0)
     store = open_store(tmp_path)
     put_chain(store, *"abc")
-    monkeypatch.setattr(written, "_SECONDS_BETWEEN_UPDATES", 3600.0)
+    monkeypatch.setattr(catalogue, "_SECONDS_BETWEEN_UPDATES", 3600.0)
     put(store, "d")
     # As another process sees it that begins after this one was killed.
     assert CacheFolder(tmp_path).written().nbytes == 3 * UNIT
@@ -111,7 +111,7 @@ def test_a_damaged_file_costs_only_the_sums(tmp_path: Path, content: bytes | Non
 def test_a_limit_of_a_day_first_asks_for_a_second_use_and_then_stops_writing(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(written, "_SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr(catalogue, "_SECONDS_BETWEEN_UPDATES", 0.0)
     store = open_store(tmp_path, max_nbytes_a_day=f"{6 * UNIT}/day")
     uses = []
     with pytest.warns(UserWarning, match="cache_dir_writes allows .24,576 bytes.") as caught:
@@ -132,7 +132,7 @@ def test_a_limit_of_a_day_first_asks_for_a_second_use_and_then_stops_writing(
 
 
 def test_a_process_finds_out_what_others_have_written(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(written, "_SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr(catalogue, "_SECONDS_BETWEEN_UPDATES", 0.0)
     one, other = (open_store(tmp_path, max_nbytes_a_day=4 * UNIT) for _ in range(2))
     put_chain(one, *"abcd")
     other.maintain()

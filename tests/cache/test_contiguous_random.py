@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.cache_helpers import scheduled_step
+from paged_testing.integrity import check_manager
 
 from mlx_paged.cache import (
     CacheFullError,
@@ -205,7 +206,7 @@ class Machine:
 
     def check(self) -> None:
         cache, seqs = self.cache, self.seqs
-        seqs.manager.check_integrity()
+        check_manager(seqs.manager)
         for held in cache._held():
             for spec, rows in zip(LAYERS, held.layers, strict=True):
                 num_tokens = held.capacity * BLOCK_SIZE

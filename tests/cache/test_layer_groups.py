@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.mlx_lm_models import GEMMA3, random_model, stock_tokens
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cache import KVCacheConfig, LayerSpec, group_layers
@@ -119,7 +120,7 @@ def test_tokens_are_those_of_mlx_lm_with_a_group_that_is_not_full(
         while engine.has_unfinished_requests():
             for output in engine.step():
                 found[output.request_id] = list(output.outputs[0].token_ids)
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
         for index, prompt in enumerate(prompts):
             assert found[str(index)] == stock_tokens(model, prompt, 12)
     assert engine.stats().num_cached_prompt_tokens > 0

@@ -18,6 +18,7 @@ from helpers.cache_helpers import (
     swapped_out,
     uniform,
 )
+from paged_testing.integrity import check_manager
 
 from mlx_paged.cache import PagedKVCache, Sequences
 from mlx_paged.core import ComputedBlocks
@@ -78,7 +79,7 @@ def test_swapping_out_and_in_restores_every_bit_in_other_blocks(dtype: str, num_
     after = swapped_back(seqs, "a", num_tokens)
     assert after != block_ids, "the test is of other blocks"
     assert_same(bits(seqs, "a"), before)
-    seqs.manager.check_integrity()
+    check_manager(seqs.manager)
 
 
 @pytest.mark.parametrize("dtype", DENSE_DTYPES)
@@ -197,7 +198,7 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
     assert slab_lengths(seqs) == [num_usable + 1] * 4
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
     assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
-    seqs.manager.check_integrity()
+    check_manager(seqs.manager)
     assert_holds(seqs, "a", k, v)
     # And it works, up to its last block.
     more = rows(num_usable * BLOCK_SIZE - 29, seed=1)
@@ -221,7 +222,7 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
     seqs.cache.make_room(10)  # doubling would be 14
     assert (seqs.cache.pool.num_usable_blocks, seqs.cache.pool.num_empty_blocks) == (10, 10)
     assert seqs.cache.num_growable_blocks == 390
-    seqs.manager.check_integrity()
+    check_manager(seqs.manager)
 
 
 def test_what_another_holder_of_the_kv_can_not_have_is_given_back():
@@ -235,7 +236,7 @@ def test_what_another_holder_of_the_kv_can_not_have_is_given_back():
     assert asked == [True, True], "twice as much, then what is needed"
     assert seqs.cache.pool.num_usable_blocks == 4 and seqs.cache.num_growable_blocks == 0
     assert slab_lengths(seqs) == [5] * 4
-    seqs.manager.check_integrity()
+    check_manager(seqs.manager)
     assert_holds(seqs, "a", k, v)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from helpers.terminal import saved_messages
 from mlx_lm import cache_prompt
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.chat import loop
@@ -167,7 +168,7 @@ def test_messages_are_saved_where_kv_can_not_be(
 def cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> Callable[..., Path]:
-    """What mlx_lm.cache_prompt makes of a prompt."""
+    """What mlx_lm.cache_prompt makes of a prompt, with the ids of its tokens added."""
 
     def make(prompt: str, model: str = str(demo_model_path()), *more: str) -> Path:
         file = tmp_path / "prompt.safetensors"
@@ -175,6 +176,11 @@ def cached(
         monkeypatch.setattr(sys, "argv", [*argv, "--prompt-cache-file", str(file)])
         cache_prompt.main()
         capsys.readouterr()
+        message = {"role": "user", "content": prompt}
+        token_ids = load(model)[1].apply_chat_template([message], continue_final_message=True)
+        caches, metadata = load_prompt_cache(str(file), return_metadata=True)
+        assert len(token_ids) == caches[0].offset
+        save_prompt_cache(str(file), caches, metadata | {"token_ids": json.dumps(token_ids)})
         return file
 
     return make
@@ -222,11 +228,11 @@ def test_turns_behind_a_prompt_cache_are_those_behind_its_text(talk, cached):
     _, whole, _ = talk(STORY + questions[0], *questions[1:])
     assert out == whole and len(out) == 3
     assert reused(err)[0] > 20 and reused(err) == sorted(reused(err))
-    # Branches, another answer, and a reset keep it.
+    # Branches and another answer keep it; after a reset its tokens are computed again.
     lines = [questions[0], "/fork", questions[1], "/back", "/regenerate", "/reset", questions[0]]
     _, out, err = talk(*lines, argv=("--prompt-cache-file", str(file)))
     assert out[0] == out[2] == out[3] == whole[0] and out[1] == whole[1]
-    assert reused(err)[-1] == reused(err)[0]
+    assert reused(err)[0] > 20 and reused(err)[-1] == 0
 
 
 def test_what_can_not_follow_a_prompt_cache_is_said(talk, cached, tmp_path: Path):
@@ -234,11 +240,20 @@ def test_what_can_not_follow_a_prompt_cache_is_said(talk, cached, tmp_path: Path
     argv = ("--prompt-cache-file", str(file))
     _, _, err = talk("What is my name?", "/system Be brief.", f"/save {saved}", argv=argv)
     assert "[a system prompt can't follow a prompt cache, which already begins" in err
-    assert "[the K/V were not saved: the conversation continues a prompt cache" in err
     assert len(saved_messages(saved)) == 2
-    talk("hello", f"/save! {saved}")
-    _, _, err = talk(f"/load {saved}", "What is my name?", argv=argv)
-    assert "[the K/V were not loaded, and will be recomputed: the conversation continues" in err
+
+
+def test_prompt_caches_without_token_ids_are_refused_in_a_line(run_chat, cached):
+    file = cached(STORY)
+    caches, metadata = load_prompt_cache(str(file), return_metadata=True)
+    del metadata["token_ids"]
+    save_prompt_cache(str(file), caches, metadata)
+    status, out, err = run_chat("hi", "--prompt-cache-file", str(file))
+    assert (status, out) == (2, "") and len(err.splitlines()) == 1
+    assert (
+        f"{file} does not contain the ids of its tokens, like all prompt caches that mlx-lm makes; "
+        "give its text as the first message, and --cache-dir to keep the K/V" in err
+    )
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
@@ -271,8 +286,8 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
     ("argv", "line"),
     [
         (("--system-prompt", "x"), "--system-prompt can't be combined with --prompt-cache-file"),
-        (("--kv", "basic"), "without token ids can't be combined with kv='basic'"),
-        (("--window", "64"), "can't be combined with layers that keep only the tokens of a"),
+        (("--kv", "basic"), "prompt caches need blocks, which kv='basic' does not have"),
+        (("--window", "64"), "mlx-lm computes K/V with attention to all tokens, which differ"),
         (
             ("--model", "somewhere/else"),
             "was made with the model {model}, and --model is somewhere",

@@ -5,6 +5,7 @@ template says.
 from __future__ import annotations
 
 import pytest
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
 from mlx_paged.chat.conversation import Conversation
@@ -176,7 +177,7 @@ def test_an_answer_that_is_closed_leaves_nothing_running(model_and_tokenizer):
     answer.close()
     engine = conversation.engine
     assert not engine.has_unfinished_requests() and engine.stats().num_used_blocks == 0
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def test_the_content_of_a_message_may_be_text_parts_and_nothing_else(model_and_tokenizer):

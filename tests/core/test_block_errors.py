@@ -12,7 +12,6 @@ NAMES = [
     "DoubleFreeError",
     "ForeignBlockError",
     "FrozenBlockError",
-    "IntegrityError",
     "UseAfterFreeError",
 ]
 

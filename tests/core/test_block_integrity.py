@@ -1,9 +1,9 @@
 """The integrity checks find planted corruption of every kind, and print the sum that failed."""
 
 import pytest
+from paged_testing.integrity import IntegrityError, check_pool_integrity, check_table_integrity
 
-from mlx_paged.core import BlockPool, BlockTable, IntegrityError, KVCacheBlock
-from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
+from mlx_paged.core import BlockPool, BlockTable, KVCacheBlock
 
 A, B, C = b"\xaa" * 32, b"\xbb" * 32, b"\xcc" * 32
 

@@ -1,6 +1,7 @@
 """The pool: who holds a block, in which order free ones are taken, and what is found again."""
 
 import pytest
+from paged_testing.integrity import check_pool_integrity
 
 from mlx_paged.core import (
     BlockError,
@@ -11,7 +12,6 @@ from mlx_paged.core import (
     KVCacheBlock,
     UseAfterFreeError,
 )
-from mlx_paged.core.integrity import check_pool_integrity
 
 A, B, C, D = b"hash a", b"hash b", b"hash c", b"hash d"
 

@@ -16,6 +16,7 @@ from helpers.block_tables import append_token_slot
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paged_testing.integrity import check_pool_integrity, check_table_integrity
 
 from mlx_paged.core import (
     BlockPool,
@@ -24,7 +25,6 @@ from mlx_paged.core import (
     extend_block_hashes,
     hash_token_blocks,
 )
-from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 
 seeds = st.integers(0, 2**16)
 

@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.block_tables import TokenSlot, append_token_slot
+from paged_testing.integrity import check_table_integrity
 
 from mlx_paged.core import (
     BlockPool,
@@ -13,7 +14,6 @@ from mlx_paged.core import (
     UseAfterFreeError,
     hash_token_blocks,
 )
-from mlx_paged.core.integrity import check_table_integrity
 
 
 def ids(blocks):

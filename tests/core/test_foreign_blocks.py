@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import (
     KEEP_ALL,
@@ -64,7 +65,7 @@ def test_blocks_after_foreign_ones_are_foreign_and_those_before_are_not():
     # A request that ends with the native blocks goes on as ever.
     assert begin(manager, "beside", [*STEMS[0][:8], 9, 9, 9, 9, 9]) == 8
     assert foreign_ids(manager, "beside") == [False] * 4
-    manager.check_integrity()
+    check_manager(manager)
 
 
 def test_a_block_that_leaves_the_index_is_not_foreign_any_more():
@@ -75,10 +76,10 @@ def test_a_block_that_leaves_the_index_is_not_foreign_any_more():
         lambda: manager.pool.free_blocks(manager.pool.get_new_blocks(7) or ()),
     ):
         remove()
-        manager.check_integrity()
+        check_manager(manager)
     cached(manager, STEMS[0][:16], is_foreign=True)
     assert manager.reset_prefix_cache()
-    manager.check_integrity()
+    check_manager(manager)
     assert begin(manager, "a", STEMS[0]) == 0
     assert not any(foreign_ids(manager, "a"))
 
@@ -246,7 +247,7 @@ class Play:
                 self.rows[block_id] = dict.fromkeys(range(BLOCK_SIZE), is_foreign)
 
     def check(self) -> None:
-        self.manager.check_integrity()
+        check_manager(self.manager)
         pool = self.manager.pool
         for block_hash, block in pool.prefix_index:
             assert block.is_foreign == any(self.rows[block.block_id].values())

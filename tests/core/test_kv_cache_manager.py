@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import (
     BlockPool,
@@ -31,7 +32,7 @@ def start(manager, request_id, tokens, extra_keys=()):
     copies = manager.allocate_slots(request_id, len(tokens) - computed.num_tokens, computed)
     assert copies == []
     manager.cache_blocks(request_id, block_hashes)
-    manager.check_integrity()
+    check_manager(manager)
     return computed.num_tokens
 
 
@@ -104,7 +105,7 @@ def test_out_of_blocks_is_none_and_nothing_has_changed():
     computed = manager.get_computed_blocks(hashes([*range(8)]), 16)
     assert manager.allocate_slots("c", 8, computed) is None
     assert (tables(manager), free_ids(manager), manager.stats()) == before
-    manager.check_integrity()
+    check_manager(manager)
 
 
 def test_computed_blocks_that_are_free_are_counted_and_never_evicted_for_their_own_request():
@@ -160,7 +161,7 @@ def test_what_a_failed_step_allocated_can_be_taken_back_and_is_not_hit():
     manager.trim("a", 6)
     assert manager.get_computed_blocks(hashes(longer), 13).num_tokens == 4
     assert (tables(manager), manager.num_tokens("a")) == ({"a": [1, 2]}, 6)
-    manager.check_integrity()
+    check_manager(manager)
     # The partly filled block is writable again: no copy.
     assert manager.allocate_slots("a", 1) == []
 
@@ -174,7 +175,7 @@ def test_a_fork_shares_all_blocks_and_who_writes_first_gets_a_copy_of_the_partly
     assert manager.allocate_slots("b", 1) == [(2, 3)]
     assert manager.allocate_slots("a", 1) == []
     assert tables(manager) == {"a": [1, 2], "b": [1, 3]}
-    manager.check_integrity()
+    check_manager(manager)
 
 
 def test_a_trimmed_request_gives_its_tail_back_and_copies_a_hashed_block_before_it_writes_there():
@@ -185,7 +186,7 @@ def test_a_trimmed_request_gives_its_tail_back_and_copies_a_hashed_block_before_
     assert manager.get_computed_blocks(hashes([*range(12)]), 13).num_tokens == 12
     assert manager.allocate_slots("a", 1) == [(2, 4)]
     assert tables(manager) == {"a": [1, 4]}
-    manager.check_integrity()
+    check_manager(manager)
 
 
 def test_the_cache_is_reset_only_while_no_block_is_in_use():
@@ -208,7 +209,7 @@ def test_a_manager_is_reset_in_place_and_the_views_of_its_tables_with_it():
     manager.pool.reset(1 + 6)
     manager.reset()
     assert list(groups) == list(of_requests) == []
-    manager.check_integrity()
+    check_manager(manager)
     stats = manager.stats()
     assert (stats.num_requests, stats.num_used_blocks, stats.num_cached_blocks) == (0, 0, 0)
     assert stats.num_hit_tokens == before.num_hit_tokens, "what was counted stays"
@@ -265,7 +266,7 @@ def test_misuse_is_refused_by_name():
         with pytest.raises(KeyError, match=r"no request 'b'; there are \['a'\]"):
             call("b")
     assert tables(manager) == {"a": [1, 2]}
-    manager.check_integrity()
+    check_manager(manager)
 
 
 def test_blocks_that_freeing_several_requests_would_free_are_those_that_no_other_holds():

@@ -16,6 +16,7 @@ from golden.vllm_calls import (
     content_names,
     load_trace,
 )
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import BlockPool, ComputedBlocks, KVCacheManager, extend_block_hashes
 
@@ -117,7 +118,7 @@ def test_every_call_has_the_outcome_that_it_had_in_vllm(path):
             "cached": len({block_hash for block_hash, _ in manager.pool.prefix_index}),
         }
         assert outcome == {name: getattr(call, name) for name in outcome}, f"call {number}: {call}"
-        manager.check_integrity()
+        check_manager(manager)
 
 
 def test_the_traces_have_something_of_everything():

@@ -14,6 +14,7 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import (
     KEEP_ALL,
@@ -193,7 +194,7 @@ class Driver:
         return None
 
     def check(self) -> None:
-        self.manager.check_integrity()
+        check_manager(self.manager)
         assert set(self.manager.tables) == set(self.requests)
         for request_id, (salt, tokens) in self.requests.items():
             tables = self.manager.groups[request_id]
@@ -235,7 +236,7 @@ def test_every_request_reads_its_own_tokens_after_thousands_of_calls(seed, num_b
         driver.check()
     for request_id in list(driver.requests):
         driver.manager.free(request_id)
-    driver.manager.check_integrity()
+    check_manager(driver.manager)
     assert driver.manager.num_free_blocks == num_blocks
     del driver.counts["shifts"], driver.counts["untrimmable"], driver.counts["cuts"]
     assert min(driver.counts.values()) > 10, driver.counts
@@ -271,7 +272,7 @@ def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed
         driver.check()
     for request_id in list(driver.requests):
         driver.manager.free(request_id)
-    driver.manager.check_integrity()
+    check_manager(driver.manager)
     assert driver.manager.num_free_blocks == num_blocks
     if not any(retention.num_sink_tokens for retention in retentions):
         driver.counts["shifts"] += 100 * (retentions[0].position_wrap is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import (
     AbsentBlock,
@@ -73,7 +74,7 @@ class Model:
         at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
         drafted = [seq] if num_drafts else []
         self.states.end_step(newest, at_block_ends, manager.tables, drafted)
-        manager.check_integrity()
+        check_manager(manager)
         return num_hit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from paged_testing.integrity import check_manager
 
 from mlx_paged.core import (
     BlockPool,
@@ -56,7 +57,7 @@ class Model:
         self.budget.count_seqs = lambda: len(self.manager.tables)
 
     def check(self) -> None:
-        self.manager.check_integrity()
+        check_manager(self.manager)
         sizes = self.sizes
         nbytes = self.pool.num_blocks * sizes.block
         nbytes += len(self.manager.tables) * sizes.sequence

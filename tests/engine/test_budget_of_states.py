@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.adapted_models import adapted_model, greedy_answer
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from paged_testing.integrity import check_scheduler
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
@@ -197,7 +198,7 @@ def workload(name: str, seed: int, **options: Any) -> None:
                     expected = greedy_answer(name, tokens, length)
                     assert output.outputs[0].token_ids == expected
                     assert output.outputs[0].finish_reason == "length"
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
             watch()
             if not engine.has_unfinished_requests() and len(asked) == 0 and number is None:
                 break

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import LLM, AsyncEngine
 from mlx_paged.models import qwen3
@@ -147,7 +148,7 @@ def test_finishing_a_request_that_was_never_added_takes_out_no_other(model: qwen
     # And it is not taken on when its turn in the inbox comes.
     scheduler.add(stranger)
     assert scheduler.waiting == waiting
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 # The context limit

@@ -20,6 +20,7 @@ from helpers.engine_runs import (
     sampled,
 )
 from helpers.fast_lane import mostly_slow
+from paged_testing.integrity import check_scheduler
 from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
@@ -85,7 +86,7 @@ def run_interrupted(
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
         except error:
             num_raised += 1
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return outputs, num_raised
 
 

@@ -18,6 +18,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.cache import PagedKVCache, PromptTooLongError
 from mlx_paged.engine.engine import Engine
@@ -80,7 +81,7 @@ def step_while(engine: Engine, threads: Threads) -> dict[str, RequestOutput]:
             if output.finished:
                 assert output.request_id not in outputs
                 outputs[output.request_id] = output
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return outputs
 
 

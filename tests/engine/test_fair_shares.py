@@ -11,6 +11,7 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import FakeEngine as CheckedEngine
 from helpers.scheduler_helpers import names, of_kind, ran, tokens
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.engine import admission, request_queues
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
@@ -37,10 +38,10 @@ class FakeEngine(CheckedEngine):
 
     def _move(self, batch: Batch, swap_space) -> None:
         for swap_in in of_kind(batch, SwapIn):
-            swap_space.release(swap_in.name)
+            swap_space.release(swap_in.seq_id)
 
     def check(self) -> None:
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
 
 def chat(engine: FakeEngine, number: int = 0, user: str = "bob") -> int:

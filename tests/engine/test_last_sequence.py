@@ -9,6 +9,7 @@ import pytest
 from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from mlx_lm.generate import generate_step
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
@@ -38,7 +39,7 @@ def test_each_turn_computes_what_is_new(model: qwen3.Model, run_ahead: bool):
         assert output.num_cached_tokens == held
         assert output.outputs[0].token_ids == stock_tokens(told)
         told += output.outputs[0].token_ids
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     stats = engine.stats()
     assert 0 < stats.num_hit_tokens < stats.num_queried_tokens
 

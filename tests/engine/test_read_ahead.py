@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from helpers.scheduler_helpers import FakeSupply
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import AbsentBlock, BlockHash, hash_token_blocks
@@ -100,7 +101,7 @@ def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
     (part,) = scheduler.schedule().scheduled
     assert (part.start, part.num_new_tokens) == (8, 2)
     assert (one.num_cached_tokens, one.num_read_tokens) == (8, 8)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
@@ -205,7 +206,7 @@ def test_reading_ends_with_the_request(end: str) -> None:
         assert tier.reading == {}
         names(scheduler)
         assert tier.is_reading(one.seq_id), "it is asked for again"
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Request]:

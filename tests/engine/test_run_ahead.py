@@ -24,6 +24,7 @@ from helpers.engine_runs import (
 )
 from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same, assert_same
+from paged_testing.integrity import check_scheduler
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
@@ -285,7 +286,7 @@ def test_a_step_that_fails_once_takes_the_one_before_with_it_and_both_come_again
             outputs |= {output.request_id: output for output in engine.step()}
         except KeyboardInterrupt:
             assert isinstance(error, KeyboardInterrupt)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     assert_nothing_held(engine)
     for name, (tokens, params) in requests.items():
         alone = make_engine(model)

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.core.tier import BlockHeader
-from mlx_paged.engine.swap_space import SwapName, SwapSpace, is_swapping_cheaper
+from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_space_of_no_blocks_never_swaps():
     assert not SwapSpace(0).reserve("a", of(1))
 
 
-def stored(space: SwapSpace, name: SwapName, content: bytes) -> list[BlockHeader]:
+def stored(space: SwapSpace, name: str, content: bytes) -> list[BlockHeader]:
     """What a space keeps of a sequence, each block with this content."""
     headers = space.headers(name)[0]
     for header in headers:
@@ -79,19 +79,3 @@ def test_contents_are_kept_until_they_are_released():
     assert space.num_used_blocks == 6
     # A name that comes again has other keys: nothing of the old one is found.
     assert space.reserve("a", of(5)) and contents(space, space.headers("a")[0]) == {None}
-
-
-def test_what_is_held_for_a_salt_stays_and_does_not_count():
-    space = SwapSpace(5)
-    space.pin("salt", of(8))
-    held = stored(space, "salt", b"held")
-    assert space.num_pinned_tokens("salt") == 31 and space.num_pinned_tokens("other") == 0
-    assert space.num_pinned_tokens(None) == 0 and space.num_used_blocks == 0
-    assert space.find("a", "salt") == ("salt", of(8))
-    assert space.find("a", None) is None
-    # Its own K/V come first.
-    assert space.reserve("a", of(5)) and space.find("a", "salt") == ("a", of(5))
-    for name in ("salt", "a"):
-        space.release(name)
-    space.clear()
-    assert contents(space, held) == {b"held"} and space.find("b", "salt") == ("salt", of(8))

@@ -12,6 +12,7 @@ import mlx.core as mx
 from fuzz_values import described, junk
 from fuzzing import Case, Defect
 from mlx.utils import tree_flatten
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import (
     LLM,
@@ -90,7 +91,7 @@ def _check_outputs(outputs: list[Any]) -> None:
     engine = llm().engine
     if engine.has_unfinished_requests() or engine.stats().num_running or engine.stats().num_waiting:
         raise Defect("requests are left in the engine")
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     for output in outputs:
         if not output.finished:
             raise Defect("an output is not finished")
@@ -121,7 +122,7 @@ def _engine(**arguments: Any) -> None:
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2))
     while engine.has_unfinished_requests():
         engine.step()
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def _async_engine(**arguments: Any) -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from fuzz_library import CONTEXT, VOCAB_SIZE, tiny_model, tokenizer
 from fuzz_values import described, junk
 from fuzzing import Case, Defect, what_is_wrong
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import AsyncEngine, Engine, SamplingParams
 from mlx_paged.engine.async_engine import EngineStoppedError
@@ -171,7 +172,7 @@ def run_on_engine(
         for output in engine.step():
             if output.finished:
                 outputs.setdefault(output.request_id, output)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     check_good(expected, outputs)
     stats = engine.stats()
     if stats.num_running or stats.num_waiting or engine.manager.tables:
@@ -283,6 +284,6 @@ def finish(
     if defects:
         raise Defect("; ".join(defects))
     check_good({f"good {index}": tokens for index, (_, tokens) in enumerate(good)}, outputs)
-    engine.engine.scheduler.check_integrity()
+    check_scheduler(engine.engine.scheduler)
     if engine.engine.has_unfinished_requests():
         raise Defect("something is left in the engine")

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import load
 from mlx_paged.engine.engine import Engine
@@ -65,7 +66,7 @@ def run(engine: Engine, after_step: Callable[[], None] | None = None) -> dict[st
             if output.finished:
                 assert output.request_id not in outputs, "a request ends once"
                 outputs[output.request_id] = output
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         if after_step is not None:
             after_step()
     return outputs
@@ -132,7 +133,7 @@ def assert_nothing_held(engine: Engine) -> None:
     """No request, no block, no place in the swap space, no message is left; and the bookkeeping
     adds up.
     """
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     stats = engine.stats()
     assert (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting) == (
         0,

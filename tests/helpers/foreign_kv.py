@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from paged_testing.integrity import check_scheduler
 
 from helpers.disk_tiers import answer, block_files, flush, tiered
 from helpers.engine_runs import greedy, make_engine, prompt
@@ -226,12 +227,6 @@ class Play:
         try:
             if kind == "snapshot":
                 engine.load_snapshot(path)
-            elif self.rng.random() < 0.2:
-                pinned = engine.pin_prompt_cache(path)
-                engine.add_request(
-                    f"pinned {self.rng.random()}", [*pinned.token_ids, *prompt(9, 3)],
-                    greedy(5), cache_salt=pinned.cache_salt,
-                )  # fmt: skip
             else:
                 engine.import_prompt_cache(path, self.prompts[int(kind)])
         except CacheFullError:
@@ -254,7 +249,7 @@ class Play:
 
     def _finish(self, engine: Engine) -> None:
         self._steps(engine, 10_000)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
 
     def _note(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

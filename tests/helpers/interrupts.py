@@ -14,9 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from paged_testing.integrity import check_scheduler
 
 import mlx_paged
 from helpers.engine_runs import assert_nothing_held, greedy, load_demo, make_engine, sampled
@@ -186,7 +189,7 @@ def check_interrupts(
             with signals.sent():
                 answers = answers_of(engine, rules)
             assert answers == expected, f"after {signals.num_interrupts} interrupts"
-            engine.thread.call(engine.scheduler.check_integrity)
+            engine.thread.call(partial(check_scheduler, engine.scheduler))
             assert_nothing_held(engine)
             number += 1
         engine.close()

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from paged_testing.integrity import check_scheduler
+
 from helpers.drafting import eager_speculation
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeSupply
 from mlx_paged.config import SchedulerConfig
@@ -150,7 +152,7 @@ class Planner:
         self._in_flight = ahead
         if ahead is not None:
             self._fork(ahead)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def _fork(self, batch: Batch) -> None:
         """Sample the tokens of a step, without reading them."""

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from paged_testing.integrity import check_scheduler
 from paged_testing.soak import SoakRequest, make_request
 
 from helpers.engine_helpers import livelier_model
@@ -95,7 +96,7 @@ def run_workload(workload: Workload) -> dict[str, Any]:
     if workload.num_drafts:
         engine.scheduler.speculation = Speculation(PromptLookup(), workload.num_drafts)
     outputs = engine.share(lambda: _run(engine, workload))
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     # Asked of the engine of this rank.
     stats = engine.stats()
     return {

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import mlx.core as mx
 from mlx.nn import Module
 from mlx_lm.models.cache import make_prompt_cache
+from paged_testing.integrity import check_manager
 
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import (
@@ -151,7 +152,7 @@ class Schedule:
         if budget is not None:
             nbytes = self.cache.nbytes_held + len(self._live) * budget.sizes.sequence
             assert nbytes <= budget.nbytes_used <= budget.sizes.budget
-            self.manager.check_integrity()
+            check_manager(self.manager)
 
     def _leave(self, sequence: Sequence) -> None:
         self._live.remove(sequence)

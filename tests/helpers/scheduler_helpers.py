@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from paged_testing.integrity import check_scheduler
+
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
@@ -127,7 +129,7 @@ class SimulatedCache:
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
                 for group, ids in enumerate(transfer.block_ids):
-                    headers = swap_space.headers(transfer.name)[group]
+                    headers = swap_space.headers(transfer.seq_id)[group]
                     for header, block_id in zip(headers, ids, strict=True):
                         swap_space.tier.store(header, pickle.dumps(self.block(block_id)))
             elif isinstance(transfer, CopyBlocks):
@@ -137,7 +139,7 @@ class SimulatedCache:
                         self.rows[destination * self.block_size + offset] = row
             else:
                 for group, indices, block_ids in transfer.loads:
-                    headers = swap_space.headers(transfer.name)[group]
+                    headers = swap_space.headers(transfer.seq_id)[group]
                     assert indices[-1] == len(headers) - 1, (
                         "what was swapped out is swapped in to its end"
                     )
@@ -146,7 +148,7 @@ class SimulatedCache:
                         assert content is not None, "it was stored"
                         first = block_id * self.block_size
                         self.rows.update(enumerate(pickle.loads(content), first))
-                swap_space.release(transfer.name)
+                swap_space.release(transfer.seq_id)
 
     def compute(self, batch: Batch) -> None:
         """Write the new rows and read the context; a step that says it shares no new block gets
@@ -385,7 +387,7 @@ class FakeEngine:
     def check(self) -> None:
         """Every invariant, between two steps."""
         scheduler, swap_space = self.scheduler, self.swap_space
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert set(self.manager.tables) == {request.seq_id for request in scheduler.running}
         for request in scheduler.running:
             self.cache.check_context(request)

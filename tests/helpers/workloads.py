@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from paged_testing.integrity import check_scheduler
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
@@ -131,7 +132,7 @@ class Workload:
                     result.outputs[output.request_id] = output
                 elif ask.abort_at is not None and num_tokens >= ask.abort_at:
                     engine.abort(output.request_id)
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
             result.num_in_flight += len(engine.steps.in_flight)
             num_steps += 1
         assert_nothing_held(engine)

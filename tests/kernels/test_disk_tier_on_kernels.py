@@ -8,6 +8,7 @@ import pytest
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
 
@@ -21,7 +22,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], 
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     ordered = [outputs[str(index)] for index in range(len(prompts))]
     tokens = [list(output.outputs[0].token_ids) for output in ordered]
     return tokens, sum(output.num_read_tokens for output in ordered)

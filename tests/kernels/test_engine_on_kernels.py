@@ -18,6 +18,7 @@ from helpers.workloads import Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
+from paged_testing.integrity import check_scheduler
 
 import mlx_paged
 from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load
@@ -48,7 +49,7 @@ def serve(
             tokens[output.request_id] = [
                 list(completion.token_ids) for completion in output.outputs
             ]
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return tokens
 
 

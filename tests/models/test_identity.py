@@ -17,7 +17,7 @@ from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 from helpers.model_zoo import config_of, make_from_config
 
 from mlx_paged import demo_model_path, load
-from mlx_paged.models import array_digests, identity
+from mlx_paged.models import identity
 from mlx_paged.models.identity import may_be_called, model_identity, model_name
 from mlx_paged.models.mlx_lm import adapt
 
@@ -108,7 +108,7 @@ def test_one_bit_of_one_weight_makes_another_model() -> None:
 
 
 def test_a_weight_longer_than_a_piece_is_covered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_digests, "PIECE_NBYTES", 100)
+    monkeypatch.setattr(identity, "PIECE_NBYTES", 100)
     model = livelier_model(CONFIG)
     before = model_identity(model).digest
     weight = model.model.embed_tokens.weight

@@ -17,6 +17,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import all_logits, chunks, float32_tolerance, max_error
 from helpers.streaming_reference import everything, sliding, streamed_logits, streaming
 from mlx.utils import tree_map
+from paged_testing.integrity import check_manager
 
 from mlx_paged import make_kv_cache
 from mlx_paged.cache import Sequences, layer_groups
@@ -66,7 +67,7 @@ def test_layers_with_windows_see_them(num_layers, num_full, window, sizes):
     sees = [everything] * num_full + [sliding(window)] * (num_layers - num_full)
     expected = streamed_logits(model, TOKENS, sees, restarts_positions=False)
     assert_as_defined(model, actual, expected)
-    seqs.manager.check_integrity()
+    check_manager(seqs.manager)
 
 
 @pytest.mark.parametrize("kind", ["paged", "basic"])
@@ -125,7 +126,7 @@ def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, lon
         parts.append(all_logits(model, seqs, [{"a": TOKENS[done : done + num_new]}])["a"])
         done += num_new
         most = max(most, seqs.cache.pool.num_used_blocks)
-        seqs.manager.check_integrity()
+        check_manager(seqs.manager)
     actual = np.concatenate(parts)
     if dtype == mx.float32:
         assert_as_defined(model, actual, exact)
@@ -248,7 +249,7 @@ def test_positions_start_over_and_no_token_changes(monkeypatch, num_full):
             seen += step.positions.tolist()
         parts.append(np.array(rows))
         done += num_new
-        seqs.manager.check_integrity()
+        check_manager(seqs.manager)
     sees = [streaming(32, 8, 8)] * num_full + [sliding(12)] * (2 - num_full)
     assert_as_defined(model, np.concatenate(parts), streamed_logits(model, TOKENS, sees))
     assert max(seen) < 32 + 8 + 8 + 24 < len(TOKENS)

@@ -14,6 +14,7 @@ from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.ranks import FakeGroup
 from helpers.windowed_models import KINDS as WINDOWS
 from helpers.windowed_models import model_and_options
+from paged_testing.integrity import check_manager, check_scheduler
 
 from mlx_paged import AsyncEngine, Engine
 from mlx_paged.cache import CacheFullError, Sequences
@@ -53,7 +54,7 @@ def test_a_conversation_goes_on_from_a_file(
     answer(new, prompt(30, seed=4))
     assert new.load_snapshot(tmp_path / "a") == told[:num_saved]
     assert len(new.cached_block_ids(told)) == num_saved // block_size
-    new.manager.check_integrity()
+    check_manager(new.manager)
     goes_on = [*told, *prompt(9, seed=5)]
     outputs = [answer(engine, goes_on) for engine in (new, old, cold)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
@@ -86,7 +87,7 @@ def test_a_conversation_that_has_left_its_window_goes_on_from_a_file(
     num_saved = old.save_snapshot(tmp_path / "a", told)
     assert num_saved == num_tokens // 8 * 8
     assert new.load_snapshot(tmp_path / "a") == told[:num_saved]
-    new.manager.check_integrity()
+    check_manager(new.manager)
     outputs = [answer(engine, [*told, 3, 4]) for engine in (new, old, cold)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
     assert [output.num_cached_tokens for output in outputs] == [num_saved, num_saved, 0]
@@ -113,7 +114,7 @@ def test_what_is_there_already_is_not_written_again(model: qwen3.Model, tmp_path
     assert new.cache.pool.num_cached_blocks == 7
     answer(new, prompt(40, seed=3))
     assert len(new.cached_block_ids(told)) >= 4
-    new.manager.check_integrity()
+    check_manager(new.manager)
 
 
 def test_files_of_caches_and_of_engines_are_alike(model: qwen3.Model, tmp_path: Path):
@@ -159,7 +160,7 @@ def test_requests_that_run_meanwhile_have_the_same_tokens(
         if number in (0, 3, 7):
             assert engine.save_snapshot(tmp_path / "a", told) >= 48
             engine.load_snapshot(tmp_path / "a", cache_salt=str(number))
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
     outputs += run(engine).values()
     assert outputs[-1].request_id == "b" and tokens_of(outputs[-1]) == expected
 
@@ -176,7 +177,7 @@ def test_a_file_that_does_not_fit_changes_nothing(model: qwen3.Model, tmp_path: 
         CacheFullError, match="of 96 tokens needs 6 more blocks of 16, and 4 of the budget's 8 are"
     ):
         new.load_snapshot(tmp_path / "a")
-    new.scheduler.check_integrity()
+    check_scheduler(new.scheduler)
     assert tokens_of(run(new)["b"]) == expected
     assert new.load_snapshot(tmp_path / "a") == told[:96]
 
@@ -206,7 +207,7 @@ def test_a_file_that_goes_while_it_is_read_changes_nothing(
     with pytest.raises(SnapshotError, match="was truncated while it was read"):
         new.load_snapshot(tmp_path / "a")
     assert new.cached_block_ids(told) == [] and new.cache.pool.num_used_blocks == 0
-    new.manager.check_integrity()
+    check_manager(new.manager)
     assert tokens_of(answer(new, told)) == tokens_of(answer(old, told))
 
 
@@ -230,7 +231,7 @@ def test_a_file_is_loaded_to_its_end_when_ctrl_c_ends_the_wait_for_it(
         go_on.set()
         assert len(new.cached_block_ids(told)) >= 3
     assert tokens_of(answer(new, told)) == expected
-    new.scheduler.check_integrity()
+    check_scheduler(new.scheduler)
 
 
 def test_any_thread_may_save_and_load(model: qwen3.Model, tmp_path: Path):

@@ -27,6 +27,7 @@ from helpers.mlx_lm_models import (
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from paged_testing.integrity import check_manager
 
 from mlx_paged import Engine, SamplingParams, make_kv_cache
 from mlx_paged.cache import Sequences
@@ -133,7 +134,7 @@ def test_an_engine_goes_on_from_a_prompt_cache_of_mlx_lm(
     made_by_mlx_lm(path, stock, token_ids)
     engine = engine_of(name)
     assert engine.import_prompt_cache(path, token_ids, cache_salt="s") == token_ids
-    engine.manager.check_integrity()
+    check_manager(engine.manager)
     expected = stock_tokens(stock, [*token_ids, 5, 6, 7], NUM_TOKENS)
     tokens, num_cached = answer(engine, [*token_ids, 5, 6, 7], cache_salt="s")
     assert (tokens, num_cached) == (expected, num_tokens // 8 * 8)
@@ -297,7 +298,6 @@ def test_a_prompt_cache_of_another_model_is_refused_by_name(tmp_path: Path):
     seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8))
     ways: tuple[Callable[..., Any], ...] = (
         lambda **options: engine.import_prompt_cache(path, prompt(20), **options),
-        lambda **options: engine.pin_prompt_cache(path, **options),
         lambda **options: import_prompt_cache(path, model, seqs, "a", **options),
     )
     # A model that was not loaded by a name may be any.

@@ -137,7 +137,6 @@ def test_prompt_caches_of_mlx_lm_hold_no_states_and_are_refused(tmp_path: Path):
     refused = (
         lambda: engine.export_prompt_cache(file, tokens),
         lambda: engine.import_prompt_cache(file, tokens),
-        lambda: engine.pin_prompt_cache(file),
         lambda: export_prompt_cache(file, model, seqs, "a"),
     )
     for refuse in refused:

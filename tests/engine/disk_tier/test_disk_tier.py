@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
 from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
+from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.core import hash_token_blocks
@@ -108,7 +109,7 @@ def test_evicted_blocks_come_back(model: nn.Module, tmp_path: Path) -> None:
     warm = ask(engine, "b", prompt(40))
     assert warm.num_read_tokens == 32
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def test_a_request_that_must_not_be_stored_leaves_nothing_and_others_fill_the_gap(
@@ -226,7 +227,7 @@ def test_an_interrupt_leaves_an_engine_that_finds_what_is_on_disk(
             run(engine)
     out = run(engine)["b"]
     assert out.outputs[0].token_ids == cold
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert engine.stats().num_used_blocks == 0
 
 
@@ -246,7 +247,7 @@ def test_a_cache_that_can_not_take_blocks_goes_on_without(
     assert len(said) == 1
     assert out.outputs[0].token_ids == cold
     assert out.num_cached_tokens == 0
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def test_a_block_of_another_size_is_a_miss(

@@ -254,21 +254,6 @@ def test_a_preempted_request_remains_what_it_was(
     assert_equal_kv(kv_of(tmp_path / "kv"), kv_of_tokens(model, asked, tmp_path / "clean"))
 
 
-def test_kv_of_unknown_tokens_are_not_stored(models: tuple[Any, Any], tmp_path: Path):
-    model, stock = models
-    path = prompt_cache_of(tmp_path / "a.safetensors", stock, prompt(40))
-    with tiered(model, tmp_path / "kv", **OPTIONS) as engine:
-        pinned = engine.pin_prompt_cache(path)
-        for number in range(2):
-            token_ids = [*pinned.token_ids, *prompt(20, number)]
-            answer(engine, token_ids, greedy(12, n=2), cache_salt=pinned.cache_salt)
-        assert any(block.is_foreign for block in engine.cache.pool.blocks)
-        assert all(block.is_foreign for _, block in engine.cache.pool.prefix_index), (
-            "each block follows them"
-        )
-    assert block_files(tmp_path / "kv") == []
-
-
 def test_a_tier_of_the_callers_gets_nothing_foreign(models: tuple[Any, Any], tmp_path: Path):
     model, stock = models
     token_ids, shelf = prompt(40), HostMemory()

@@ -1,4 +1,4 @@
-"""The invariants of the block bookkeeping, checked one by one for tests and debugging.
+"""The invariants of the block bookkeeping and of the queues of requests, checked one by one.
 
 Each failure prints the sum that does not add up. The checks read private state on purpose.
 """
@@ -9,10 +9,55 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockTable
-from mlx_paged.core.errors import IntegrityError
-from mlx_paged.core.free_queue import KVCacheBlock
+from mlx_paged.core import BlockPool, BlockTable, KVCacheBlock, KVCacheManager
+from mlx_paged.engine.request_queues import RequestQueues, _by_order, place_of
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.request import RequestStatus
+
+
+class IntegrityError(AssertionError):
+    """An invariant does not hold; the message has the sum."""
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Check the queues of a scheduler against its tables and blocks.
+
+    Raises:
+        AssertionError: they don't match.
+        IntegrityError: as :func:`check_manager`.
+    """
+    check_manager(scheduler.manager)
+    _check_queues(scheduler._queues, scheduler.manager)
+
+
+def check_manager(manager: KVCacheManager) -> None:
+    """Verify every invariant of pool and tables. O(blocks).
+
+    Raises:
+        IntegrityError: with the sum that failed.
+    """
+    check_integrity(manager.pool, manager._groups)
+
+
+def _check_queues(queues: RequestQueues, manager: KVCacheManager) -> None:
+    running = {request.seq_id for request in queues.running}
+    assert {
+        seq for seq, request in queues.requests.items() if request.status is RequestStatus.RUNNING
+    } == running
+    assert set(queues.requests) == running | {request.seq_id for request in queues.waiting}
+    assert running <= set(manager.tables), "a running request has a table"
+    assert queues.running == sorted(queues.running, key=place_of)
+    assert queues.waiting == sorted(queues.waiting, key=_by_order)
+    shares = {request.share for request in queues.requests.values()}
+    assert len(shares) == queues.shares.num_active
+    for share in shares:
+        assert share.waiting == [each for each in queues.waiting if each.share is share]
+        assert share.num_running == sum(each.share is share for each in queues.running)
+    for request in queues.waiting:
+        assert request.seq_id not in manager.tables, "a waiting request holds nothing"
+    for request in queues.running:
+        assert manager.num_tokens(request.seq_id) == request.num_computed_tokens
+        assert request.num_computed_tokens <= request.num_tokens
 
 
 def check_integrity(pool: BlockPool, requests: Mapping[Hashable, Sequence[BlockTable]]) -> None:
