@@ -357,7 +357,7 @@ def _stream(
         **engine_options,
     )
     logprobs = _Logprobs(engine)
-    if engine.ranks is None:
+    if engine.ranks.size == 1:
         return _on_engine(engine, stream_request(engine, prompt, params, progress), logprobs)
     started: list[Generator[GenerationResponse, None, None]] = []
     # An error at the call is raised on all ranks.

@@ -14,14 +14,13 @@ from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.tier import GuardedTier, Tier
-from mlx_paged.distributed import Ranks
+from mlx_paged.distributed import Ranks, join_ranks, least_budget
 from mlx_paged.engine.admission import num_seqs
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.joining import join_ranks, least_budget
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
@@ -33,7 +32,6 @@ from mlx_paged.engine.recurrent_state import (
     sizes_of,
     warn_if_fewer_run,
 )
-from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
@@ -57,7 +55,7 @@ class EngineParts:
 
     tokenizer: TokenizerWrapper | None
     max_model_len: int | None
-    ranks: Ranks | None
+    ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
     disk_tier: DiskTier | None
@@ -135,7 +133,7 @@ def build(
 
     compared = {**options, "draft_model": draft, "max_model_len": max_model_len}
     ranks = join_ranks(checked, tokenizer, {"swap_bytes": None, **compared})
-    if ranks is not None:
+    if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
 
@@ -169,7 +167,7 @@ def build(
 
     drafter = None if draft is None else DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
-    if ranks is not None:
+    if ranks.size > 1:
         backend = type(cache.backend).__name__
         ranks.compare({"the kind of backend": backend, "run_ahead": str(run_ahead)})
         gather = ranks.all_gather
@@ -199,9 +197,8 @@ def build(
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
-    replicas = Replicas(ranks, run_ahead)
     budgets = make_budgets(scheduler.limits)
-    steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, replicas, disk_tier)
+    steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
         model, identities, cache, manager, draft is not None, finds_prefixes, ranks

@@ -16,10 +16,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.distributed import RanksError
+from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
-from mlx_paged.engine.following import follow, share
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
@@ -400,14 +399,25 @@ class Engine(EngineParts):
         Raises:
             RanksError: on the other ranks, if rank 0 ends before the call returns.
         """
-        if self.ranks is None:
+        ranks = self.ranks
+        if ranks.size == 1:
             return call()
-        if self.ranks.is_leader:
-            return share(self.ranks, self.thread, call)
-        following = self.thread.submit(partial(follow, self.ranks, self, self.input_processor))
-        # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
-        following.outlast()
-        value: T = following.result()
+        if not ranks.is_leader:
+            replays = self.steps.replays(partial(self.input_processor.state_of, prompt=None))
+            following = self.thread.submit(partial(ranks.follow, replays))
+            # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
+            following.outlast()
+            followed: T = following.result()
+            return followed
+        try:
+            value = call()
+            result = as_json(value)
+        except BaseException as error:
+            # An interrupt does not wait for the current step: it is sent after that.
+            run = self.thread.call if isinstance(error, Exception) else self.thread.submit
+            run(partial(ranks.send, "result", as_json(error)))
+            raise
+        self.thread.call(partial(ranks.send, "result", result))
         return value
 
     def follow(self) -> None:
@@ -417,7 +427,7 @@ class Engine(EngineParts):
                 self.share(lambda: None)
 
     def _refuse_on_followers(self, name: str) -> None:
-        if self.ranks is not None and not self.ranks.is_leader:
+        if not self.ranks.is_leader:
             raise RuntimeError(
                 f"[engine] {name} is for rank 0, and this is rank {self.ranks.rank}, which follows "
                 "it: call follow or share here"
