@@ -357,7 +357,10 @@ class _EngineLoop:
         self.has_left_steps.set()
         try:
             if self._thread.failure is None:
-                self._engine.abort_all()
+                steps = self._engine.steps
+                steps.add_new()
+                for state in list(self._engine.reports.states.values()):
+                    steps.abort(state)
                 self._step()
                 self._engine.close()
         finally:

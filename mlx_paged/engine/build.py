@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache as once
 
 from mlx.nn.layers.base import Module
@@ -35,7 +35,6 @@ from mlx_paged.engine.recurrent_state import (
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
-from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
@@ -46,10 +45,10 @@ from mlx_paged.models.array_digests import NOTHING_KNOWN
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
-from mlx_paged.models.language_model import check_model, model_type_of
+from mlx_paged.models.language_model import check_model
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EngineParts:
     """The parts of an engine, in the order in which they are made."""
 
@@ -68,39 +67,6 @@ class EngineParts:
     steps: Steps
     run_ahead: bool
     nbytes_activations: int  # peak of a step, an estimate
-
-    def __repr__(self) -> str:
-        model, scheduler = self.runner.model, self.scheduler
-        return (
-            f"{type(self).__name__}({model.name or model_type_of(model)}, {self.cache!r}, "
-            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
-        )
-
-    def stats(self) -> EngineStats:
-        """Memory, requests and counters; from any thread."""
-        scheduler, latencies = self.scheduler, self.latencies
-        of_manager = self.manager.stats()
-        return EngineStats(
-            **asdict(of_manager),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
-            num_drafted_tokens=scheduler.verification.num_drafted_tokens,
-            num_accepted_tokens=scheduler.verification.num_accepted_tokens,
-            num_prompt_tokens=int(latencies.prompt_tokens.sum),
-            num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
-            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
-            num_generation_tokens=latencies.num_generation_tokens,
-            num_finished=dict(latencies.num_finished),
-            num_steps=latencies.num_steps,
-            busy_seconds=latencies.busy_seconds,
-            num_swapped_tokens=self.swap_space.num_used_tokens,
-            nbytes_held=self.cache.nbytes_held,
-            nbytes_budget=self.cache.nbytes_budget,
-            nbytes_activations=self.nbytes_activations,
-            nbytes_checkpoints=of_manager.num_checkpoints * self.cache.config.state_nbytes,
-            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
-        )
 
 
 def build(

@@ -42,9 +42,7 @@ def evaluate_captured(function: Callable[..., Any] | None) -> None:
         mx.eval(list(_arrays(function, _DEPTH, set())))
 
 
-def with_random_state(
-    call: Callable[[Callable[[], tuple[T, int]]], tuple[T, int]], work: Callable[[], T]
-) -> T:
+def with_random_state(call: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
     """Run ``work`` in another thread, by ``call``, with the random state of this one, which
     advances as if ``work`` had run here; returns its result.
     """
@@ -53,11 +51,14 @@ def with_random_state(
         end_before_python(here)
     key = _random_key()
 
-    def run() -> tuple[T, int]:
+    def run() -> T:
+        nonlocal key
         mx.random.seed(key)
-        return work(), _random_key()
+        result = work()
+        key = _random_key()
+        return result
 
-    result, key = call(run)
+    result = call(run)
     mx.random.seed(key)
     return result
 

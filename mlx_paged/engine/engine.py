@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import ClassVar, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
-from mlx_paged.engine.build import EngineParts, build
+from mlx_paged.engine.build import build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
@@ -27,6 +26,7 @@ from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
@@ -36,11 +36,12 @@ from mlx_paged.engine.thread import (
     ForkedError,
     run_apart,
 )
-from mlx_paged.engine.view import EngineView, view_of
+from mlx_paged.engine.view import EngineView, stats_of, view_of
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
+from mlx_paged.models.language_model import model_type_of
 from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ def engine_option_names() -> frozenset[str]:
     return argument_names(Engine) | ENGINE_OPTIONS.keys()
 
 
-class Engine(EngineParts):
+class Engine:
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of common
     prefixes::
 
@@ -79,6 +80,8 @@ class Engine(EngineParts):
         TypeError: an argument is unknown; the message says what to use instead.
     """
 
+    _new_thread: ClassVar[Callable[..., EngineThread]] = EngineThread
+
     @refuses_unknown_arguments("engine", also=ENGINE_OPTIONS.keys)
     def __init__(
         self,
@@ -94,13 +97,17 @@ class Engine(EngineParts):
         parts = run_apart(
             partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
         )
-        super().__init__(**vars(parts))
-        self.model = model
+        self.model, self.tokenizer, self.max_model_len = model, parts.tokenizer, parts.max_model_len
+        self.ranks, self.run_ahead = parts.ranks, parts.run_ahead
+        self.cache, self.manager, self.runner = parts.cache, parts.manager, parts.runner
+        self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
+        self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
+        self.snapshots, self.latencies = parts.snapshots, parts.latencies
+        self.nbytes_activations = parts.nbytes_activations
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
-        self.thread = self._make_thread(None if decode is None else decode.forget_traces)
-        self._interrupted_step: Call[Any] | None = None  # its wait was interrupted
-        self._inbox: deque[Callable[[], None]] = deque()
+        self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
+        self._interrupted_step: Call[Call[None]] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
         self._release_limits = [
@@ -116,9 +123,12 @@ class Engine(EngineParts):
         if self.disk_tier is not None:
             self.disk_tier.is_in_use = self.thread.is_alive
 
-    @staticmethod
-    def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
-        return EngineThread(forget=forget)
+    def __repr__(self) -> str:
+        model, scheduler = self.runner.model, self.scheduler
+        return (
+            f"{type(self).__name__}({model.name or model_type_of(model)}, {self.cache!r}, "
+            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
+        )
 
     # From any thread
 
@@ -177,7 +187,7 @@ class Engine(EngineParts):
         # A single operation, so an interrupt comes before or after it.
         if self.reports.states.setdefault(request_id, state) is not state:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
-        self._ask_for(self._read_inbox)
+        self._ask(self.steps.add_new)
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
@@ -250,16 +260,20 @@ class Engine(EngineParts):
             ForkedError: this process was forked from the one in which the engine was made.
         """
         self._refuse_on_followers("step")
-        step = partial(self._change, "step", self._step)
         interrupted, self._interrupted_step = self._interrupted_step, None
-        if interrupted is not None and not interrupted.is_done:
-            self._wait_for_step(interrupted)
-        elif self._calls_functions and not self.thread.is_current:
-            with_random_state(lambda run: self._wait_for_step(self.thread.submit(run)), step)
-        elif self.thread.is_current:
-            step()
+        if self.thread.is_current:
+            self._change("step", self.steps.run)
+            self.thread.run_queued()
+            self._change("step", self._report)
         else:
-            self._wait_for_step(self.thread.submit(step))
+            if interrupted is not None and not interrupted.is_done:
+                report = self._wait_for_step(interrupted)
+            elif self._calls_functions:
+                wait = self._wait_for_step
+                report = with_random_state(lambda run: wait(self.thread.submit(run)), self._step)
+            else:
+                report = self._wait_for_step(self.thread.submit(self._step))
+            self.thread.wait_for(report)
         # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
@@ -356,9 +370,13 @@ class Engine(EngineParts):
         return self.thread.call(partial(read, path, self.swap_space, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
-        """Call a function that reads K/V, between two steps."""
-        self._changed("a snapshot", self.steps.process_output)
-        return self.thread.call(read)
+        """Call a function that reads K/V, between two steps. Its errors stop no engine."""
+
+        def run() -> T:
+            self._change("a snapshot", self.steps.process_output)
+            return read()
+
+        return self.thread.call(run)
 
     def _put(self, prefix: Prefix) -> list[int]:
         """Load K/V into the prefix cache, between two steps."""
@@ -385,6 +403,12 @@ class Engine(EngineParts):
         if self.disk_tier is None:
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)
+
+    def stats(self) -> EngineStats:
+        """Memory, requests and counters; from any thread."""
+        return stats_of(
+            self.scheduler, self.cache, self.latencies, self.disk_tier, self.nbytes_activations
+        )
 
     def view(self) -> EngineView:
         """The pool, block by block, and the requests; from any thread. 15,000 blocks take 1 ms."""
@@ -435,13 +459,6 @@ class Engine(EngineParts):
 
     # Inside
 
-    def _wait_for_step(self, call: Call[T]) -> T:
-        try:
-            return self.thread.wait_for(call)
-        except KeyboardInterrupt:
-            self._interrupted_step = call
-            raise
-
     def _changed(self, name: str, change: Callable[[], T]) -> T:
         """Change the bookkeeping between two steps; returns the result of ``change``."""
         return self.thread.call(partial(self._change, name, change))
@@ -473,19 +490,16 @@ class Engine(EngineParts):
         if self.thread.is_current:
             self._change("close", change)
             return True
-        if self.thread.is_interrupted:
-            return False
-        try:
-            call = self.thread.submit(partial(self._change, "close", change))
-            if not call.wait(timeout):
-                return False
-            call.result()  # raises if the change failed
-        except EngineStoppedError:
-            return False
-        return True
+        if not self.thread.is_interrupted:
+            with contextlib.suppress(EngineStoppedError):
+                call = self.thread.submit(partial(self._change, "close", change))
+                if call.wait(timeout):
+                    call.result()  # raises if the change failed
+                    return True
+        return False
 
-    def _ask_for(self, change: Callable[[], None]) -> None:
-        """Request a change between two steps, and wait for it if no step runs."""
+    def _ask(self, change: Callable[[], None]) -> None:
+        """Make a change between two steps, and wait for it if no step runs."""
         is_idle = self.thread.is_idle and not self.thread.is_current
         call = self.thread.submit(partial(self._change, "", change))
         if is_idle:
@@ -497,25 +511,31 @@ class Engine(EngineParts):
         then: Callable[[RequestState], None] | None = None,
     ) -> None:
         self.thread.check_process()
-        # States instead of ids, because a later request may have the same id.
-        for state in states:
-            self._inbox.append(partial(self.steps.abort, state))
-            if then is not None:
-                self._inbox.append(partial(then, state))
+
+        def abort() -> None:
+            self.steps.add_new()
+            for state in states:
+                self.steps.abort(state)
+                if then is not None:
+                    then(state)
+
         with contextlib.suppress(EngineStoppedError):
-            self._ask_for(self._read_inbox)
+            self._ask(abort)
 
-    def _read_inbox(self) -> None:
-        """Process the requests and aborts of other threads."""
-        self.steps.add_new()
-        while self._inbox:
-            self._inbox.popleft()()
+    def _wait_for_step(self, call: Call[Call[None]]) -> Call[None]:
+        try:
+            return self.thread.wait_for(call)
+        except KeyboardInterrupt:
+            self._interrupted_step = call
+            raise
 
-    def _step(self) -> None:
+    def _step(self) -> Call[None]:
+        """Run a step. Its outputs are made when what was asked for meanwhile is done."""
+        self._change("step", self.steps.run)
+        return self.thread.submit(partial(self._change, "step", self._report))
+
+    def _report(self) -> None:
         begin = time.perf_counter()
-        self._read_inbox()
-        self.steps.run()
-        self._read_inbox()
         outputs = self.reports.report()
         self.latencies.busy_seconds += time.perf_counter() - begin
         if self._ready:

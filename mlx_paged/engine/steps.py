@@ -84,6 +84,8 @@ class Steps:
         Args:
             budgets: those of rank 0, on a rank that follows it.
         """
+        begin = time.perf_counter()
+        self.add_new()
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
             budgets = self.budgets.begin_step(self._scheduler, is_busy=bool(steps))
@@ -104,6 +106,7 @@ class Steps:
         self._sample()
         if steps and all(request.is_finished for request in steps[0].batch.requests):
             self.process_output()  # No request needs it any more.
+        self._latencies.busy_seconds += time.perf_counter() - begin
 
     def add_new(self) -> None:
         """Hand the requests that were added since the last call to the scheduler."""

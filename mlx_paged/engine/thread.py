@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 
@@ -49,6 +49,9 @@ class StuckStepError(RuntimeError):
 class Call(Generic[T]):
     """A function to be called in an engine's thread, and its result.
 
+    It is no ``concurrent.futures.Future``, because an interrupt at the wrong moment leaves the
+    condition of such a future locked.
+
     Attributes:
         interrupted: the call that ran when the last interrupt ended a wait for this one, and the
             time of that.
@@ -57,7 +60,7 @@ class Call(Generic[T]):
     def __init__(self, work: Callable[[], T]):
         self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
         self._work: Callable[[], T] | None = work
-        self._results: list[T] = []
+        self._result: T | None = None
         self._error: BaseException | None = None
         self._is_done = False
         self._done = threading.Lock()
@@ -69,19 +72,26 @@ class Call(Generic[T]):
         return self._is_done
 
     def run(self) -> None:
+        """Do the work; :meth:`end` ends the waits for it."""
         assert self._work is not None
         try:
-            self._results.append(self._work())
+            self._result = self._work()
         except BaseException as error:
-            self.fail(error)
-        else:
-            self._end()
+            if not self._is_done:
+                self._error = error
+        self._work = None  # It may refer to the engine.
+
+    def end(self) -> None:
+        """End the waits for the call. Can be called more than once."""
+        if not self._is_done:
+            self._is_done = True
+            self._done.release()
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, unless it has ended already."""
         if not self._is_done:
-            self._error = error
-            self._end()
+            self._error, self._work = error, None
+            self.end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the work, for at most ``timeout`` seconds; returns whether it has
@@ -104,13 +114,7 @@ class Call(Generic[T]):
         """The return value of the work; raises its error."""
         if self._error is not None:
             raise self._error
-        return self._results[0]
-
-    def _end(self) -> None:
-        self._work = None  # It may refer to the engine.
-        if not self._is_done:
-            self._is_done = True
-            self._done.release()
+        return cast(T, self._result)
 
 
 class EngineThread:
@@ -218,6 +222,12 @@ class EngineThread:
             raise
         return call.result()
 
+    def run_queued(self) -> None:
+        """In the thread: run the calls that wait, until none does or the thread is to end."""
+        with contextlib.suppress(queue.Empty):
+            while not self._has_ended:
+                self._run_one(self._calls.get_nowait())
+
     def run_in_background(
         self, background: Callable[[], float | None], at_end: Callable[[], None]
     ) -> None:
@@ -228,7 +238,7 @@ class EngineThread:
                 next call. An exception stops the thread.
         """
         self._background, self._at_end = background, at_end
-        self._wake()
+        self._calls.put(None)
 
     def stopped(self) -> EngineStoppedError:
         """The error for callers once the thread has ended."""
@@ -270,7 +280,7 @@ class EngineThread:
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
         self._has_ended = True
-        self._wake()
+        self._calls.put(None)
 
     def let_go(self) -> Call[None] | None:
         """Called when the engine has ended: end the thread, or keep a shared one for the next call
@@ -311,9 +321,6 @@ class EngineThread:
         if running is not None and running is before and now - then >= STUCK_SECONDS:
             self.stop(StuckStepError("it was interrupted twice while one step ran"))
 
-    def _wake(self) -> None:
-        self._calls.put(None)
-
     def _run(self) -> None:
         while self._may_be_cut:
             with contextlib.suppress(SystemExit):  # It may be cut more than once.
@@ -343,16 +350,16 @@ class EngineThread:
         while not self._has_ended:
             with contextlib.suppress(queue.Empty):
                 self._run_one(self._calls.get(timeout=pause))
-                while not self._has_ended:
-                    self._run_one(self._calls.get_nowait())
+            self.run_queued()
             if self._background is not None and not self._has_ended:
                 pause = self._background()
 
     def _run_one(self, call: Call[Any] | None) -> None:
         if call is not None:
-            self._running = call
+            before, self._running = self._running, call
             call.run()
-            self._running = None
+            self._running = before
+            call.end()  # Its caller finds an idle thread.
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
