@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,21 +37,15 @@ from mlx_paged.engine.thread import (
     run_apart,
 )
 from mlx_paged.engine.view import EngineView, stats_of, view_of
-from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.engine_options import EngineOptions
+from mlx_paged.errors import REMOVED, ArgumentError
+from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.models.language_model import model_type_of
-from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
-
-
-def engine_option_names() -> frozenset[str]:
-    """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | ENGINE_OPTIONS.keys()
 
 
 class Engine:
@@ -82,7 +76,6 @@ class Engine:
 
     _new_thread: ClassVar[Callable[..., EngineThread]] = EngineThread
 
-    @refuses_unknown_arguments("engine", also=ENGINE_OPTIONS.keys)
     def __init__(
         self,
         model: Module,
@@ -91,6 +84,7 @@ class Engine:
         draft_model: Module | None = None,
         **options: Unpack[EngineOptions],
     ):
+        refuse_unknown(Engine, options, EngineOptions.__annotations__)
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
         evaluate_arrays(model, draft_model)
@@ -130,9 +124,17 @@ class Engine:
             f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
         )
 
+    # Type checkers assume that a class with a __getattr__ has every attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if f"Engine.{name}" in REMOVED:
+                text = f"Engine.{name} was removed: {REMOVED[f'Engine.{name}']}"
+            raise AttributeError(text, name=name, obj=self)
+
     # From any thread
 
-    @refuses_unknown_arguments("request")
     def add_request(
         self,
         request_id: str,
@@ -144,6 +146,7 @@ class Engine:
         no_store: bool = False,
         user: str | None = None,
         token_rules: TokenRules | None = None,
+        **unknown: Unpack[NoOptions],
     ) -> None:
         """Queue a request; the next steps work on it.
 
@@ -165,6 +168,8 @@ class Engine:
                 in use, or the parameters can't be satisfied.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
+        if unknown:
+            refuse_unknown(Engine.add_request, unknown)
         self._refuse_on_followers("add_request")
         self.thread.check()
         state = self.input_processor.process(
@@ -356,8 +361,6 @@ class Engine:
         """
         opened = self.snapshots.open_prompt_cache
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
-
-    hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
     def pin_prompt_cache(
         self, path: str | Path, *, allow_other_model: bool = False
