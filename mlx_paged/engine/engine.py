@@ -278,7 +278,7 @@ class Engine:
                 report = with_random_state(lambda run: wait(self.thread.submit(run)), self._step)
             else:
                 report = self._wait_for_step(self.thread.submit(self._step))
-            self.thread.wait_for(report)
+            report.result()
         # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
@@ -506,7 +506,7 @@ class Engine:
         is_idle = self.thread.is_idle and not self.thread.is_current
         call = self.thread.submit(partial(self._change, "", change))
         if is_idle:
-            self.thread.wait_for(call)
+            call.result()
 
     def _abort(
         self,
@@ -527,7 +527,7 @@ class Engine:
 
     def _wait_for_step(self, call: Call[Call[None]]) -> Call[None]:
         try:
-            return self.thread.wait_for(call)
+            return call.result()
         except KeyboardInterrupt:
             self._interrupted_step = call
             raise

@@ -47,7 +47,7 @@ class StuckStepError(RuntimeError):
 
 
 class Call(Generic[T]):
-    """A function to be called in an engine's thread, and its result.
+    """A function to be called in an engine's thread, and its future result.
 
     It is no ``concurrent.futures.Future``, because an interrupt at the wrong moment leaves the
     condition of such a future locked.
@@ -57,8 +57,9 @@ class Call(Generic[T]):
             time of that.
     """
 
-    def __init__(self, work: Callable[[], T]):
+    def __init__(self, thread: EngineThread, work: Callable[[], T]):
         self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
+        self._thread = thread
         self._work: Callable[[], T] | None = work
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -72,26 +73,23 @@ class Call(Generic[T]):
         return self._is_done
 
     def run(self) -> None:
-        """Do the work; :meth:`end` ends the waits for it."""
+        """Do the work, in the thread."""
         assert self._work is not None
+        thread = self._thread
+        before, thread.running = thread.running, self
         try:
             self._result = self._work()
         except BaseException as error:
             if not self._is_done:
                 self._error = error
-        self._work = None  # It may refer to the engine.
-
-    def end(self) -> None:
-        """End the waits for the call. Can be called more than once."""
-        if not self._is_done:
-            self._is_done = True
-            self._done.release()
+        thread.running = before  # Whoever waited finds an idle thread.
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, unless it has ended already."""
         if not self._is_done:
-            self._error, self._work = error, None
-            self.end()
+            self._error = error
+            self._end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the work, for at most ``timeout`` seconds; returns whether it has
@@ -111,10 +109,26 @@ class Call(Generic[T]):
             self.outlast()
 
     def result(self) -> T:
-        """The return value of the work; raises its error."""
+        """Wait for the end of the work; returns its result or raises its error.
+
+        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
+        step has ended in between, because the step may never end. Interrupts of waits for different
+        calls never do.
+        """
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            self._thread.note_interrupt(self)
+            raise
         if self._error is not None:
             raise self._error
         return cast(T, self._result)
+
+    def _end(self) -> None:
+        self._work = None  # It may refer to the engine.
+        if not self._is_done:
+            self._is_done = True
+            self._done.release()
 
 
 class EngineThread:
@@ -132,6 +146,7 @@ class EngineThread:
 
     Attributes:
         failure: the error that stopped the thread; ``None`` if there was none.
+        running: the current call.
     """
 
     def __init__(
@@ -139,10 +154,10 @@ class EngineThread:
     ) -> None:
         self.failure: BaseException | None = None
         self._forget = forget
-        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.running: Call[Any] | None = None
+        self._calls: queue.SimpleQueue[Call[Any]] = queue.SimpleQueue()
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
-        self._running: Call[Any] | None = None
         self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
         self._has_ended = self._is_shared = self._is_forked = False
         self._may_be_cut, self._cutting = True, threading.Lock()
@@ -182,12 +197,12 @@ class EngineThread:
     @property
     def is_idle(self) -> bool:
         """Whether a call would run at once."""
-        return self._running is None and self._background is None
+        return self.running is None and self._background is None
 
     @property
     def is_interrupted(self) -> bool:
         """Whether an interrupt has ended the wait for the current call."""
-        return self._running is not None and self._running is self._interrupted
+        return self.running is not None and self.running is self._interrupted
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
         """Queue a call.
@@ -196,7 +211,7 @@ class EngineThread:
             EngineStoppedError: the thread has ended.
         """
         self.check()
-        call = Call(work)
+        call = Call(self, work)
         self._calls.put(call)
         if self._has_ended:
             self._fail_waiting()
@@ -206,27 +221,13 @@ class EngineThread:
         """Call ``work`` in the thread; returns its result or raises its error. An interrupt ends
         the wait, but not the work.
         """
-        return work() if self.is_current else self.wait_for(self.submit(work))
-
-    def wait_for(self, call: Call[T]) -> T:
-        """Wait for a submitted call; returns its result or raises its error.
-
-        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
-        step has ended in between, because the step may never end. Interrupts of waits for different
-        calls never do.
-        """
-        try:
-            call.wait()
-        except KeyboardInterrupt:
-            self._note_interrupt(call)
-            raise
-        return call.result()
+        return work() if self.is_current else self.submit(work).result()
 
     def run_queued(self) -> None:
         """In the thread: run the calls that wait, until none does or the thread is to end."""
         with contextlib.suppress(queue.Empty):
             while not self._has_ended:
-                self._run_one(self._calls.get_nowait())
+                self._calls.get_nowait().run()
 
     def run_in_background(
         self, background: Callable[[], float | None], at_end: Callable[[], None]
@@ -238,7 +239,7 @@ class EngineThread:
                 next call. An exception stops the thread.
         """
         self._background, self._at_end = background, at_end
-        self._calls.put(None)
+        self._calls.put(Call(self, _nothing))
 
     def stopped(self) -> EngineStoppedError:
         """The error for callers once the thread has ended."""
@@ -271,7 +272,7 @@ class EngineThread:
         self.failure = self.failure or error
         self.end()
         self._fail_waiting()
-        running = self._running
+        running = self.running
         if not self.is_current:
             if running is not None:
                 running.fail(self.stopped())
@@ -280,7 +281,7 @@ class EngineThread:
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
         self._has_ended = True
-        self._calls.put(None)
+        self._calls.put(Call(self, _nothing))
 
     def let_go(self) -> Call[None] | None:
         """Called when the engine has ended: end the thread, or keep a shared one for the next call
@@ -313,8 +314,9 @@ class EngineThread:
         if not self._has_ended:
             _idle.append(self)
 
-    def _note_interrupt(self, call: Call[Any]) -> None:
-        running, now = self._running, time.monotonic()
+    def note_interrupt(self, call: Call[Any]) -> None:
+        """Take note that an interrupt has ended the wait for a call; see :meth:`Call.result`."""
+        running, now = self.running, time.monotonic()
         before, then = call.interrupted
         call.interrupted = running, now
         self._interrupted = running
@@ -349,17 +351,10 @@ class EngineThread:
         pause: float | None = None
         while not self._has_ended:
             with contextlib.suppress(queue.Empty):
-                self._run_one(self._calls.get(timeout=pause))
+                self._calls.get(timeout=pause).run()
             self.run_queued()
             if self._background is not None and not self._has_ended:
                 pause = self._background()
-
-    def _run_one(self, call: Call[Any] | None) -> None:
-        if call is not None:
-            before, self._running = self._running, call
-            call.run()
-            self._running = before
-            call.end()  # Its caller finds an idle thread.
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
@@ -369,9 +364,7 @@ class EngineThread:
     def _fail_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                call = self._calls.get_nowait()
-                if call is not None:
-                    call.fail(self.stopped())
+                self._calls.get_nowait().fail(self.stopped())
 
     def _cut(self) -> None:
         """Raise ``SystemExit`` in the thread, unless it has left its calls."""
@@ -389,6 +382,10 @@ class EngineThread:
         self._has_ended = self._is_forked = True
         self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
         self._is_over.set()
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
 
 
 def run_apart(work: Callable[[], T]) -> T:
