@@ -101,7 +101,7 @@ class Engine:
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
-        self._interrupted_step: Call[Call[None]] | None = None  # its wait was interrupted
+        self._interrupted_step: Call[Call[None] | None] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
         self._release_limits = [
@@ -278,7 +278,8 @@ class Engine:
                 report = with_random_state(lambda run: wait(self.thread.submit(run)), self._step)
             else:
                 report = self._wait_for_step(self.thread.submit(self._step))
-            report.result()
+            if report is not None:
+                report.result()
         # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
@@ -525,17 +526,23 @@ class Engine:
         with contextlib.suppress(EngineStoppedError):
             self._ask(abort)
 
-    def _wait_for_step(self, call: Call[Call[None]]) -> Call[None]:
+    def _wait_for_step(self, call: Call[Call[None] | None]) -> Call[None] | None:
         try:
             return call.result()
         except KeyboardInterrupt:
             self._interrupted_step = call
             raise
 
-    def _step(self) -> Call[None]:
-        """Run a step. Its outputs are made when what was asked for meanwhile is done."""
+    def _step(self) -> Call[None] | None:
+        """Run a step. If something was asked for meanwhile, its outputs are made after that, by the
+        returned call.
+        """
         self._change("step", self.steps.run)
-        return self.thread.submit(partial(self._change, "step", self._report))
+        report = partial(self._change, "step", self._report)
+        if self.thread.has_queued:
+            return self.thread.submit(report)
+        report()
+        return None
 
     def _report(self) -> None:
         begin = time.perf_counter()

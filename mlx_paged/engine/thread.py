@@ -200,6 +200,11 @@ class EngineThread:
         return self.running is None and self._background is None
 
     @property
+    def has_queued(self) -> bool:
+        """Whether calls wait for the current one."""
+        return not self._calls.empty()
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether an interrupt has ended the wait for the current call."""
         return self.running is not None and self.running is self._interrupted
