@@ -146,6 +146,7 @@ class EngineThread:
 
     Attributes:
         failure: the error that stopped the thread; ``None`` if there was none.
+        has_ended: whether it takes no further call.
         running: the current call.
     """
 
@@ -159,7 +160,7 @@ class EngineThread:
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
         self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
-        self._has_ended = self._is_shared = self._is_forked = False
+        self.has_ended = self._is_shared = self._is_forked = False
         self._may_be_cut, self._cutting = True, threading.Lock()
         self._is_over = threading.Event()  # it has cleared its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -181,9 +182,9 @@ class EngineThread:
         """
         thread = None
         with contextlib.suppress(IndexError):
-            while thread is None or thread._has_ended:
+            while thread is None or thread.has_ended:
                 thread = _idle.pop()
-        if thread is None or thread._has_ended:
+        if thread is None or thread.has_ended:
             thread = cls()
             thread._is_shared = True
         thread._forget = forget
@@ -218,7 +219,7 @@ class EngineThread:
         self.check()
         call = Call(self, work)
         self._calls.put(call)
-        if self._has_ended:
+        if self.has_ended:
             self._fail_waiting()
         return call
 
@@ -231,7 +232,7 @@ class EngineThread:
     def run_queued(self) -> None:
         """In the thread: run the calls that wait, until none does or the thread is to end."""
         with contextlib.suppress(queue.Empty):
-            while not self._has_ended:
+            while not self.has_ended:
                 self._calls.get_nowait().run()
 
     def run_in_background(
@@ -262,7 +263,7 @@ class EngineThread:
 
     def check(self) -> None:
         """Raise :class:`EngineStoppedError` if the thread has ended."""
-        if self._has_ended:
+        if self.has_ended:
             raise self.stopped()
 
     def check_process(self) -> None:
@@ -285,7 +286,7 @@ class EngineThread:
 
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
-        self._has_ended = True
+        self.has_ended = True
         self._calls.put(Call(self, _nothing))
 
     def let_go(self) -> Call[None] | None:
@@ -316,7 +317,7 @@ class EngineThread:
     def _become_idle(self) -> None:
         self._drop_compiled()
         self._interrupted = None  # It may refer to the engine.
-        if not self._has_ended:
+        if not self.has_ended:
             _idle.append(self)
 
     def note_interrupt(self, call: Call[Any]) -> None:
@@ -335,10 +336,10 @@ class EngineThread:
                     self._run_calls()
                     self._refuse_cuts()
                 except BaseException as error:
-                    self._has_ended = True
                     self.failure = self.failure or error
+                    self.has_ended = True
         try:
-            self._has_ended = True
+            self.has_ended = True
             if self._at_end is not None:
                 self._at_end()
         finally:
@@ -354,11 +355,11 @@ class EngineThread:
 
     def _run_calls(self) -> None:
         pause: float | None = None
-        while not self._has_ended:
+        while not self.has_ended:
             with contextlib.suppress(queue.Empty):
                 self._calls.get(timeout=pause).run()
             self.run_queued()
-            if self._background is not None and not self._has_ended:
+            if self._background is not None and not self.has_ended:
                 pause = self._background()
 
     def _drop_compiled(self) -> None:
@@ -384,7 +385,7 @@ class EngineThread:
             self._may_be_cut = False
 
     def _forked(self) -> None:
-        self._has_ended = self._is_forked = True
+        self.has_ended = self._is_forked = True
         self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
         self._is_over.set()
 
