@@ -292,7 +292,7 @@ class AsyncEngine:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         try:
-            # The order matters: a thread that ends now notifies this receiver, or refuses the request.
+            # The order matters: a thread that ends now notifies this receiver, or refuses this.
             self.engine.add_request(request_id, prompt, params, **options)
         except BaseException:
             self._receivers.pop(request_id, None)
