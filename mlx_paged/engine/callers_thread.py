@@ -10,15 +10,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.engine.thread import end_before_python
-
-T = TypeVar("T")
 
 _DEPTH = 6  # of nested functions and objects
 _MOST_ITEMS = 100  # of a container: vocabularies are not searched
@@ -42,28 +40,13 @@ def evaluate_captured(function: Callable[..., Any] | None) -> None:
         mx.eval(list(_arrays(function, _DEPTH, set())))
 
 
-def with_random_state(call: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
-    """Run ``work`` in another thread, by ``call``, with the random state of this one, which
-    advances as if ``work`` had run here; returns its result.
+def random_key() -> int:
+    """The random state of this thread, for ``mx.random.seed`` in another one: that continues with
+    the same numbers.
     """
     here = threading.current_thread()
     if here is not threading.main_thread():
         end_before_python(here)
-    key = _random_key()
-
-    def run() -> T:
-        nonlocal key
-        mx.random.seed(key)
-        result = work()
-        key = _random_key()
-        return result
-
-    result = call(run)
-    mx.random.seed(key)
-    return result
-
-
-def _random_key() -> int:
     state: Any = mx.random.state
     high, low = state[0].tolist()
     return int(high) << 32 | int(low)

@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, Unpack
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -17,7 +18,7 @@ from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
-from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
+from mlx_paged.engine.callers_thread import evaluate_arrays, random_key
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
@@ -46,6 +47,10 @@ from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
+
+# What a step in the engine's thread leaves to its caller: the call that makes its outputs, unless
+# they are made, and the random key if functions of requests may have drawn.
+_Stepped: TypeAlias = tuple[Call[None] | None, int | None]
 
 
 class Engine:
@@ -101,7 +106,7 @@ class Engine:
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
-        self._interrupted_step: Call[Call[None] | None] | None = None  # its wait was interrupted
+        self._interrupted_step: Call[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
         self._release_limits = [
@@ -265,19 +270,22 @@ class Engine:
             ForkedError: this process was forked from the one in which the engine was made.
         """
         self._refuse_on_followers("step")
-        interrupted, self._interrupted_step = self._interrupted_step, None
+        call, self._interrupted_step = self._interrupted_step, None
         if self.thread.is_current:
             self._change("step", self.steps.run)
             self.thread.run_queued()
             self._change("step", self._report)
         else:
-            if interrupted is not None and not interrupted.is_done:
-                report = self._wait_for_step(interrupted)
-            elif self._calls_functions:
-                wait = self._wait_for_step
-                report = with_random_state(lambda run: wait(self.thread.submit(run)), self._step)
-            else:
-                report = self._wait_for_step(self.thread.submit(self._step))
+            if call is None or call.is_done:
+                key = random_key() if self._calls_functions else None
+                call = self.thread.submit(partial(self._step, key))
+            try:
+                report, key = call.result()
+            except KeyboardInterrupt:
+                self._interrupted_step = call
+                raise
+            if key is not None:
+                mx.random.seed(key)
             if report is not None:
                 report.result()
         # Nothing is called here, so an interrupt comes before or after this line.
@@ -526,23 +534,21 @@ class Engine:
         with contextlib.suppress(EngineStoppedError):
             self._ask(abort)
 
-    def _wait_for_step(self, call: Call[Call[None] | None]) -> Call[None] | None:
-        try:
-            return call.result()
-        except KeyboardInterrupt:
-            self._interrupted_step = call
-            raise
+    def _step(self, key: int | None) -> _Stepped:
+        """Run a step. If something was asked for meanwhile, its outputs are made after that.
 
-    def _step(self) -> Call[None] | None:
-        """Run a step. If something was asked for meanwhile, its outputs are made after that, by the
-        returned call.
+        Args:
+            key: the random key of the caller, if functions of requests may draw.
         """
+        if key is not None:
+            mx.random.seed(key)
         self._change("step", self.steps.run)
+        key = None if key is None else random_key()
         report = partial(self._change, "step", self._report)
         if self.thread.has_queued:
-            return self.thread.submit(report)
+            return self.thread.submit(report), key
         report()
-        return None
+        return None, key
 
     def _report(self) -> None:
         begin = time.perf_counter()
