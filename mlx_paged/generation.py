@@ -280,6 +280,8 @@ class OneShotEngine(Engine):
     one, and leaves it to the next call when it is closed.
     """
 
+    _new_thread = EngineThread.shared
+
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """As :meth:`Engine.close`; in a forked child there is nothing to do."""
         is_busy = self.thread.is_interrupted
@@ -291,10 +293,6 @@ class OneShotEngine(Engine):
             given_back = self._let_go_thread()
             if given_back is not None and not is_busy:
                 given_back.wait()
-
-    @staticmethod
-    def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
-        return EngineThread.shared(forget)
 
 
 class _Logprobs:
@@ -351,7 +349,7 @@ def _stream(
         **engine_options,
     )
     logprobs = _Logprobs(engine)
-    if engine.ranks is None:
+    if engine.ranks.size == 1:
         return _on_engine(engine, stream_request(engine, prompt, params, progress), logprobs)
     started: list[Generator[GenerationResponse, None, None]] = []
     # An error at the call is raised on all ranks.

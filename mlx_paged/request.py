@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mlx_paged.answers.dialect import AnswerFormat
     from mlx_paged.answers.tokens import ReasoningLimit
     from mlx_paged.core import BlockHash
+    from mlx_paged.core.prefix_report import PrefixReport
     from mlx_paged.engine.compiled_grammar import CompiledGrammar
-    from mlx_paged.engine.prefix_report import PrefixReport
 
 MAX_PRIORITY = 2**31 - 1
 

@@ -80,9 +80,9 @@ def test_imports_go_one_way():
     order += [
         "engine",
         "snapshots",
+        "distributed",
         "models",
         "memory",
-        "distributed",
         "cache",
         "ops",
         "launch",

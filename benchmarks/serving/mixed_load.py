@@ -140,7 +140,7 @@ class VirtualDevice:
 
     def drive(self, engine: Engine) -> None:
         """Let the steps of an engine take this device's time, and compute nothing."""
-        read, vocab_size = engine.steps._replicas.read, engine.runner.vocab_size
+        read, vocab_size = engine.steps._read, engine.runner.vocab_size
 
         def launch(batch: Batch, awaited: object) -> mx.array:
             self._free = max(self._free, self.now) + self.seconds(batch)
@@ -154,7 +154,7 @@ class VirtualDevice:
             return read(sampled)
 
         engine.runner.launch = launch  # type: ignore[method-assign]
-        engine.steps._replicas.read = timed_read  # type: ignore[method-assign]
+        engine.steps._read = timed_read  # type: ignore[method-assign]
 
 
 def run(device: VirtualDevice, target: float | None, args: argparse.Namespace) -> dict[str, Any]:

@@ -5,14 +5,17 @@ through MLX's own collectives. Rank 0 sends everything else over separate connec
 (:class:`Ranks`), which cost nothing while they are idle and show at once that a rank is gone.
 """
 
-from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks
-from mlx_paged.distributed.sharding import check_divisible, check_linear_sizes
+from mlx_paged.distributed.links import RanksError
+from mlx_paged.distributed.ranks import Ranks, connect, join_ranks, launched_ranks, least_budget
+from mlx_paged.distributed.values import as_json, from_json
 
 __all__ = [
     "Ranks",
     "RanksError",
-    "check_divisible",
-    "check_linear_sizes",
+    "as_json",
     "connect",
+    "from_json",
+    "join_ranks",
     "launched_ranks",
+    "least_budget",
 ]

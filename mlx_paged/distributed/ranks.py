@@ -1,8 +1,15 @@
-"""``Ranks``: the processes that run one model together, as one of them sees the others."""
+"""``Ranks``: the processes that run one model together, as one of them sees the others.
+
+Every rank has its own engine and scheduler. Schedulers read no clock, and no memory but the pool's,
+so the same requests in the same order and the same tokens give the same plans. Rank 0 leads: it
+sends what it was asked, the start of each step and the sampled tokens, and the others replay that.
+Followers sample nothing, so they need neither the functions of a request nor its grammar.
+"""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -11,16 +18,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import __version__
-from mlx_paged.distributed.links import Link
-from mlx_paged.distributed.meeting import meet
-from mlx_paged.errors import one_line, shown, words_for_all
+from mlx_paged.distributed.links import Link, RanksError, meet
+from mlx_paged.distributed.values import from_json
+from mlx_paged.errors import ArgumentError, one_line, shown, words_for_all
 from mlx_paged.launch import is_launched
+from mlx_paged.models.kv_cache import kv_budget
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import device
 from mlx_paged.standard_streams import say
 
 # Ranks are started together, but one of them may be slow to import, or wait for a disk.
@@ -32,29 +45,28 @@ _LOST_SECONDS = 3.0
 _PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers")
 
 
-class RanksError(RuntimeError):
-    """The ranks can't work together; the message names the rank and the reason."""
-
-
 class Ranks:
-    """The ranks of a group.
+    """The ranks of a group; without a group, this process alone, which sends nothing.
 
-    Rank 0 leads: it sends its decisions to the others, which do the same in the same order. If a
-    rank dies, raises in the middle of a step or sends an unexpected message, all others exit within
-    seconds, with a line on stderr and status 1, whatever they are doing: a collective that waits
-    for a dead rank never returns.
+    If a rank dies, raises in the middle of a step or sends an unexpected message, all others exit
+    within seconds, with a line on stderr and status 1, whatever they are doing: a collective that
+    waits for a dead rank never returns.
 
     Args:
         group: MLX's group, of at least two ranks.
         sockets: authenticated, by rank: on rank 0 to all others, elsewhere to rank 0.
     """
 
-    def __init__(self, group: mx.distributed.Group, sockets: Mapping[int, socket.socket]):
+    def __init__(
+        self,
+        group: mx.distributed.Group | None = None,
+        sockets: Mapping[int, socket.socket] | None = None,
+    ):
         self.group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self._ending = threading.Lock()
         self._links: dict[int, Link] = {}
-        for peer, sock in sorted(sockets.items()):
+        for peer, sock in sorted((sockets or {}).items()):
             self._links[peer] = Link(sock, peer, self._lost)
 
     @property
@@ -72,6 +84,35 @@ class Ranks:
             if link.is_over:
                 raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
+
+    def lead(self, kind: str, value: Callable[[], object] = lambda: None) -> None:
+        """On rank 0, send what the others have to replay; ``value`` is called only if there are
+        others. Elsewhere this does nothing.
+        """
+        if self.size > 1 and self.is_leader:
+            self.send(kind, value())
+
+    def follow(self, replays: Mapping[str, Callable[[Any], object]]) -> Any:
+        """On another rank, replay what rank 0 does until it sends a result of
+        :meth:`Engine.share`; return or raise that. An exception of a replay ends all ranks.
+
+        Args:
+            replays: by the kind of message; called with its value.
+
+        Raises:
+            RanksError: rank 0 has ended.
+        """
+        do = {**replays, "result": from_json}
+        kind = result = None
+        while kind != "result":
+            kind, value = self.receive(*do)
+            try:
+                result = do[kind](value)
+            except BaseException as error:
+                self.fail(error)  # Rank 0 may wait for this rank in a collective.
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def receive(self, *kinds: str, rank: int = 0) -> tuple[str, Any]:
         """Wait for a rank's next message: its kind and value. Any other kind ends this process.
@@ -116,10 +157,12 @@ class Ranks:
                         f"rank {rank}; it must be the same on all ranks"
                     )
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException) -> None:
         """End this process and all others for an error: the ranks' bookkeeping differs from now on,
-        or others wait in a collective.
+        or others wait in a collective. A process that is alone goes on.
         """
+        if self.size == 1:
+            return
         if _PEER_LOST in str(error):
             # The thread that reads from that peer is about to report which rank it was.
             time.sleep(_LOST_SECONDS)
@@ -157,6 +200,61 @@ def connect(group: mx.distributed.Group) -> Ranks:
         raise RanksError(one_line(error)) from error
     atexit.register(ranks.close)
     return ranks
+
+
+def join_ranks(
+    model: LanguageModel, tokenizer: TokenizerWrapper | None, settings: Mapping[str, object]
+) -> Ranks:
+    """Connect the ranks that a model is split over, and check that they match. Without a group, the
+    model is not split.
+
+    Args:
+        settings: of the engine, by name.
+
+    Raises:
+        ArgumentError: a setting is not supported on several ranks.
+        RanksError: the ranks have different packages, settings, models or tokenizers.
+    """
+    if model.group is None:
+        return Ranks()
+    if settings.get("draft_model") is not None:
+        raise ArgumentError(
+            "[ranks] draft_model can't be combined with several ranks; with num_draft_tokens "
+            "alone, drafts are looked up in the request's own tokens",
+            "draft_model",
+        )
+    ranks, args = connect(model.group), model.args
+    config = vars(args) if dataclasses.is_dataclass(args) else {"vocab_size": args.vocab_size}
+    facts: dict[str, object] = {
+        **{f"the setting {name}": repr(value) for name, value in sorted(settings.items())},
+        "the device": "CPU" if device.is_cpu() else "GPU",
+        "the kind of model": type(model),
+        **{f"{name} of the model": repr(value) for name, value in sorted(config.items())},
+        # The shares of all ranks have equal shapes.
+        "the names, shapes and types of the weights": [
+            (name, leaf.shape, leaf.dtype)
+            for name, leaf in dict(tree_flatten(model.parameters())).items()
+        ],
+    }
+    if tokenizer is not None:
+        vocabulary = repr(sorted(tokenizer.get_vocab().items())).encode(errors="replace")
+        facts |= {
+            "the tokenizer": type(tokenizer._tokenizer),
+            "the vocabulary of the tokenizer": blake2b(vocabulary, digest_size=8).hexdigest(),
+            "the end of sequence of the tokenizer": sorted(tokenizer.eos_token_ids),
+        }
+    ranks.compare(facts)
+    return ranks
+
+
+def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: LanguageModel) -> str | int:
+    """The largest K/V budget that fits on every rank. A token takes the same number of bytes on
+    each of them, so equal bytes are equal numbers of blocks.
+    """
+    budget = kv_budget(kv_cache_bytes, model)
+    if budget.nbytes is None:
+        return f"{budget.num_blocks}blocks"
+    return int(min(ranks.all_gather(budget.nbytes)))
 
 
 @functools.cache

@@ -91,8 +91,8 @@ class AsyncEngine:
         self._receivers = self._loop.receivers
         # The thread refers to the loop, and only users refer to this object: when they drop it, the
         # thread ends.
-        weakref.finalize(self, self._loop.stop).atexit = False
-        self._loop.start()
+        weakref.finalize(self, self.engine.thread.end).atexit = False
+        self.engine.thread.run_in_background(self._loop.run, self._loop.end)
 
     # From any thread
 
@@ -200,7 +200,8 @@ class AsyncEngine:
         """The error that new requests get: the engine was shut down, or its thread failed, which is
         then the ``__cause__``; ``None`` while it runs.
         """
-        return self.engine.thread.stopped() if self._loop.is_stopping else None
+        thread = self.engine.thread
+        return thread.stopped() if thread.has_ended else None
 
     def step_seconds(self) -> float:
         """How long the current step has been running; 0 if there is none.
@@ -247,8 +248,8 @@ class AsyncEngine:
         Returns:
             Whether all of this was done. ``False`` if a step was abandoned.
         """
-        self._loop.stop()
         thread = self.engine.thread
+        thread.end()
         if timeout is not None and thread.failure is None and not thread.is_current:
             if self._loop.has_left_steps.wait(timeout):
                 timeout = SECONDS_AT_EXIT + timeout
@@ -291,10 +292,7 @@ class AsyncEngine:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         try:
-            # The order matters: a loop that stops now has either notified this receiver, or set
-            # this flag.
-            if self._loop.is_stopping:
-                raise self.engine.thread.stopped()
+            # The order matters: a thread that ends now notifies this receiver, or refuses this.
             self.engine.add_request(request_id, prompt, params, **options)
         except BaseException:
             self._receivers.pop(request_id, None)
@@ -314,7 +312,6 @@ class _EngineLoop:
 
     Attributes:
         receivers: of the outputs, by request id.
-        is_stopping: whether new requests are refused.
         clock: in seconds.
         step_begin: the start time of the current step; ``None`` if no step runs, or before the
             first answer is finished.
@@ -322,7 +319,6 @@ class _EngineLoop:
 
     def __init__(self, engine: Engine):
         self.receivers: dict[str, Receiver] = {}
-        self.is_stopping = False
         self.clock: Callable[[], float] = time.monotonic
         self.step_begin: float | None = None
         self.has_left_steps = threading.Event()  # the thread is about to end
@@ -330,15 +326,7 @@ class _EngineLoop:
         self._engine = engine
         self._thread = engine.thread
 
-    def start(self) -> None:
-        self._thread.run_in_background(self._run, self._end)
-
-    def stop(self) -> None:
-        """Make the thread abort all requests and end."""
-        self.is_stopping = True
-        self._thread.end()
-
-    def _run(self) -> float | None:
+    def run(self) -> float | None:
         """Run a step; returns the seconds until the next call, or ``None`` without work."""
         if self._engine.has_unfinished_requests():
             self._step()
@@ -351,13 +339,15 @@ class _EngineLoop:
         for receive in list(self.receivers.values()):
             receive(self._thread.stopped())
 
-    def _end(self) -> None:
-        """Run at the end of the thread."""
-        self.is_stopping = True
+    def end(self) -> None:
+        """Abort all requests and tell their readers, at the end of the thread."""
         self.has_left_steps.set()
         try:
             if self._thread.failure is None:
-                self._engine.abort_all()
+                steps = self._engine.steps
+                steps.add_new()
+                for state in list(self._engine.reports.states.values()):
+                    steps.abort(state)
                 self._step()
                 self._engine.close()
         finally:

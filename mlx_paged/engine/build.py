@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache as once
 
 from mlx.nn.layers.base import Module
@@ -14,14 +14,13 @@ from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.tier import GuardedTier, Tier
-from mlx_paged.distributed import Ranks
+from mlx_paged.distributed import Ranks, join_ranks, least_budget
 from mlx_paged.engine.admission import num_seqs
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.joining import join_ranks, least_budget
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
@@ -33,11 +32,9 @@ from mlx_paged.engine.recurrent_state import (
     sizes_of,
     warn_if_fewer_run,
 )
-from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
-from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
@@ -47,18 +44,17 @@ from mlx_paged.models.activations import activation_nbytes, default_activation_n
 from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, model_identity, take_files
 from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
-from mlx_paged.models.language_model import model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.weight_files import WeightCatalogue
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EngineParts:
     """The parts of an engine, in the order in which they are made."""
 
     tokenizer: TokenizerWrapper | None
     max_model_len: int | None
-    ranks: Ranks | None
+    ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
     disk_tier: DiskTier | None
@@ -71,39 +67,6 @@ class EngineParts:
     steps: Steps
     run_ahead: bool
     nbytes_activations: int  # peak of a step, an estimate
-
-    def __repr__(self) -> str:
-        model, scheduler = self.runner.model, self.scheduler
-        return (
-            f"{type(self).__name__}({model.name or model_type_of(model)}, {self.cache!r}, "
-            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
-        )
-
-    def stats(self) -> EngineStats:
-        """Memory, requests and counters; from any thread."""
-        scheduler, latencies = self.scheduler, self.latencies
-        of_manager = self.manager.stats()
-        return EngineStats(
-            **asdict(of_manager),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
-            num_drafted_tokens=scheduler.verification.num_drafted_tokens,
-            num_accepted_tokens=scheduler.verification.num_accepted_tokens,
-            num_prompt_tokens=int(latencies.prompt_tokens.sum),
-            num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
-            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
-            num_generation_tokens=latencies.num_generation_tokens,
-            num_finished=dict(latencies.num_finished),
-            num_steps=latencies.num_steps,
-            busy_seconds=latencies.busy_seconds,
-            num_swapped_tokens=self.swap_space.num_used_tokens,
-            nbytes_held=self.cache.nbytes_held,
-            nbytes_budget=self.cache.nbytes_budget,
-            nbytes_activations=self.nbytes_activations,
-            nbytes_checkpoints=of_manager.num_checkpoints * self.cache.config.state_nbytes,
-            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
-        )
 
 
 def build(
@@ -137,7 +100,7 @@ def build(
 
     compared = {**options, "draft_model": draft, "max_model_len": max_model_len}
     ranks = join_ranks(checked, tokenizer, {"swap_bytes": None, **compared})
-    if ranks is not None:
+    if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
 
@@ -173,7 +136,7 @@ def build(
 
     drafter = None if draft is None else DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
-    if ranks is not None:
+    if ranks.size > 1:
         backend = type(cache.backend).__name__
         ranks.compare({"the kind of backend": backend, "run_ahead": str(run_ahead)})
         gather = ranks.all_gather
@@ -203,9 +166,8 @@ def build(
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
-    replicas = Replicas(ranks, run_ahead)
     budgets = make_budgets(scheduler.limits)
-    steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, replicas, disk_tier)
+    steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, ranks, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(model, identities, cache, manager, finds_prefixes, ranks)
     largest = config.max_num_batched_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -17,8 +17,6 @@ from mlx.utils import tree_flatten
 
 from mlx_paged.engine.thread import end_before_python
 from mlx_paged.errors import RequestError
-
-T = TypeVar("T")
 
 
 def evaluate_arrays(*trees: Module | None) -> None:
@@ -55,27 +53,13 @@ def lazy_array_error(error: BaseException) -> BaseException:
     return wrapped
 
 
-def with_random_state(
-    call: Callable[[Callable[[], tuple[T, int]]], tuple[T, int]], work: Callable[[], T]
-) -> T:
-    """Run ``work`` in another thread, by ``call``, with the random state of this one, which
-    advances as if ``work`` had run here; returns its result.
+def random_key() -> int:
+    """The random state of this thread, for ``mx.random.seed`` in another one: that continues with
+    the same numbers.
     """
     here = threading.current_thread()
     if here is not threading.main_thread():
         end_before_python(here)
-    key = _random_key()
-
-    def run() -> tuple[T, int]:
-        mx.random.seed(key)
-        return work(), _random_key()
-
-    result, key = call(run)
-    mx.random.seed(key)
-    return result
-
-
-def _random_key() -> int:
     state: Any = mx.random.state
     high, low = state[0].tolist()
     return int(high) << 32 | int(low)

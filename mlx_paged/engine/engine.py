@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, Unpack
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.distributed import RanksError
-from mlx_paged.engine.build import EngineParts, build
-from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
-from mlx_paged.engine.following import follow, share
+from mlx_paged.distributed import RanksError, as_json
+from mlx_paged.engine.build import build
+from mlx_paged.engine.callers_thread import evaluate_arrays, random_key
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.prefix_cache import extra_hash_keys
@@ -27,6 +26,7 @@ from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
@@ -36,18 +36,23 @@ from mlx_paged.engine.thread import (
     ForkedError,
     run_apart,
 )
-from mlx_paged.engine.view import EngineView, view_of
+from mlx_paged.engine.view import EngineView, stats_of, view_of
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import REMOVED, ArgumentError
 from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
+from mlx_paged.models.language_model import model_type_of
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
+# What a step in the engine's thread leaves to its caller: the call that makes its outputs, unless
+# they are made, and the random key if functions of requests may have drawn.
+_Stepped: TypeAlias = tuple[Call[None] | None, int | None]
 
-class Engine(EngineParts):
+
+class Engine:
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of common
     prefixes::
 
@@ -73,6 +78,8 @@ class Engine(EngineParts):
         TypeError: an argument is unknown; the message says what to use instead.
     """
 
+    _new_thread: ClassVar[Callable[..., EngineThread]] = EngineThread
+
     def __init__(
         self,
         model: Module,
@@ -88,13 +95,17 @@ class Engine(EngineParts):
         parts = run_apart(
             partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
         )
-        super().__init__(**vars(parts))
-        self.model = model
+        self.model, self.tokenizer, self.max_model_len = model, parts.tokenizer, parts.max_model_len
+        self.ranks, self.run_ahead = parts.ranks, parts.run_ahead
+        self.cache, self.manager, self.runner = parts.cache, parts.manager, parts.runner
+        self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
+        self.scheduler, self.steps, self.reports = parts.scheduler, parts.steps, parts.reports
+        self.snapshots, self.latencies = parts.snapshots, parts.latencies
+        self.nbytes_activations = parts.nbytes_activations
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
-        self.thread = self._make_thread(None if decode is None else decode.forget_traces)
-        self._interrupted_step: Call[Any] | None = None  # its wait was interrupted
-        self._inbox: deque[Callable[[], None]] = deque()
+        self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
+        self._interrupted_step: Call[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
         self._release_limits = [
@@ -110,9 +121,12 @@ class Engine(EngineParts):
         if self.disk_tier is not None:
             self.disk_tier.is_in_use = self.thread.is_alive
 
-    @staticmethod
-    def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
-        return EngineThread(forget=forget)
+    def __repr__(self) -> str:
+        model, scheduler = self.runner.model, self.scheduler
+        return (
+            f"{type(self).__name__}({model.name or model_type_of(model)}, {self.cache!r}, "
+            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting)"
+        )
 
     # Type checkers assume that a class with a __getattr__ has every attribute.
     if not TYPE_CHECKING:
@@ -179,7 +193,7 @@ class Engine(EngineParts):
         # A single operation, so an interrupt comes before or after it.
         if self.reports.states.setdefault(request_id, state) is not state:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
-        self._ask_for(self._read_inbox)
+        self._ask(self.steps.add_new)
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
@@ -252,16 +266,24 @@ class Engine(EngineParts):
             ForkedError: this process was forked from the one in which the engine was made.
         """
         self._refuse_on_followers("step")
-        step = partial(self._change, "step", self._step)
-        interrupted, self._interrupted_step = self._interrupted_step, None
-        if interrupted is not None and not interrupted.is_done:
-            self._wait_for_step(interrupted)
-        elif self._calls_functions and not self.thread.is_current:
-            with_random_state(lambda run: self._wait_for_step(self.thread.submit(run)), step)
-        elif self.thread.is_current:
-            step()
+        call, self._interrupted_step = self._interrupted_step, None
+        if self.thread.is_current:
+            self._change("step", self.steps.run)
+            self.thread.run_queued()
+            self._change("step", self._report)
         else:
-            self._wait_for_step(self.thread.submit(step))
+            if call is None or call.is_done:
+                key = random_key() if self._calls_functions else None
+                call = self.thread.submit(partial(self._step, key))
+            try:
+                report, key = call.result()
+            except KeyboardInterrupt:
+                self._interrupted_step = call
+                raise
+            if key is not None:
+                mx.random.seed(key)
+            if report is not None:
+                report.result()
         # Nothing is called here, so an interrupt comes before or after this line.
         outputs, self._ready = self._ready, []
         return outputs
@@ -346,9 +368,13 @@ class Engine(EngineParts):
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
 
     def _read(self, read: Callable[[], T]) -> T:
-        """Call a function that reads K/V, between two steps."""
-        self._changed("a snapshot", self.steps.process_output)
-        return self.thread.call(read)
+        """Call a function that reads K/V, between two steps. Its errors stop no engine."""
+
+        def run() -> T:
+            self._change("a snapshot", self.steps.process_output)
+            return read()
+
+        return self.thread.call(run)
 
     def _put(self, prefix: Prefix) -> list[int]:
         """Load K/V into the prefix cache, between two steps."""
@@ -376,6 +402,12 @@ class Engine(EngineParts):
             return True
         return self.disk_tier.close(timeout, self._done_between_steps)
 
+    def stats(self) -> EngineStats:
+        """Memory, requests and counters; from any thread."""
+        return stats_of(
+            self.scheduler, self.cache, self.latencies, self.disk_tier, self.nbytes_activations
+        )
+
     def view(self) -> EngineView:
         """The pool, block by block, and the requests; from any thread. 15,000 blocks take 1 ms."""
         return view_of(self.manager, self.reports.states)
@@ -389,14 +421,25 @@ class Engine(EngineParts):
         Raises:
             RanksError: on the other ranks, if rank 0 ends before the call returns.
         """
-        if self.ranks is None:
+        ranks = self.ranks
+        if ranks.size == 1:
             return call()
-        if self.ranks.is_leader:
-            return share(self.ranks, self.thread, call)
-        following = self.thread.submit(partial(follow, self.ranks, self, self.input_processor))
-        # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
-        following.outlast()
-        value: T = following.result()
+        if not ranks.is_leader:
+            replays = self.steps.replays(partial(self.input_processor.state_of, prompt=None))
+            following = self.thread.submit(partial(ranks.follow, replays))
+            # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
+            following.outlast()
+            followed: T = following.result()
+            return followed
+        try:
+            value = call()
+            result = as_json(value)
+        except BaseException as error:
+            # An interrupt does not wait for the current step: it is sent after that.
+            run = self.thread.call if isinstance(error, Exception) else self.thread.submit
+            run(partial(ranks.send, "result", as_json(error)))
+            raise
+        self.thread.call(partial(ranks.send, "result", result))
         return value
 
     def follow(self) -> None:
@@ -406,20 +449,13 @@ class Engine(EngineParts):
                 self.share(lambda: None)
 
     def _refuse_on_followers(self, name: str) -> None:
-        if self.ranks is not None and not self.ranks.is_leader:
+        if not self.ranks.is_leader:
             raise RuntimeError(
                 f"[engine] {name} is for rank 0, and this is rank {self.ranks.rank}, which follows "
                 "it: call follow or share here"
             )
 
     # Inside
-
-    def _wait_for_step(self, call: Call[T]) -> T:
-        try:
-            return self.thread.wait_for(call)
-        except KeyboardInterrupt:
-            self._interrupted_step = call
-            raise
 
     def _changed(self, name: str, change: Callable[[], T]) -> T:
         """Change the bookkeeping between two steps; returns the result of ``change``."""
@@ -452,23 +488,20 @@ class Engine(EngineParts):
         if self.thread.is_current:
             self._change("close", change)
             return True
-        if self.thread.is_interrupted:
-            return False
-        try:
-            call = self.thread.submit(partial(self._change, "close", change))
-            if not call.wait(timeout):
-                return False
-            call.result()  # raises if the change failed
-        except EngineStoppedError:
-            return False
-        return True
+        if not self.thread.is_interrupted:
+            with contextlib.suppress(EngineStoppedError):
+                call = self.thread.submit(partial(self._change, "close", change))
+                if call.wait(timeout):
+                    call.result()  # raises if the change failed
+                    return True
+        return False
 
-    def _ask_for(self, change: Callable[[], None]) -> None:
-        """Request a change between two steps, and wait for it if no step runs."""
+    def _ask(self, change: Callable[[], None]) -> None:
+        """Make a change between two steps, and wait for it if no step runs."""
         is_idle = self.thread.is_idle and not self.thread.is_current
         call = self.thread.submit(partial(self._change, "", change))
         if is_idle:
-            self.thread.wait_for(call)
+            call.result()
 
     def _abort(
         self,
@@ -476,25 +509,35 @@ class Engine(EngineParts):
         then: Callable[[RequestState], None] | None = None,
     ) -> None:
         self.thread.check_process()
-        # States instead of ids, because a later request may have the same id.
-        for state in states:
-            self._inbox.append(partial(self.steps.abort, state))
-            if then is not None:
-                self._inbox.append(partial(then, state))
+
+        def abort() -> None:
+            self.steps.add_new()
+            for state in states:
+                self.steps.abort(state)
+                if then is not None:
+                    then(state)
+
         with contextlib.suppress(EngineStoppedError):
-            self._ask_for(self._read_inbox)
+            self._ask(abort)
 
-    def _read_inbox(self) -> None:
-        """Process the requests and aborts of other threads."""
-        self.steps.add_new()
-        while self._inbox:
-            self._inbox.popleft()()
+    def _step(self, key: int | None) -> _Stepped:
+        """Run a step. If something was asked for meanwhile, its outputs are made after that.
 
-    def _step(self) -> None:
+        Args:
+            key: the random key of the caller, if functions of requests may draw.
+        """
+        if key is not None:
+            mx.random.seed(key)
+        self._change("step", self.steps.run)
+        key = None if key is None else random_key()
+        report = partial(self._change, "step", self._report)
+        if self.thread.has_queued:
+            return self.thread.submit(report), key
+        report()
+        return None, key
+
+    def _report(self) -> None:
         begin = time.perf_counter()
-        self._read_inbox()
-        self.steps.run()
-        self._read_inbox()
         outputs = self.reports.report()
         self.latencies.busy_seconds += time.perf_counter() - begin
         if self._ready:

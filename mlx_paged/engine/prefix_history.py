@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from itertools import islice, pairwise
 
 from mlx_paged.core import BlockHash
-from mlx_paged.engine.prefix_report import REASONS, PrefixReport, Reason
+from mlx_paged.core.prefix_report import REASONS, PrefixReport, Reason
 from mlx_paged.request import Request
 
 MAX_REPORTS = 256

@@ -69,7 +69,7 @@ class Snapshots:
         cache: KVCache,
         manager: KVCacheManager,
         finds_prefixes: bool,
-        ranks: Ranks | None,
+        ranks: Ranks,
     ):
         self._model, self._identities = model, identities
         self._cache, self._manager = cache, manager
@@ -88,7 +88,7 @@ class Snapshots:
                 split over several ranks.
         """
         cache = check_has_blocks(self._cache)
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             raise ArgumentError(
                 "[engine] snapshots can't be combined with several ranks, each of which has only "
                 "the K/V of some heads",

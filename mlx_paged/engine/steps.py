@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.core.tier import LostBlockError
+from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.replicas import Replicas, state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.shared_values import as_json
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
@@ -45,7 +45,7 @@ class Steps:
     Args:
         run_ahead: whether a step is launched before the tokens of the previous one are read.
         budgets: chooses the token budgets of steps.
-        replicas: samples the tokens, and keeps the other ranks in step.
+        ranks: rank 0 sends them what they have to replay.
         disk_tier: keeps full blocks on disk, if given.
 
     Attributes:
@@ -62,7 +62,7 @@ class Steps:
         latencies: Latencies,
         run_ahead: bool,
         budgets: Budgets,
-        replicas: Replicas,
+        ranks: Ranks,
         disk_tier: DiskTier | None = None,
     ):
         self.row_reader: RowReader | None = None
@@ -73,7 +73,7 @@ class Steps:
         self._latencies = latencies
         self._run_ahead = run_ahead
         self.budgets = budgets
-        self._replicas = replicas
+        self._ranks = ranks
         self._disk_tier = disk_tier
         # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Request, int]] = deque()
@@ -84,13 +84,15 @@ class Steps:
         Args:
             budgets: those of rank 0, on a rank that follows it.
         """
+        begin = time.perf_counter()
+        self.add_new()
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
             planned = self._scheduler
             budgets = self.budgets.begin_step(
                 planned.num_steps, planned.running, bool(planned.waiting), bool(steps)
             )
-        self._replicas.tell("step", lambda: [*budgets, *state_of_scheduler(self._scheduler)])
+        self._ranks.lead("step", lambda: [*budgets, *self._state()])
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
@@ -107,32 +109,66 @@ class Steps:
         self._sample()
         if steps and all(request.is_finished for request in steps[0].batch.requests):
             self.process_output()  # No request needs it any more.
+        self._latencies.busy_seconds += time.perf_counter() - begin
 
     def add_new(self) -> None:
         """Hand the requests that were added since the last call to the scheduler."""
         for state in self._reports.new_states():
             request = state.requests[0]
-            self._replicas.tell("add", partial(as_json, request))
+            self._ranks.lead("add", partial(as_json, request))
             self._scheduler.add(request)
 
     def abort(self, state: RequestState) -> None:
         """Abort a request."""
         # Another request may already have the id of a finished one.
         if not all(request.is_finished for request in state.requests):
-            self._replicas.tell("abort", lambda: state.output.request_id)
+            self._ranks.lead("abort", lambda: state.output.request_id)
         for request in state.requests:
             self._finish(request, "abort")
 
     def shrink(self) -> int:
         """Free K/V memory that no running request needs; returns the number of bytes."""
-        self._replicas.tell("shrink")
+        self._ranks.lead("shrink")
         self.process_output()  # A step in flight may write to that memory.
         return self._runner.cache.shrink()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
-        self._replicas.tell("reset_prefix_cache")
+        self._ranks.lead("reset_prefix_cache")
         return self._scheduler.reset_prefix_cache()
+
+    def replays(
+        self, state_of: Callable[[Request], RequestState]
+    ) -> dict[str, Callable[[Any], object]]:
+        """What a follower does with each message of rank 0, by its kind.
+
+        Args:
+            state_of: makes the state of a request.
+        """
+
+        def add(value: Any) -> None:
+            request = from_json(value)
+            self._reports.states[request.request_id] = state_of(request)
+            self.add_new()
+
+        def step(numbers: list[int]) -> None:
+            prefill_budget, mixed_budget, *leaders_state = numbers
+            state = self._state()
+            if state != leaders_state:
+                raise RanksError(
+                    f"its scheduler differs from that of rank 0 before step {leaders_state[0]}: "
+                    f"{tuple(state)}, not {tuple(leaders_state)}"
+                )
+            self.run(TokenBudgets(prefill_budget, mixed_budget))
+            self._reports.report()
+
+        return {
+            "add": add,
+            "abort": lambda request_id: self.abort(self._reports.states[request_id]),
+            "step": step,
+            "shrink": lambda _: self.shrink(),
+            "reset_prefix_cache": lambda _: self.reset_prefix_cache(),
+        }
 
     def num_computed_tokens(self, request: Request) -> int:
         """The computed tokens of a request, without those of steps in flight; from any thread."""
@@ -183,7 +219,7 @@ class Steps:
         step = self.in_flight[-1]
         rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = self._replicas.sample(step.logits, rows, requests, num_before)
+            step.sampled = self._draw(step.logits, rows, requests, num_before)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.requests
         for request in step.sampled.requests:
@@ -199,7 +235,7 @@ class Steps:
             return
         step = self.in_flight[0]
         with self._device_work():
-            results = self._replicas.read(step.sampled)
+            results = self._read(step.sampled)
             scores = [(prompt.request, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. The last step in flight leaves nothing
             # lazy: with a pending read of a slab, the next write would copy it.
@@ -223,6 +259,54 @@ class Steps:
                 self._append(request, result, sampled, entry)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
+
+    def _draw(
+        self,
+        logits: mx.array,  # [num_rows, vocab_size]
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        num_before: Sequence[int] | None = None,
+    ) -> SampledTokens:
+        """As :func:`mlx_paged.engine.sampler.sample`; a follower samples nothing."""
+        if self._ranks.is_leader:
+            sampled = sample(logits, rows, requests, num_before)
+        else:
+            sampled = SampledTokens(requests, (), mx.zeros((len(requests),), dtype=mx.int32))
+        if self._ranks.size == 1 or not self._run_ahead or not requests:
+            return sampled
+        # The next step is launched before these tokens are read, so they also travel in the graph.
+        token_ids = mx.distributed.all_sum(sampled.token_ids, group=self._ranks.group)
+        mx.async_eval(token_ids)
+        return dataclasses.replace(sampled, token_ids=token_ids)
+
+    def _read(self, sampled: SampledTokens) -> list[SampledToken | Exception]:
+        """Wait for the tokens; an exception stands for a request that failed."""
+        if not self._ranks.is_leader:
+            _, drawn = self._ranks.receive("drawn")
+            return [
+                RuntimeError("[ranks] failed on rank 0") if token is None else SampledToken(token)
+                for token in drawn
+            ]
+        results = sampled.read()
+        self._ranks.lead(
+            "drawn",
+            lambda: [None if isinstance(each, Exception) else each.token_id for each in results],
+        )
+        return results
+
+    def _state(self) -> list[int]:
+        """Numbers that soon differ if the schedulers of two ranks have diverged."""
+        scheduler, pool = self._scheduler, self._scheduler.manager.pool
+        return [
+            scheduler.num_steps,
+            len(scheduler.running),
+            len(scheduler.waiting),
+            sum(request.num_computed_tokens for request in scheduler.running),
+            sum(len(request.token_ids) for request in scheduler.running),
+            pool.num_blocks,
+            pool.num_free_blocks,
+            scheduler.swap_space.num_used_tokens,
+        ]
 
     def _verify(
         self,
@@ -251,8 +335,8 @@ class Steps:
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
                     with self._device_work():
-                        sampled = self._replicas.sample(step.logits, [row], [request])
-                        drawn += self._replicas.read(sampled)
+                        sampled = self._draw(step.logits, [row], [request])
+                        drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
                         return False
@@ -282,11 +366,11 @@ class Steps:
         try:
             yield
         except Exception as error:
-            self._replicas.failed(error)
+            self._ranks.fail(error)
             self._isolate_failure(error)
         except BaseException as error:
             # The caller's own model or function raised it, so it is raised there.
-            self._replicas.failed(error)
+            self._ranks.fail(error)
             self._roll_back()
             raise
 

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 
@@ -47,17 +47,21 @@ class StuckStepError(RuntimeError):
 
 
 class Call(Generic[T]):
-    """A function to be called in an engine's thread, and its result.
+    """A function to be called in an engine's thread, and its future result.
+
+    It is no ``concurrent.futures.Future``, because an interrupt at the wrong moment leaves the
+    condition of such a future locked.
 
     Attributes:
         interrupted: the call that ran when the last interrupt ended a wait for this one, and the
             time of that.
     """
 
-    def __init__(self, work: Callable[[], T]):
+    def __init__(self, thread: EngineThread, work: Callable[[], T]):
         self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
+        self._thread = thread
         self._work: Callable[[], T] | None = work
-        self._results: list[T] = []
+        self._result: T | None = None
         self._error: BaseException | None = None
         self._is_done = False
         self._done = threading.Lock()
@@ -69,13 +73,17 @@ class Call(Generic[T]):
         return self._is_done
 
     def run(self) -> None:
+        """Do the work, in the thread."""
         assert self._work is not None
+        thread = self._thread
+        before, thread.running = thread.running, self
         try:
-            self._results.append(self._work())
+            self._result = self._work()
         except BaseException as error:
-            self.fail(error)
-        else:
-            self._end()
+            if not self._is_done:
+                self._error = error
+        thread.running = before  # Whoever waited finds an idle thread.
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, unless it has ended already."""
@@ -101,10 +109,20 @@ class Call(Generic[T]):
             self.outlast()
 
     def result(self) -> T:
-        """The return value of the work; raises its error."""
+        """Wait for the end of the work; returns its result or raises its error.
+
+        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
+        step has ended in between, because the step may never end. Interrupts of waits for different
+        calls never do.
+        """
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            self._thread.note_interrupt(self)
+            raise
         if self._error is not None:
             raise self._error
-        return self._results[0]
+        return cast(T, self._result)
 
     def _end(self) -> None:
         self._work = None  # It may refer to the engine.
@@ -128,6 +146,8 @@ class EngineThread:
 
     Attributes:
         failure: the error that stopped the thread; ``None`` if there was none.
+        has_ended: whether it takes no further call.
+        running: the current call.
     """
 
     def __init__(
@@ -135,12 +155,12 @@ class EngineThread:
     ) -> None:
         self.failure: BaseException | None = None
         self._forget = forget
-        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.running: Call[Any] | None = None
+        self._calls: queue.SimpleQueue[Call[Any]] = queue.SimpleQueue()
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
-        self._running: Call[Any] | None = None
         self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
-        self._has_ended = self._is_shared = self._is_forked = False
+        self.has_ended = self._is_shared = self._is_forked = False
         self._may_be_cut, self._cutting = True, threading.Lock()
         self._is_over = threading.Event()  # it has cleared its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -162,9 +182,9 @@ class EngineThread:
         """
         thread = None
         with contextlib.suppress(IndexError):
-            while thread is None or thread._has_ended:
+            while thread is None or thread.has_ended:
                 thread = _idle.pop()
-        if thread is None or thread._has_ended:
+        if thread is None or thread.has_ended:
             thread = cls()
             thread._is_shared = True
         thread._forget = forget
@@ -178,12 +198,17 @@ class EngineThread:
     @property
     def is_idle(self) -> bool:
         """Whether a call would run at once."""
-        return self._running is None and self._background is None
+        return self.running is None and self._background is None
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether calls wait for the current one."""
+        return not self._calls.empty()
 
     @property
     def is_interrupted(self) -> bool:
         """Whether an interrupt has ended the wait for the current call."""
-        return self._running is not None and self._running is self._interrupted
+        return self.running is not None and self.running is self._interrupted
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
         """Queue a call.
@@ -192,9 +217,9 @@ class EngineThread:
             EngineStoppedError: the thread has ended.
         """
         self.check()
-        call = Call(work)
+        call = Call(self, work)
         self._calls.put(call)
-        if self._has_ended:
+        if self.has_ended:
             self._fail_waiting()
         return call
 
@@ -202,21 +227,13 @@ class EngineThread:
         """Call ``work`` in the thread; returns its result or raises its error. An interrupt ends
         the wait, but not the work.
         """
-        return work() if self.is_current else self.wait_for(self.submit(work))
+        return work() if self.is_current else self.submit(work).result()
 
-    def wait_for(self, call: Call[T]) -> T:
-        """Wait for a submitted call; returns its result or raises its error.
-
-        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
-        step has ended in between, because the step may never end. Interrupts of waits for different
-        calls never do.
-        """
-        try:
-            call.wait()
-        except KeyboardInterrupt:
-            self._note_interrupt(call)
-            raise
-        return call.result()
+    def run_queued(self) -> None:
+        """In the thread: run the calls that wait, until none does or the thread is to end."""
+        with contextlib.suppress(queue.Empty):
+            while not self.has_ended:
+                self._calls.get_nowait().run()
 
     def run_in_background(
         self, background: Callable[[], float | None], at_end: Callable[[], None]
@@ -228,7 +245,7 @@ class EngineThread:
                 next call. An exception stops the thread.
         """
         self._background, self._at_end = background, at_end
-        self._wake()
+        self._calls.put(Call(self, _nothing))
 
     def stopped(self) -> EngineStoppedError:
         """The error for callers once the thread has ended."""
@@ -246,7 +263,7 @@ class EngineThread:
 
     def check(self) -> None:
         """Raise :class:`EngineStoppedError` if the thread has ended."""
-        if self._has_ended:
+        if self.has_ended:
             raise self.stopped()
 
     def check_process(self) -> None:
@@ -261,7 +278,7 @@ class EngineThread:
         self.failure = self.failure or error
         self.end()
         self._fail_waiting()
-        running = self._running
+        running = self.running
         if not self.is_current:
             if running is not None:
                 running.fail(self.stopped())
@@ -269,8 +286,8 @@ class EngineThread:
 
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
-        self._has_ended = True
-        self._wake()
+        self.has_ended = True
+        self._calls.put(Call(self, _nothing))
 
     def let_go(self) -> Call[None] | None:
         """Called when the engine has ended: end the thread, or keep a shared one for the next call
@@ -300,19 +317,17 @@ class EngineThread:
     def _become_idle(self) -> None:
         self._drop_compiled()
         self._interrupted = None  # It may refer to the engine.
-        if not self._has_ended:
+        if not self.has_ended:
             _idle.append(self)
 
-    def _note_interrupt(self, call: Call[Any]) -> None:
-        running, now = self._running, time.monotonic()
+    def note_interrupt(self, call: Call[Any]) -> None:
+        """Take note that an interrupt has ended the wait for a call; see :meth:`Call.result`."""
+        running, now = self.running, time.monotonic()
         before, then = call.interrupted
         call.interrupted = running, now
         self._interrupted = running
         if running is not None and running is before and now - then >= STUCK_SECONDS:
             self.stop(StuckStepError("it was interrupted twice while one step ran"))
-
-    def _wake(self) -> None:
-        self._calls.put(None)
 
     def _run(self) -> None:
         while self._may_be_cut:
@@ -321,10 +336,10 @@ class EngineThread:
                     self._run_calls()
                     self._refuse_cuts()
                 except BaseException as error:
-                    self._has_ended = True
                     self.failure = self.failure or error
+                    self.has_ended = True
         try:
-            self._has_ended = True
+            self.has_ended = True
             if self._at_end is not None:
                 self._at_end()
         finally:
@@ -340,19 +355,12 @@ class EngineThread:
 
     def _run_calls(self) -> None:
         pause: float | None = None
-        while not self._has_ended:
+        while not self.has_ended:
             with contextlib.suppress(queue.Empty):
-                self._run_one(self._calls.get(timeout=pause))
-                while not self._has_ended:
-                    self._run_one(self._calls.get_nowait())
-            if self._background is not None and not self._has_ended:
+                self._calls.get(timeout=pause).run()
+            self.run_queued()
+            if self._background is not None and not self.has_ended:
                 pause = self._background()
-
-    def _run_one(self, call: Call[Any] | None) -> None:
-        if call is not None:
-            self._running = call
-            call.run()
-            self._running = None
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
@@ -362,9 +370,7 @@ class EngineThread:
     def _fail_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                call = self._calls.get_nowait()
-                if call is not None:
-                    call.fail(self.stopped())
+                self._calls.get_nowait().fail(self.stopped())
 
     def _cut(self) -> None:
         """Raise ``SystemExit`` in the thread, unless it has left its calls."""
@@ -379,9 +385,13 @@ class EngineThread:
             self._may_be_cut = False
 
     def _forked(self) -> None:
-        self._has_ended = self._is_forked = True
+        self.has_ended = self._is_forked = True
         self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
         self._is_over.set()
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
 
 
 def run_apart(work: Callable[[], T]) -> T:

@@ -1,19 +1,24 @@
-"""``EngineView``: the pool, block by block, and the requests at one moment, for observers."""
+"""``EngineView``: the pool, block by block, and the requests at one moment; and statistics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.core.block_table import BlockTable
+from mlx_paged.engine.disk_tier import DiskTier
+from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.request import Request, RequestStatus
 
 CACHED = 128
@@ -69,6 +74,38 @@ def view_of(manager: KVCacheManager, states: Mapping[str, RequestState]) -> Engi
     now = time.perf_counter()
     requests = [request_view(state, manager.groups, now) for state in list(states.values())]
     return EngineView(manager.pool.block_size, block_bytes(manager), requests)
+
+
+def stats_of(
+    scheduler: Scheduler,
+    cache: KVCache,
+    latencies: Latencies,
+    disk_tier: DiskTier | None,
+    nbytes_activations: int,
+) -> EngineStats:
+    """Memory, requests and counters, from any thread."""
+    of_manager = scheduler.manager.stats()
+    return EngineStats(
+        **asdict(of_manager),
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_preemptions=scheduler.num_preemptions,
+        num_drafted_tokens=scheduler.verification.num_drafted_tokens,
+        num_accepted_tokens=scheduler.verification.num_accepted_tokens,
+        num_prompt_tokens=int(latencies.prompt_tokens.sum),
+        num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
+        num_read_prompt_tokens=latencies.num_read_prompt_tokens,
+        num_generation_tokens=latencies.num_generation_tokens,
+        num_finished=dict(latencies.num_finished),
+        num_steps=latencies.num_steps,
+        busy_seconds=latencies.busy_seconds,
+        num_swapped_tokens=scheduler.swap_space.num_used_tokens,
+        nbytes_held=cache.nbytes_held,
+        nbytes_budget=cache.nbytes_budget,
+        nbytes_activations=nbytes_activations,
+        nbytes_checkpoints=of_manager.num_checkpoints * cache.config.state_nbytes,
+        disk_tier=None if disk_tier is None else disk_tier.stats(),
+    )
 
 
 def block_bytes(manager: KVCacheManager) -> bytes:

@@ -22,9 +22,13 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
-from mlx_paged.distributed import check_divisible, check_linear_sizes
 from mlx_paged.models.decoder_args import DecoderArgs
-from mlx_paged.models.language_model import LanguageModel, rotate_on
+from mlx_paged.models.language_model import (
+    LanguageModel,
+    check_divisible,
+    check_linear_sizes,
+    rotate_on,
+)
 from mlx_paged.ops import device
 
 # How the projections are split over ranks: by output, or by input with a sum of the results.

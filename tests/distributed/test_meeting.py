@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.ranks import ends, started
 
-from mlx_paged.distributed import meeting
+from mlx_paged.distributed import links
 
 SECRET = b"what MLX's group was told"
 
@@ -35,7 +35,7 @@ class Place:
         return sock
 
     def call(self, rank: int) -> None:
-        self.sockets.append(meeting._call("127.0.0.1", self.port, SECRET, rank))
+        self.sockets.append(links._call("127.0.0.1", self.port, SECRET, rank))
 
     def accept(self, size: int) -> dict[int, socket.socket]:
         """The ranks that call meanwhile, and those that are there."""
@@ -43,7 +43,7 @@ class Place:
         for caller in callers:
             caller.start()
         try:
-            met = meeting._accept(self.listener, SECRET, size)
+            met = links._accept(self.listener, SECRET, size)
         finally:
             for caller in callers:
                 caller.join()
@@ -79,8 +79,8 @@ def test_twenty_silent_strangers_keep_no_rank_waiting(place: Place):
 
 
 def test_a_rank_that_is_hung_up_on_calls_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "MAX_CALLERS", 1)
-    deliver, num_late = meeting.deliver_challenge, 0
+    monkeypatch.setattr(links, "MAX_CALLERS", 1)
+    deliver, num_late = links.deliver_challenge, 0
 
     def deliver_late(connection, secret):
         nonlocal num_late
@@ -90,19 +90,19 @@ def test_a_rank_that_is_hung_up_on_calls_again(place: Place, monkeypatch: pytest
             connection.recv_bytes()
         deliver(connection, secret)
 
-    monkeypatch.setattr(meeting, "deliver_challenge", deliver_late)
+    monkeypatch.setattr(links, "deliver_challenge", deliver_late)
     assert sorted(place.accept(2)) == [1] and num_late > 2
 
 
 RANK_0 = """
 import resource, socket, sys
-from mlx_paged.distributed import meeting
+from mlx_paged.distributed import links
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))  # macOS gives 256
 with socket.create_server(("127.0.0.1", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     sys.stdin.readline()
-    print(sorted(meeting._accept(listener, sys.argv[1].encode(), 4)), flush=True)
+    print(sorted(links._accept(listener, sys.argv[1].encode(), 4)), flush=True)
 """
 
 
@@ -120,9 +120,7 @@ def test_300_silent_strangers_do_not_use_up_the_descriptors_of_rank_0(limit: int
         strangers: list[socket.socket] = []
         threads = [
             threading.Thread(
-                target=lambda rank: strangers.append(
-                    meeting._call("127.0.0.1", port, SECRET, rank)
-                ),
+                target=lambda rank: strangers.append(links._call("127.0.0.1", port, SECRET, rank)),
                 args=[rank],
             )
             for rank in (1, 2, 3)
@@ -205,7 +203,7 @@ def test_a_caller_with_another_secret_is_refused(place: Place):
 
     def call() -> None:
         try:
-            meeting._call("127.0.0.1", place.port, b"a guess", 1)
+            links._call("127.0.0.1", place.port, b"a guess", 1)
         except ConnectionError as error:
             refused.append(str(error))
 
@@ -225,7 +223,7 @@ def meeting_behind(place: Place, wait: Callable[[], None]) -> dict[int, socket.s
 
     caller = threading.Thread(target=call)
     caller.start()
-    met = meeting._accept(place.listener, SECRET, 2)
+    met = links._accept(place.listener, SECRET, 2)
     caller.join()
     place.sockets += met.values()
     return met
@@ -245,7 +243,7 @@ def test_a_rank_tells_the_secret_to_no_one_and_hears_no_one_without_it():
         thread = threading.Thread(target=accept)
         thread.start()
         with pytest.raises(ConnectionError, match="rank 1 can't reach rank 0"):
-            meeting._call("127.0.0.1", listener.address[1], SECRET, 1)
+            links._call("127.0.0.1", listener.address[1], SECRET, 1)
         thread.join()
     assert accepted == ["AuthenticationError"]
 
@@ -257,7 +255,7 @@ def test_a_rank_comes_once_and_is_one_of_the_group(place: Place):
 
     caller = threading.Thread(target=call)
     caller.start()
-    met = meeting._accept(place.listener, SECRET, 3)
+    met = links._accept(place.listener, SECRET, 3)
     caller.join()
     assert sorted(met) == [1, 2]
     met[1].sendall(b"hello")
@@ -269,9 +267,9 @@ def test_a_rank_comes_once_and_is_one_of_the_group(place: Place):
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, place: Place):
-    monkeypatch.setattr(meeting, "MEETING_SECONDS", 0.05)
+    monkeypatch.setattr(links, "MEETING_SECONDS", 0.05)
     with pytest.raises(ConnectionError, match="rank 1, 2 did not connect to rank 0 within 0 sec"):
-        meeting._accept(place.listener, SECRET, 3)
+        links._accept(place.listener, SECRET, 3)
 
 
 @pytest.mark.parametrize(
@@ -291,4 +289,4 @@ def test_the_address_of_rank_0_is_what_the_launcher_was_told(
         (tmp_path / "hosts.json").write_text(value)
         value = str(tmp_path / "hosts.json")
     monkeypatch.setenv(name, value)
-    assert meeting.launcher_address() == expected
+    assert links.launcher_address() == expected

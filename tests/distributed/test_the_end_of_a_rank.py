@@ -14,7 +14,6 @@ import pytest
 from helpers.ranks import PROGRAMS, Ended, FakeGroup, ends, started
 
 from mlx_paged.distributed.ranks import Ranks
-from mlx_paged.engine.replicas import Replicas
 
 SECONDS = 10.0  # in which the others have to end; machines that run tests are slow
 
@@ -163,10 +162,10 @@ def test_a_connection_that_mlx_lost_first_is_left_to_the_thread_that_reads_from_
     ends: list[str] = []
     monkeypatch.setattr("mlx_paged.distributed.ranks.time.sleep", waits.append)
     monkeypatch.setattr(Ranks, "_end", lambda _, text: ends.append(text))
-    replica = Replicas(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
-    replica.failed(RuntimeError("[ring] connection to a peer was lost"))
+    ranks = Ranks(cast(Any, FakeGroup(2)), {})
+    ranks.fail(RuntimeError("[ring] connection to a peer was lost"))
     assert len(waits) == 1
-    replica.failed(MemoryError("too large"))
+    ranks.fail(MemoryError("too large"))
     assert (len(waits), len(ends)) == (1, 2)
 
 
@@ -174,7 +173,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_process(monkeypatch: pyte
     """Whether the caller raised it or a second Ctrl-C sent it: other ranks have begun that step."""
     ends: list[str] = []
     monkeypatch.setattr(Ranks, "_end", lambda _, text: ends.append(text))
-    replica = Replicas(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
+    ranks = Ranks(cast(Any, FakeGroup(2)), {})
     for error in (KeyboardInterrupt(), SystemExit()):
-        replica.failed(error)
+        ranks.fail(error)
     assert ends == ["failed: KeyboardInterrupt", "failed: SystemExit"]

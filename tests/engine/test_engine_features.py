@@ -21,7 +21,7 @@ from helpers.engine_runs import (
 )
 from helpers.fast_lane import mostly_slow
 
-from mlx_paged.engine import replicas as replicas_module
+from mlx_paged.engine import steps as steps_module
 from mlx_paged.models import qwen3
 from mlx_paged.request import CompletionOutput, Request, SamplingParams
 
@@ -46,7 +46,7 @@ def completion_alone(
 ) -> list[int]:
     """What a request of one completion gets with the draws of this index."""
     engine = make_engine(model, enable_prefix_caching=False)
-    sample = replicas_module.sample
+    sample = steps_module.sample
 
     def sample_with_index(logits: Any, rows: Any, requests: list[Request], *args: Any) -> Any:
         for request in requests:
@@ -60,7 +60,7 @@ def completion_alone(
         temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas_module, "sample", sample_with_index)
+        patch.setattr(steps_module, "sample", sample_with_index)
         return complete(engine, tokens, one).token_ids
 
 

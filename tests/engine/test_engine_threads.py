@@ -151,7 +151,8 @@ def test_what_is_asked_for_during_a_step_is_done_when_the_step_ends(model: qwen3
 
     engine.add_request("slow", prompt(5), greedy(1, logits_processors=[wait]))
     engine.add_request("goes", prompt(30), greedy(5))
-    stepping = Threads(lambda: engine.step() and None)
+    reported: list[RequestOutput] = []
+    stepping = Threads(lambda: reported.extend(engine.step()))
     assert in_step.wait(timeout=30)
     engine.add_request("comes", prompt(7), greedy(2))
     engine.abort("goes")
@@ -171,6 +172,8 @@ def test_what_is_asked_for_during_a_step_is_done_when_the_step_ends(model: qwen3
         0,
     ) in engine.scheduler.requests
     assert engine.manager.tables.keys() == set()
+    reasons = {output.request_id: output.outputs[0].finish_reason for output in reported}
+    assert reasons == {"slow": "length", "goes": "abort"}
     outputs = run(engine)
     assert outputs["comes"].outputs[0].token_ids == ask_alone(model, prompt(7), greedy(2))
     assert_nothing_held(engine)

@@ -151,7 +151,7 @@ def test_no_caller_of_an_async_engine_waits_for_a_step(demo, monkeypatch):
     model, tokenizer = demo
     with AsyncEngine(model, tokenizer) as engine:
         stepping, go_on = threading.Event(), threading.Event()
-        run_step = engine.engine._step
+        run_step = engine.engine.steps.run
 
         def slow_step():
             stepping.set()
@@ -159,7 +159,7 @@ def test_no_caller_of_an_async_engine_waits_for_a_step(demo, monkeypatch):
             return run_step()
 
         stream = engine.stream("Count from 5 to 9.", request_id="a")
-        monkeypatch.setattr(engine.engine, "_step", slow_step)
+        monkeypatch.setattr(engine.engine.steps, "run", slow_step)
         assert stepping.wait(30)
         stepping.clear()
         done = threading.Event()

@@ -362,23 +362,23 @@ def test_a_step_that_fails_with_drafts_is_run_again_without(
 def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_before(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    from mlx_paged.engine import replicas as replicas_module
+    from mlx_paged.engine import steps as steps_module
 
-    sample, num_failed = replicas_module.sample, iter(range(100))
+    sample, num_failed = steps_module.sample, iter(range(100))
 
     def failing(logits: Any, rows: Any, requests: Any, num_before: Any) -> Any:
         if num_before is None and next(num_failed) % 4 == 2:
             raise RuntimeError("the device gave up")
         return sample(logits, rows, requests, num_before)
 
-    monkeypatch.setattr(replicas_module, "sample", failing)
+    monkeypatch.setattr(steps_module, "sample", failing)
     params = greedy(25, frequency_penalty=0.1)
     engine = drafting_engine(model)
     engine.add_request("a", prompt(20), params)
     engine.add_request("several", prompt(9), sampled(3, 12, n=3))
     outputs = run(engine)
     assert next(num_failed) > 8
-    monkeypatch.setattr(replicas_module, "sample", sample)
+    monkeypatch.setattr(steps_module, "sample", sample)
     assert outputs["a"].outputs[0].token_ids == ask_alone(model, prompt(20), params)
     plain = make_engine(model)
     plain.add_request("several", prompt(9), sampled(3, 12, n=3))

@@ -145,7 +145,6 @@ def assert_nothing_held(engine: Engine) -> None:
     assert (
         not engine.scheduler.requests
         and not engine.reports.states
-        and not engine._inbox
         and not engine.reports._news
         and not engine.steps.in_flight
     )

@@ -277,9 +277,9 @@ def test_fourteen_calls_lead_from_the_library_to_a_decode_on_metal(demo, compile
     at_work, waiting = stacks[-1]
     # The check of argument names stands before the call.
     assert waiting[::-1][:5] == ["checked", "generate", "share", "_complete", "step"]
-    assert waiting[::-1][5:] == ["_wait_for_step", "wait_for", "wait"]
-    assert at_work[::-1][:4] == ["_run", "_run_calls", "_run_one", "run"]
-    assert at_work[::-1][4:] == [
-        *("_change", "_step", "run", "_launch", "launch"),
+    assert waiting[::-1][5:] == ["result", "wait"]
+    assert at_work[::-1][:3] == ["_run", "_run_calls", "run"]
+    assert at_work[::-1][3:] == [
+        *("_step", "_change", "run", "_launch", "launch"),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]

@@ -18,6 +18,7 @@ from paged_testing.integrity import check_manager, check_scheduler
 
 from mlx_paged import AsyncEngine, Engine
 from mlx_paged.cache import CacheFullError, Sequences
+from mlx_paged.distributed import Ranks
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
@@ -269,7 +270,7 @@ def test_what_has_no_kv_to_save_is_refused_by_name(model: qwen3.Model, tmp_path:
             call()
         assert caught.value.argument == "enable_prefix_caching"
     split = make_engine(model)
-    split.snapshots._ranks = FakeGroup(2)
+    split.snapshots._ranks = Ranks(FakeGroup(2))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="snapshots can't be combined with several ranks"):
         split.save_snapshot(tmp_path / "a", [1])
     with pytest.raises(ArgumentError, match="token_ids must be a list"):

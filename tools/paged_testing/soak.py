@@ -260,7 +260,6 @@ class Soak:
         assert (
             not engine.scheduler.requests
             and not engine.reports.states
-            and not engine._inbox
             and not engine.reports._news
             and not engine.steps.in_flight
         )

@@ -7,8 +7,8 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from mlx_paged.distributed import RanksError
-from mlx_paged.engine.prefix_report import PrefixReport
+from mlx_paged.core.prefix_report import PrefixReport
+from mlx_paged.distributed.links import RanksError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams

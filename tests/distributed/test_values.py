@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from mlx_paged.core.prefix_report import PrefixReport
 from mlx_paged.distributed import RanksError
-from mlx_paged.engine.prefix_report import PrefixReport
-from mlx_paged.engine.shared_values import as_json, from_json
+from mlx_paged.distributed.values import as_json, from_json
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 
