@@ -26,14 +26,15 @@ from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,
     PromptCacheFile,
+    SnapshotError,
     SnapshotFile,
     check_has_blocks,
+    check_path,
     check_token_ids,
     prefix_headers,
     written_prompt_cache,
     written_snapshot,
 )
-from mlx_paged.snapshots.errors import SnapshotError, check_path
 
 
 class Prefix(NamedTuple):

@@ -34,19 +34,25 @@ from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.ops import affine_name, dtype_name
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
-from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
-from mlx_paged.snapshots.facts import (
+from mlx_paged.snapshots.rows import (
+    HostRows,
+    RowTier,
+    SnapshotError,
+    check_path,
+    parts_of,
+    retention_of,
+    sequence_headers,
+    system_errors,
+)
+from mlx_paged.snapshots.snapshots import (
     check_has_blocks,
     check_keeps_kv_alone,
-    check_token_ids,
-    token_ids_of,
-)
-from mlx_paged.snapshots.rows import HostRows, RowTier, parts_of, retention_of, sequence_headers
-from mlx_paged.snapshots.snapshots import (
     check_num_tokens,
     check_sequence,
+    check_token_ids,
     load_sequence,
     store_sequence,
+    token_ids_of,
 )
 
 MODEL = "model"
