@@ -1,5 +1,6 @@
 """What stored K/V belong to: the identity of a model by its content, and the fingerprint of the
-blocks of a cache. The identity of a model that was just read from files is looked up by their state.
+blocks of a cache. The identity of a model that was just read from files is looked up by the state
+of these files.
 """
 
 from __future__ import annotations

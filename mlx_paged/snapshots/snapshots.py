@@ -411,7 +411,7 @@ def written_snapshot(
         yield RowTier(facts.config, rows, headers, num_tokens)
 
 
-class SnapshotFile:
+class SnapshotFile(TensorFile):
     """A snapshot that was verified, and matches a model and a cache.
 
     Attributes:
@@ -424,18 +424,16 @@ class SnapshotFile:
     """
 
     def __init__(self, path: str | Path, facts: KVFacts):
-        self.file = check_path(path)
+        super().__init__(check_path(path))
         self._facts = facts
-        self._tensors = TensorFile(self.file)
-        metadata = self._tensors.metadata
-        facts.check(self.file, metadata)
-        self._tensors.verify()
-        self.token_ids = token_ids_of(self.file, metadata)
-        self.is_foreign = not facts.are_computed_here(metadata)
-        state = self._tensors.tensors.get(STATE)
+        facts.check(self.file, self.metadata)
+        self.verify()
+        self.token_ids = token_ids_of(self.file, self.metadata)
+        self.is_foreign = not facts.are_computed_here(self.metadata)
+        state = self.tensors.get(STATE)
         expected = facts.tensors(len(self.token_ids), 0 if state is None else state.nbytes)
         has_state = facts.config.state_nbytes > 0
-        if self._tensors.tensors != expected or has_state != (state is not None):
+        if self.tensors != expected or has_state != (state is not None):
             raise SnapshotError(
                 self.file, "is not a snapshot: its arrays are not those of its tokens"
             )
@@ -449,14 +447,14 @@ class SnapshotFile:
         Raises:
             SnapshotError: it can't be read, or a dtype differs from the cache's.
         """
-        if STATE not in self._tensors.tensors:
+        if STATE not in self.tensors:
             return None
         try:
-            content = self._tensors.read(STATE, 0, slice(0, 1))
+            content = self.read(STATE, 0, slice(0, 1))
             return state_from_bytes(content, self._facts.config.state_layout)
         except ValueError as error:
             raise SnapshotError(self.file, f"holds no state for this cache: {error}") from error
 
     def tier(self, headers: Sequence[BlockHeader]) -> Tier:
         """Its blocks, under the keys of these headers."""
-        return RowTier(self._facts.config, self._tensors, headers, len(self.token_ids))
+        return RowTier(self._facts.config, self, headers, len(self.token_ids))
