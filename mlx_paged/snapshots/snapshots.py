@@ -68,8 +68,7 @@ def save_snapshot(
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
     cache = check_has_blocks(sequences.cache)
-    num_tokens = check_sequence(sequences, seq)
-    check_num_tokens(seq, num_tokens, token_ids)
+    num_tokens = check_sequence(sequences, seq, token_ids)
     facts = KVFacts.of(identities_of(model), cache)
     headers = sequence_headers(cache.config, num_tokens)
     states = sequences.manager.states
@@ -104,12 +103,16 @@ def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: Se
 # One sequence of a cache
 
 
-def check_sequence(sequences: Sequences, seq: SeqId) -> int:
+def check_sequence(sequences: Sequences, seq: SeqId, token_ids: Sequence[int] | None) -> int:
     """The number of tokens of a sequence.
+
+    Args:
+        token_ids: of the sequence, if they are known.
 
     Raises:
         KeyError: there is no such sequence.
-        ArgumentError: some of its tokens have left the window.
+        ArgumentError: some of its tokens have left the window, or the token ids are invalid or not
+            one for each token.
     """
     if seq not in sequences:
         raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {list(sequences)}")
@@ -119,17 +122,13 @@ def check_sequence(sequences: Sequences, seq: SeqId) -> int:
             f"[snapshot] tokens of sequence {seq!r} have left the window: it has {num_tokens}",
             "seq",
         )
-    return num_tokens
-
-
-def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> None:
-    """Raise ``ArgumentError`` unless a sequence has one token for each token id."""
-    if len(token_ids) != num_tokens:
+    if token_ids is not None and len(check_token_ids(token_ids)) != num_tokens:
         raise ArgumentError(
             f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
             f"{len(token_ids)}",
             "token_ids",
         )
+    return num_tokens
 
 
 def store_sequence(
@@ -293,16 +292,6 @@ def check_has_blocks(cache: KVCache) -> PagedKVCache:
             "kv",
         )
     return cache
-
-
-def check_keeps_kv_alone(cache: KVCache) -> None:
-    """Raise ``ArgumentError`` if the model of a cache has a recurrent state."""
-    if cache.config.state_nbytes:
-        raise ArgumentError(
-            "[snapshot] the model keeps a recurrent state beside K/V, and mlx-lm's prompt caches "
-            "are exchanged without it; use a snapshot",
-            "model",
-        )
 
 
 def has_evicted(config: KVCacheConfig, num_tokens: int) -> bool:
