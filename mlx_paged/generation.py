@@ -23,7 +23,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer
 from mlx_paged.engine.thread import EngineThread, ForkedError
 from mlx_paged.engine_options import OneShotOptions
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.request import CompletionOutput, Request
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 from mlx_paged.token_ids import TokenIds
@@ -92,11 +92,6 @@ class GenerationOptions(_Options, total=False):
     max_tokens: int
 
 
-def _option_names() -> frozenset[str]:
-    return frozenset(GenerationOptions.__annotations__)
-
-
-@refuses_unknown_arguments("generate", also=_option_names)
 def generate_step(
     prompt: TokenIds, model: Module, **options: Unpack[GenerationOptions]
 ) -> Generator[tuple[int, mx.array], None, None]:
@@ -123,11 +118,11 @@ def generate_step(
         PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or
             exceeds the budget; at the call.
     """
+    refuse_unknown(generate_step, options, GenerationOptions.__annotations__)
     responses = _stream(model, None, prompt, **options)
     return ((response.token, logprobs) for response, logprobs in responses)
 
 
-@refuses_unknown_arguments("generate", also=_option_names)
 def stream_generate(
     model: Module,
     tokenizer: Tokenizer,
@@ -143,11 +138,11 @@ def stream_generate(
 
     Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
+    refuse_unknown(stream_generate, options, _Options.__annotations__)
     responses = _stream(model, as_tokenizer(tokenizer), prompt, max_tokens=max_tokens, **options)
     return (dataclasses.replace(response, logprobs=logprobs) for response, logprobs in responses)
 
 
-@refuses_unknown_arguments("generate", also=_option_names)
 def generate(
     model: Module,
     tokenizer: Tokenizer,
@@ -162,6 +157,7 @@ def generate(
 
     Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
+    refuse_unknown(generate, options, GenerationOptions.__annotations__)
     BOOL.check("generate", "verbose", verbose)
     text = ""
     response = None

@@ -81,7 +81,7 @@ class RequestStatus(Enum):
 
 
 class Share:
-    """What a user has of a scheduler, for :class:`~mlx_paged.engine.fair_shares.FairShares`.
+    """What a user has of a scheduler, for :class:`~mlx_paged.engine.request_queues.FairShares`.
 
     Args:
         number: in the order in which users came; decides between equal users.

@@ -7,10 +7,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.engine.draft_gate import NO_COST, WAITING_SHARE, DraftGate, StepCost
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.drafts import PromptLookup
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
+from mlx_paged.engine.speculation import (
+    NO_COST,
+    NO_SPECULATION,
+    WAITING_SHARE,
+    DraftGate,
+    Speculation,
+    StepCost,
+)
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 from mlx_paged.ops import device

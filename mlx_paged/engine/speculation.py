@@ -1,4 +1,8 @@
-"""``Speculation``: which requests of a step have drafts, and how many. Pure Python."""
+"""Which requests of a step have drafts, and how many, and which drafts are kept. Pure Python.
+
+The rule depends on sizes and counts only, so the same requests have the same schedule on all
+machines of a kind.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,137 @@ from dataclasses import dataclass
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter, PromptLookup
+from mlx_paged.engine.prefix_cache import PrefixCache
+from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 from mlx_paged.request import Request
 
 # A request of a recurrent model may have drafts if its step computes at most this many other
 # tokens: the next one, and those whose state was discarded with a rejected draft.
 MAX_RUN = 7
+
+# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
+# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
+# once for each row: the benchmark `speculation` has the fit.
+CPU_WEIGHTS_PER_LAYER = 3e6
+CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
+
+# The share by which a step takes longer if it is not launched before the previous one is read:
+# vLLM-metal gains 10 to 50% from this on an M1 Ultra.
+WAITING_SHARE = 0.3
+
+# The least expected gain, since the expectation is an estimate.
+MIN_GAIN = 1.3
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a step: a fixed part and a part per row, in any unit."""
+
+    fixed: float
+    per_row: float
+
+    def of(self, num_rows: float) -> float:
+        return self.fixed + self.per_row * num_rows
+
+    @classmethod
+    def on_gpu(cls, num_parameters: int, nbytes: int) -> StepCost:
+        """Weights are read once per step and multiplied once per row. This is an estimate, not
+        measured on a Mac.
+        """
+        return cls(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
+
+    @classmethod
+    def on_cpu(cls, num_parameters: int, num_layers: int) -> StepCost:
+        """Weights are multiplied once per row, in addition to the overhead of the operations."""
+        return cls(
+            CPU_WEIGHTS_PER_LAYER * num_layers,
+            num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * num_layers,
+        )
+
+
+NO_COST = StepCost(0, 0)
+
+
+@dataclass(frozen=True)
+class DraftGate:
+    """Decides how many drafts each request of a step has.
+
+    The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
+    row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
+    expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
+
+    Args:
+        step: cost of a step of the model.
+        draft_pass: cost of a pass of the draft model; k drafts take k passes.
+        waiting_share: how much longer a step with drafts takes because it has to be read before the
+            next one is launched.
+        repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
+            as for a recurrent model.
+    """
+
+    step: StepCost
+    draft_pass: StepCost = NO_COST
+    waiting_share: float = 0.0
+    repeats_runs: bool = False
+
+    def num_drafts(
+        self,
+        acceptances: Sequence[float],
+        run_lengths: Sequence[int],
+        num_rows: int,
+        num_tokens: int,
+        most: int,
+    ) -> list[int]:
+        """The number of drafts of each candidate, 0 to ``most``.
+
+        Args:
+            acceptances: of the candidates.
+            run_lengths: rows of each candidate without drafts.
+            num_rows: rows of the step without drafts.
+            num_tokens: tokens that the step samples without drafts.
+        """
+        plain_cost = self.step.of(num_rows)
+        least_worth = self.step.per_row * num_tokens / plain_cost
+        worth = [_num_powers_above(each, least_worth, most) for each in acceptances]
+        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
+        for longest in range(1, max(worth, default=0) + 1):
+            counts = [min(each, longest) for each in worth]
+            gained = sum(map(_expected_accepted, acceptances, counts))
+            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
+            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
+            if self.repeats_runs:
+                runs = zip(acceptances, run_lengths, counts, strict=True)
+                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
+            rate = (num_tokens + gained) / cost
+            if rate > best_rate:
+                best, best_rate = longest, rate
+        return [min(each, best) for each in worth]
+
+
+ALWAYS = DraftGate(StepCost(1, 0))
+"""The cost of a step does not depend on its rows, so all drafts are verified."""
+
+
+def _num_powers_above(base: float, least: float, most: int) -> int:
+    """How many of ``base ** 1, base ** 2, ...`` are above ``least``, at most ``most``."""
+    power, count = base, 0
+    while count < most and power > least:
+        power *= base
+        count += 1
+    return count
+
+
+def _expected_accepted(acceptance: float, num_drafts: int) -> float:
+    """The expected number of accepted drafts."""
+    return sum(acceptance**k for k in range(1, num_drafts + 1))
+
+
+def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
+    """The expected number of rows that are computed again: those before a rejected draft."""
+    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
+
+
 _PROMPT_LOOKUP = PromptLookup()
 
 
@@ -133,3 +261,56 @@ def _max_num_drafts(
     if max_model_len is not None:
         most = min(most, max_model_len - request.num_tokens - 1)
     return most
+
+
+class Verification:
+    """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
+
+    A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
+    each appended token that was drafted, then :meth:`end`.
+
+    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
+    tokens that the step computed for the request are computed again in its next step, together with
+    new drafts; and blocks that the step has filled are not hashed before the verification.
+
+    Args:
+        manager: of the block tables.
+        prefix_cache: of the same manager.
+
+    Attributes:
+        num_drafted_tokens: verified drafts of all requests.
+        num_accepted_tokens: how many of them were accepted.
+    """
+
+    def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
+        self._manager = manager
+        self._prefix_cache = prefix_cache
+        self._is_recurrent = manager.states is not None
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def begin(self, part: Scheduled) -> None:
+        """Begin to verify a request's drafts, none of which is accepted yet."""
+        num_drafts, request = len(part.draft_token_ids), part.request
+        request.num_computed_tokens = part.start
+        if not self._is_recurrent:
+            request.num_computed_tokens += part.num_new_tokens - num_drafts
+        request.num_drafted_tokens += num_drafts
+        self.num_drafted_tokens += num_drafts
+
+    def accept(self, request: Request) -> None:
+        """Accept the next draft, which equals the token that is appended next: keep its K/V."""
+        if not self._is_recurrent:
+            request.num_computed_tokens += 1
+        request.num_accepted_tokens += 1
+        self.num_accepted_tokens += 1
+
+    def end(self, request: Request) -> None:
+        """Free the slots of rejected drafts."""
+        if request.is_finished:
+            return
+        # The newest token was just sampled, and has no K/V.
+        num_tokens = self._manager.trim(request.seq_id, request.num_tokens - 1)
+        if num_tokens > request.num_computed_tokens:
+            request.num_computed_tokens = num_tokens
+            self._prefix_cache.cache_blocks(request)

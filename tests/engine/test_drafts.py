@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from mlx_paged.engine.draft_gate import ALWAYS, DraftGate, StepCost
 from mlx_paged.engine.drafts import FIRST_ACCEPTANCE, PromptLookup
+from mlx_paged.engine.speculation import ALWAYS, DraftGate, StepCost
 from mlx_paged.request import Request, SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
