@@ -37,9 +37,8 @@ from benchmarks.lib.card import (
     print_table,
 )
 from mlx_paged.loading.loader import _read_weights, build_model
-from mlx_paged.models import weight_files
-from mlx_paged.models.identity import model_identity
-from mlx_paged.models.weight_files import WeightCatalogue
+from mlx_paged.models import language_model
+from mlx_paged.models.identity import WeightCatalogue, model_identity
 
 CONFIG = {
     "model_type": "qwen3",
@@ -124,7 +123,7 @@ def write_model(folder: Path, gb: float, num_files: int) -> None:
 
 def start(folder: Path, cache: Path) -> Start:
     """In a process of its own."""
-    weight_files.SETTLING_SECONDS = 0
+    language_model.SETTLING_SECONDS = 0
     model, _, files = build_model(folder, None)
     _read_weights(model, folder)
     arrays = list(dict(tree_flatten(model.parameters())).values())

@@ -2,7 +2,7 @@
 
     DIR/CACHEDIR.TAG                               marks it as a cache
     DIR/written.json                               how much was written, see catalogue.py
-    DIR/weights/<64 hex>                           a model's digest, see models/weight_files.py
+    DIR/weights/<64 hex>                           a model's digest, see models/identity.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
     DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block, a state or an answer; the first two
                                                    digits of its hash

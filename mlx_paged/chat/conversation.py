@@ -23,8 +23,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import is_snapshot, read_prompt_cache
-from mlx_paged.snapshots.errors import SnapshotError, check_path
+from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
 
 Answer: TypeAlias = Generator[GenerationResponse, None, None]

@@ -21,7 +21,6 @@ from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
@@ -42,10 +41,15 @@ from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit
-from mlx_paged.models.identity import ModelIdentity, model_identity, take_files
+from mlx_paged.models.identity import (
+    ModelIdentity,
+    WeightCatalogue,
+    fingerprint_of,
+    model_identity,
+    take_files,
+)
 from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.models.weight_files import WeightCatalogue
 
 
 @dataclass(frozen=True, eq=False, repr=False)

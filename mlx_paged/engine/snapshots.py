@@ -17,23 +17,23 @@ from mlx_paged.core import Checkpoint, ComputedBlocks, KVCacheManager, hash_toke
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.domains import BOOL
-from mlx_paged.engine.kv_fingerprint import code_of
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.identity import ModelIdentity
+from mlx_paged.models.identity import ModelIdentity, code_of
 from mlx_paged.ops import StateRow
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,
     PromptCacheFile,
+    SnapshotError,
     SnapshotFile,
     check_has_blocks,
+    check_path,
     check_token_ids,
     prefix_headers,
     written_prompt_cache,
     written_snapshot,
 )
-from mlx_paged.snapshots.errors import SnapshotError, check_path
 
 
 class Prefix(NamedTuple):

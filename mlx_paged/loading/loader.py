@@ -32,9 +32,8 @@ from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.identity import model_name
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, WeightFiles
 from mlx_paged.models.mlx_lm import adapt
-from mlx_paged.models.weight_files import WeightFiles
 
 # Is called with a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]

@@ -1,4 +1,7 @@
-"""The identity of a model by its content: only the model that made K/V may use stored ones."""
+"""What stored K/V belong to: the identity of a model by its content, and the fingerprint of the
+blocks of a cache. The identity of a model that was just read from files is looked up by the state
+of these files.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +26,14 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.block_store import STORED_KV_VERSION, Fingerprint
+from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError
+from mlx_paged.block_store.directory import Directory, make_folder
+from mlx_paged.block_store.layout import WEIGHTS_NAME, folder_path
+from mlx_paged.cache import LayerSpec, PagedKVCache
+from mlx_paged.core import KEEP_ALL, Retention
+from mlx_paged.models.language_model import LanguageModel, WeightFiles, model_type_of
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.models.weight_files import WeightCatalogue, WeightFiles
 
 KV_VERSION = 2
 """The version of the code that computes K/V: increase it when a model's K/V change, or the weights
@@ -37,6 +48,10 @@ _UNRELATED = {"name", "description", "loaded_from", "_training"}
 PIECE_NBYTES = 64 * 2**20
 # The most bytes of arrays that are hashed at once: strided ones are copied for it.
 WINDOW_NBYTES = 2**30
+
+# Of the digests that a folder keeps, by the state of files.
+MAX_KNOWN = 64
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -179,6 +194,41 @@ def _plain(value: Any) -> Any:
     return NotImplemented
 
 
+class WeightCatalogue:
+    """The digests of models by the versions of their files, next to the blocks in a folder. Several
+    processes may use it at once: files are replaced atomically, and the last one counts. Failures
+    are ignored, and any of the files may be deleted.
+
+    Args:
+        folder: of blocks; made when something is stored.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = folder_path(folder)
+
+    def load(self, key: str) -> str | None:
+        """The digest stored under a key, which is hexadecimal; ``None`` if there is none."""
+        with contextlib.suppress(OSError, BadBlockFileError):
+            folder = Directory.at(self._folder).folder(WEIGHTS_NAME)
+            digest = folder.read(key).decode(errors="replace")
+            folder.set_time(key, time.time_ns())
+            return digest if _DIGEST.fullmatch(digest) else None
+        return None
+
+    def store(self, key: str, digest: str) -> None:
+        """Store a digest. The ``MAX_KNOWN`` most recently used ones are kept."""
+        with contextlib.suppress(OSError, BlockStoreError):
+            make_folder(self._folder)
+            folder = Directory.at(self._folder).make_folder(WEIGHTS_NAME)
+            folder.write_aside(key, [digest.encode()])
+            entries = folder.entries()
+            folder.remove_abandoned(entries)
+            # Earlier versions kept the digests of tensors there.
+            ours = [each for each in entries if _DIGEST.fullmatch(each[0].removesuffix(".json"))]
+            for name, _ in sorted(ours, key=lambda each: each[1].st_mtime_ns)[:-MAX_KNOWN]:
+                folder.remove(name)
+
+
 # The bytes of arrays
 
 
@@ -214,3 +264,46 @@ def _hashed(arrays: Sequence[mx.array]) -> Iterator[bytes]:
 
 def _digest(piece: memoryview) -> bytes:
     return hashlib.sha256(piece).digest()
+
+
+# Blocks
+
+
+def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
+    """What the bytes of a block depend on besides its tokens."""
+    config = cache.config
+    layers = tuple(
+        f"group {index}: {_spec(config.layers[layer])}, {_kept(group.retention)}"
+        for index, group in enumerate(config.groups)
+        for layer in group.layers
+    )
+    layers += tuple(f"state {index}: {text}" for index, text in enumerate(config.state_layout))
+    digests = "\n".join(each.digest for each in identity)
+    formats = dict.fromkeys(str(spec.format) for spec in config.layers)
+    return Fingerprint(
+        model=hashlib.sha256(digests.encode()).hexdigest(),
+        model_name=" + ".join(each.name for each in identity),
+        layers=layers,
+        kv_format=", ".join(formats),
+        block_size=config.block_size,
+        code=code_of(cache),
+    )
+
+
+def code_of(cache: PagedKVCache) -> str:
+    """The code that computes and stores K/V: the version of what is stored, that of MLX, the
+    backend and the device. They differ in rounding, and an answer must be the same as if it were
+    computed here.
+    """
+    computer = f"{cache.backend.name} backend on a {mx.default_device().type.name}"
+    return f"mlx_paged {STORED_KV_VERSION}, mlx {version('mlx')}, {computer}"
+
+
+def _spec(spec: LayerSpec) -> str:
+    window = "" if spec.window is None else f", window {spec.window}"
+    widths = f"K {spec.key_dim} and V {spec.value_dim} wide"
+    return f"{spec.num_kv_heads} heads, {widths}{window}, {spec.format.description}"
+
+
+def _kept(retention: Retention) -> str:
+    return "all tokens" if retention == KEEP_ALL else str(retention)

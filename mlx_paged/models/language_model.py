@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import itertools
+import json
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +21,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.cache import AnySeqId, LayerKV, LayerSpec, Sequences
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.weight_files import WeightFiles
+
+WEIGHT_PATTERN = "model*.safetensors"  # what mlx-lm reads
+# A file changed more recently than this may change again without a change of its times: file
+# systems have a resolution of up to two seconds, and a write through a mapping updates the times
+# when it is written back, on Linux within some 35 seconds.
+SETTLING_SECONDS = 60
 
 
 class ModelArgs(Protocol):
@@ -23,6 +35,58 @@ class ModelArgs(Protocol):
     vocab_size: int
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of a model at one moment, before they are read.
+
+    That its arrays are those of the files is known only until something else has had the model: MLX
+    writes into arrays (``weight[0] = 1``) without leaving a trace. So ``load`` forgets them, and an
+    engine takes them from a model that was loaded for it.
+
+    Attributes:
+        folder: that contains them.
+        versions: device, inode, size, mtime and ctime in ns of each file, links followed, in the
+            order in which mlx-lm reads them: of two tensors with the same name, it takes the later
+            one. The content can't change without the ctime, which programs can't set.
+        settled: whether any later change would show in the versions.
+        config: the model's configuration as it was read.
+    """
+
+    folder: Path
+    versions: tuple[tuple[int, ...], ...]
+    settled: bool
+    config: str = ""
+
+    @classmethod
+    def at(cls, folder: Path) -> WeightFiles:
+        """Raises ``OSError`` if a file is deleted meanwhile."""
+        now = time.time()
+        found = list(map(os.stat, glob.glob(str(folder / WEIGHT_PATTERN))))
+        newest = max((max(each.st_mtime_ns, each.st_ctime_ns) for each in found), default=0)
+        versions = tuple(
+            (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
+            for each in found
+        )
+        return cls(folder, versions, now - newest / 1e9 > SETTLING_SECONDS)
+
+    def are_unchanged(self) -> bool:
+        """Whether everything read since is of these versions."""
+        try:
+            return self.settled and WeightFiles.at(self.folder).versions == self.versions
+        except OSError:
+            return False
+
+    def key(self, *described: str) -> str:
+        """A digest of everything that the arrays depend on.
+
+        Args:
+            described: the model without the contents of its arrays.
+        """
+        code = [version("mlx"), version("mlx-lm"), str(mx.default_device())]
+        text = json.dumps([code, self.versions, self.config, described])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class LanguageModel(Module, ABC):

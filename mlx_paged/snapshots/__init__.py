@@ -1,11 +1,5 @@
 """K/V in files: snapshots of sequences and of prefixes, and mlx-lm's prompt caches."""
 
-from mlx_paged.snapshots.errors import SnapshotError
-from mlx_paged.snapshots.facts import (
-    KVFacts,
-    check_has_blocks,
-    check_token_ids,
-)
 from mlx_paged.snapshots.prompt_caches import (
     PromptCacheFile,
     export_prompt_cache,
@@ -13,9 +7,12 @@ from mlx_paged.snapshots.prompt_caches import (
     read_prompt_cache,
     written_prompt_cache,
 )
-from mlx_paged.snapshots.rows import prefix_headers, sequence_headers
+from mlx_paged.snapshots.rows import SnapshotError, check_path, prefix_headers, sequence_headers
 from mlx_paged.snapshots.snapshots import (
+    KVFacts,
     SnapshotFile,
+    check_has_blocks,
+    check_token_ids,
     is_snapshot,
     load_snapshot,
     save_snapshot,
@@ -28,6 +25,7 @@ __all__ = [
     "SnapshotError",
     "SnapshotFile",
     "check_has_blocks",
+    "check_path",
     "check_token_ids",
     "export_prompt_cache",
     "import_prompt_cache",

@@ -35,19 +35,22 @@ from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import affine_name, dtype_name
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
-from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
-from mlx_paged.snapshots.facts import (
-    check_has_blocks,
-    check_keeps_kv_alone,
-    check_token_ids,
-    token_ids_of,
+from mlx_paged.snapshots.rows import (
+    HostRows,
+    RowTier,
+    SnapshotError,
+    check_path,
+    parts_of,
+    retention_of,
+    sequence_headers,
+    system_errors,
 )
-from mlx_paged.snapshots.rows import HostRows, RowTier, parts_of, retention_of, sequence_headers
 from mlx_paged.snapshots.snapshots import (
-    check_num_tokens,
+    check_has_blocks,
     check_sequence,
     load_sequence,
     store_sequence,
+    token_ids_of,
 )
 
 MODEL = "model"
@@ -82,10 +85,7 @@ def export_prompt_cache(
         SnapshotError: the file can't be written; an existing one is unchanged.
     """
     cache = check_has_blocks(sequences.cache)
-    num_tokens = check_sequence(sequences, seq)
-    if token_ids is not None:
-        token_ids = check_token_ids(token_ids)
-        check_num_tokens(seq, num_tokens, token_ids)
+    num_tokens = check_sequence(sequences, seq, token_ids)
     headers = sequence_headers(cache.config, num_tokens)
     with written_prompt_cache(
         path, model, cache, num_tokens, headers, model_name, token_ids
@@ -160,20 +160,13 @@ def written_prompt_cache(
         save_prompt_cache(cast(Any, stream), filled, metadata)  # or whatever MLX writes to
 
 
-def check_attends_to_all(config: KVCacheConfig) -> None:
-    """Raise ``ArgumentError`` if tokens are computed with a ``window`` that mlx-lm does not have:
-    its K/V of the same tokens are others.
-    """
-    if any(retention.cuts_runs for retention in config.retentions):
-        raise ArgumentError(
-            "[snapshot] window: mlx-lm computes K/V with attention to all tokens, which differ "
-            "from those within a window; leave window out",
-            "window",
-        )
-
-
 def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | None]]:
-    check_keeps_kv_alone(cache)
+    if cache.config.state_nbytes:
+        raise ArgumentError(
+            "[snapshot] the model keeps a recurrent state beside K/V, and mlx-lm's prompt caches "
+            "are exchanged without it; use a snapshot",
+            "model",
+        )
     stock = model.stock_caches()
     layers = [layer for _, layer in stock if layer is not None]
     if len(layers) != len(cache.config.layers):
@@ -255,7 +248,12 @@ class PromptCacheFile:
         self.file, checked = check_path(path), check_model(model)
         self._stock = _stock_caches(checked, cache)
         self._config = cache.config
-        check_attends_to_all(cache.config)
+        if any(retention.cuts_runs for retention in cache.config.retentions):
+            raise ArgumentError(
+                "[snapshot] window: mlx-lm computes K/V with attention to all tokens, which differ "
+                "from those within a window; leave window out",
+                "window",
+            )
         self._caches, self.metadata = read_prompt_cache(self.file)
         named = self.metadata.get(MODEL)
         if named and not allow_other_model and not may_be_called(checked, named):

@@ -30,7 +30,7 @@ from mlx_paged.errors import ArgumentError, CacheFullError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
 from mlx_paged.request import RequestOutput
-from mlx_paged.snapshots.tensor_file import TensorFile, written_tensor_file
+from mlx_paged.snapshots.rows import TensorFile, written_tensor_file
 
 BLOCK_SIZE = 8
 OPTIONS = {"block_size": BLOCK_SIZE}

@@ -28,10 +28,14 @@ from mlx_paged import LLM, demo_model_path, load
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.block_store.directory import make_folder
 from mlx_paged.loading.loader import _read_weights, build_model, load_whole, on_our_caches
-from mlx_paged.models import identity, qwen3, weight_files
-from mlx_paged.models.identity import array_digests, model_identity, take_files
-from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.weight_files import WeightCatalogue, WeightFiles
+from mlx_paged.models import identity, language_model, qwen3
+from mlx_paged.models.identity import (
+    WeightCatalogue,
+    array_digests,
+    model_identity,
+    take_files,
+)
+from mlx_paged.models.language_model import LanguageModel, WeightFiles
 
 NUM_ARRAYS = len(tree_flatten(livelier_model(CONFIG).parameters()))
 KEY, OTHER, DIGEST = "ab" * 32, "cd" * 32, "0123456789abcdef" * 4
@@ -40,7 +44,7 @@ KEY, OTHER, DIGEST = "ab" * 32, "cd" * 32, "0123456789abcdef" * 4
 @pytest.fixture
 def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many pieces were hashed since it was asked last; files settle at once."""
-    monkeypatch.setattr(weight_files, "SETTLING_SECONDS", 0)
+    monkeypatch.setattr(language_model, "SETTLING_SECONDS", 0)
     hashed: list[int] = []
     digest = identity._digest
 
@@ -280,7 +284,7 @@ def test_a_file_that_was_written_a_moment_ago_is_hashed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_files, "SETTLING_SECONDS", 60)
+    monkeypatch.setattr(language_model, "SETTLING_SECONDS", 60)
     for _ in range(2):
         digest_of(read(folder), catalogue)
         assert num_hashed() == NUM_ARRAYS
@@ -340,10 +344,10 @@ def test_everything_that_the_arrays_depend_on_counts(
     for place in range(len(first)):
         other = (*first[:place], first[place] + 1, *first[place + 1 :])
         keys.add(replace(files, versions=(other, second)).key())
-    for module in (weight_files.mx, weight_files.mlx_lm):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "__version__", "99")
-            keys.add(files.key())
+    versions = {"mlx": "1", "mlx-lm": "2"}
+    for package in versions:
+        monkeypatch.setattr(language_model, "version", {**versions, package: "99"}.get)
+        keys.add(files.key())
     assert len(keys) == 4 + 5 + 2
     status = (folder / "model-00001-of-00002.safetensors").stat()
     expected = (
@@ -535,7 +539,7 @@ def test_a_folder_that_holds_other_things_gets_no_digest(tmp_path: Path) -> None
 def test_digests_that_were_not_used_for_long_go(
     tmp_path: Path, catalogue: WeightCatalogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "MAX_KNOWN", 3)
+    monkeypatch.setattr(identity, "MAX_KNOWN", 3)
     keys, folder = [f"{n:02x}" * 32 for n in range(5)], tmp_path / "cache" / "weights"
     for age, key in enumerate(keys[:3]):
         catalogue.store(key, DIGEST)

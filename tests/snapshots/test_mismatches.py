@@ -165,7 +165,7 @@ def test_a_draft_model_belongs_to_the_facts(model: qwen3.Model, tmp_path: Path):
 
 
 def test_another_version_is_named(model: qwen3.Model, file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_paged.snapshots.facts.VERSION", "3")
+    monkeypatch.setattr("mlx_paged.snapshots.snapshots.VERSION", "3")
     save_snapshot(file, model, filled(), "a", range(11))
     monkeypatch.undo()
     with pytest.raises(SnapshotError, match="is of version 3, and only 1 and 2 can be read"):

@@ -18,7 +18,7 @@ from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateRow, StateStack
 from mlx_paged.snapshots import SnapshotError, export_prompt_cache, load_snapshot, save_snapshot
-from mlx_paged.snapshots.tensor_file import TensorFile, TensorInfo, written_tensor_file
+from mlx_paged.snapshots.rows import TensorFile, TensorInfo, written_tensor_file
 
 TWO = ("qwen3_next", "mamba2")
 ALL = [name if name in TWO else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]

@@ -15,12 +15,12 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.engine import disk_tier, kv_fingerprint
+from mlx_paged.engine import disk_tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier import DiskTier, is_reading_cheaper
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.kv_fingerprint import fingerprint_of
-from mlx_paged.models.identity import model_identity
+from mlx_paged.models import identity
+from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -311,7 +311,7 @@ def test_blocks_of_another_version_of_mlx_or_another_backend_are_not_used(
     version = importlib.metadata.version("mlx")
     assert ask_again() == (0, f"mlx_paged 3, mlx {version}, reference backend on a cpu")
     with monkeypatch.context() as later:
-        later.setattr(kv_fingerprint, "version", lambda name: "99.0")
+        later.setattr(identity, "version", lambda name: "99.0")
         assert ask_again() == (0, "mlx_paged 3, mlx 99.0, reference backend on a cpu")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(ReferenceBackend, "name", "metal")

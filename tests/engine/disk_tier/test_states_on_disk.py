@@ -30,10 +30,9 @@ from helpers.workloads import Workload, assert_same
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
 from mlx_paged.engine import disk_states, disk_tier
-from mlx_paged.engine.kv_fingerprint import fingerprint_of
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.identity import model_identity
+from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.ops import StateRow, StateStack
 
 # Beside attention, and alone.

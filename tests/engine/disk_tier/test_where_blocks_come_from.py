@@ -40,8 +40,8 @@ from mlx_paged.block_store import CacheFolder
 from mlx_paged.cache import Sequences
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.core.tier import STATES, HostMemory
-from mlx_paged.engine import kv_fingerprint
 from mlx_paged.engine.engine import Engine
+from mlx_paged.models import identity
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops.reference import ReferenceBackend
@@ -139,7 +139,7 @@ def test_a_snapshot_of_another_mlx_or_another_backend_stays_out_of_the_folder(
 ):
     model, token_ids = models[0], prompt(40)
     with monkeypatch.context() as earlier:
-        earlier.setattr(kv_fingerprint, "version", lambda name: "0.1")
+        earlier.setattr(identity, "version", lambda name: "0.1")
         snapshot_of(tmp_path / "earlier", model, token_ids)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(ReferenceBackend, "name", "metal")
