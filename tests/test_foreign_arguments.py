@@ -19,7 +19,7 @@ from mlx_paged.generation import GenerationOptions, generate, generate_step, str
 from mlx_paged.llm import LLM
 from mlx_paged.loading import load
 from mlx_paged.models.kv_cache import make_kv_cache
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "LLM": ("engine", LLM),

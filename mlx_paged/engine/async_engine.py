@@ -18,10 +18,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import RequestOptions, with_step_seconds
 from mlx_paged.engine.prompts import Prompt
+from mlx_paged.engine.request import merge_parts
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,

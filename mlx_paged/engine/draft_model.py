@@ -14,9 +14,9 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.drafts import ACCEPTANCE_RATE
 from mlx_paged.engine.read_array import read_ints
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
 
 # The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
 # high. The estimate returns to this value over time, so that a request whose drafts did not pay off
@@ -54,28 +54,28 @@ class DraftModel:
 
     # As a drafter
 
-    def acceptance(self, request: Request) -> float:
-        state = self._state_of(request, request.num_computed_tokens)
-        state.forget(request.num_tokens)
-        lacks = request.num_tokens - min(state.num_computed, request.num_tokens)
+    def acceptance(self, completion: Completion) -> float:
+        state = self._state_of(completion, completion.num_computed_tokens)
+        state.forget(completion.num_tokens)
+        lacks = completion.num_tokens - min(state.num_computed, completion.num_tokens)
         return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
     def made(self, part: Scheduled) -> list[int]:
-        state = self._state_of(part.request, part.start)
+        state = self._state_of(part.completion, part.start)
         return [read_ints(tokens)[entry] for tokens, entry in state.drafts]
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        state = self._state_of(request, request.num_computed_tokens)
-        state.num_computed = min(state.num_computed, request.num_computed_tokens)
-        state.num_seen = request.num_tokens
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        state = self._state_of(completion, completion.num_computed_tokens)
+        state.num_computed = min(state.num_computed, completion.num_computed_tokens)
+        state.num_seen = completion.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
         # Drafts after the end of an answer were not verified.
-        if num_accepted < num_drafts and not request.is_finished:
+        if num_accepted < num_drafts and not completion.is_finished:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
     # In a step
@@ -84,26 +84,26 @@ class DraftModel:
         """Launch the computation of the prompts and drafts of a step, without waiting for them."""
         runs, drafted = [], []
         for part in batch.scheduled:
-            state = self._state_of(part.request, part.start)
+            state = self._state_of(part.completion, part.start)
             # K/V after it were lost to a preemption or a rollback.
             begin = state.num_computed = min(state.num_computed, part.start)
             num_drafts = len(part.draft_token_ids)
             end = part.start + part.num_new_tokens - num_drafts
             state.drafts = []
             if num_drafts:
-                drafted.append((part.request, state, num_drafts))
+                drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
-                runs.append(_Run(part.request, begin, end, int(num_drafts > 0)))
+                runs.append(_Run(part.completion, begin, end, int(num_drafts > 0)))
                 state.num_computed = end
         if not runs:
             return
-        token_ids = [run.request.token_ids[run.begin : run.end] for run in runs]
+        token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
         tokens = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
         logits = self._pass(runs, tokens, batch.shares_new_blocks)
         number = 0
         while drafted:
-            requests = [request for request, _, _ in drafted]
-            tokens = draw_drafts(logits, requests, number)
+            completions = [completion for completion, _, _ in drafted]
+            tokens = draw_drafts(logits, completions, number)
             mx.async_eval(tokens)
             number += 1
             for entry, (_, state, _) in enumerate(drafted):
@@ -117,9 +117,9 @@ class DraftModel:
                 tokens = tokens[mx.array(entries)]
             drafted = [drafted[entry] for entry in entries]
             runs = []
-            for request, state, _ in drafted:
-                state.num_computed = end = request.num_tokens + number
-                runs.append(_Run(request, end - 1, end, 1))
+            for completion, state, _ in drafted:
+                state.num_computed = end = completion.num_tokens + number
+                runs.append(_Run(completion, end - 1, end, 1))
             logits = self._pass(runs, tokens)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
@@ -129,7 +129,7 @@ class DraftModel:
         end = 0
         for part in batch.scheduled:
             end += part.num_new_tokens
-            made = self._state_of(part.request, part.start).drafts
+            made = self._state_of(part.completion, part.start).drafts
             places += range(end - len(made), end)
             drafts += [array[entry : entry + 1] for array, entry in made]
         if places:
@@ -142,7 +142,7 @@ class DraftModel:
         """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
         cache, groups = self.cache, self._manager.groups
         with cache.open_step(
-            [groups[run.request.seq_id] for run in runs],
+            [groups[run.completion.seq_id] for run in runs],
             [run.end - run.begin for run in runs],
             [run.num_logit_rows for run in runs],
             shares_new_blocks,
@@ -157,25 +157,25 @@ class DraftModel:
                 mx.eval(logits, cache.arrays)
         return logits
 
-    def _state_of(self, request: Request, num_computed: int) -> _DraftState:
-        state = request.draft_state
+    def _state_of(self, completion: Completion, num_computed: int) -> _DraftState:
+        state = completion.draft_state
         if not isinstance(state, _DraftState):
-            state = _DraftState(num_computed=num_computed, num_seen=request.num_tokens)
-            request.draft_state = state
+            state = _DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+            completion.draft_state = state
         return state
 
 
 class _Run(NamedTuple):
     """The tokens ``begin : end`` of a request in a pass."""
 
-    request: Request
+    completion: Completion
     begin: int
     end: int
     num_logit_rows: int
 
 
 @dataclass(slots=True)
-class _DraftState(ModuleState):
+class _DraftState:
     """The state of a request's drafts.
 
     Attributes:

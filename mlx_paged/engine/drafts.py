@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.request import ModuleState, Request
+from mlx_paged.engine.request import Completion
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -25,13 +25,13 @@ ACCEPTANCE_RATE = 1 / 8
 class Drafter(Protocol):
     """Proposes drafts for requests of which only the last token is not computed yet."""
 
-    def acceptance(self, request: Request) -> float:
+    def acceptance(self, completion: Completion) -> float:
         """The estimated probability that the first draft is accepted; 0 if it has none to propose.
         The probability that the first k drafts are accepted is taken to be its k-th power.
         """
         ...
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
         drafts that are computed within the step.
         """
@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
         ...
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance by the result of a verification."""
 
 
@@ -54,15 +54,15 @@ class PromptLookup:
     noticed even if drafts did not pay off before.
     """
 
-    def acceptance(self, request: Request) -> float:
-        found = self._read(request)
+    def acceptance(self, completion: Completion) -> float:
+        found = self._read(completion)
         return found.acceptance if found.next is not None else 0.0
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
-        begin = self._read(request).next
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        begin = self._read(completion).next
         if begin is None:
             return []
-        token_ids = request.token_ids
+        token_ids = completion.token_ids
         drafts = token_ids[begin : begin + num_drafts]
         # A repetition with a shorter period than the drafts continues with the drafts themselves.
         period = len(token_ids) - begin
@@ -73,19 +73,19 @@ class PromptLookup:
     def made(self, part: Scheduled) -> Sequence[int]:
         return part.draft_token_ids
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         """Nothing: the acceptance is updated when the tokens are read."""
 
-    def _read(self, request: Request) -> _Occurrences:
-        found = request.draft_state
+    def _read(self, completion: Completion) -> _Occurrences:
+        found = completion.draft_state
         if not isinstance(found, _Occurrences):
-            found = request.draft_state = _Occurrences()
-        if found.num_read < len(request.token_ids):
-            found.read(request.token_ids, request.num_prompt_tokens)
+            found = completion.draft_state = _Occurrences()
+        if found.num_read < len(completion.token_ids):
+            found.read(completion.token_ids, completion.num_prompt_tokens)
         return found
 
 
-class _Occurrences(ModuleState):
+class _Occurrences:
     """Earlier occurrences of a request's n-grams.
 
     Attributes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from operator import attrgetter
 
-from mlx_paged.request import Share
+from mlx_paged.engine.request import Share
 
 # By how much work a user may lag behind the one with the most. A user who asks for less than a fair
 # share saves up no more than this, and a new user begins with it.

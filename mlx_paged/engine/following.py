@@ -26,8 +26,8 @@ def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -
     steps, scheduler, reports = engine.steps, engine.scheduler, engine.reports
 
     def add(value: Any) -> None:
-        request = from_json(value)
-        reports.states[request.request_id] = input_processor.state_of(request, None)
+        request = input_processor.with_texts(from_json(value))
+        reports.requests[request.request_id] = request
         steps.add_new()
 
     def step(leaders_numbers: list[int]) -> None:
@@ -43,7 +43,7 @@ def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -
 
     do: dict[str, Callable[[Any], object]] = {
         "add": add,
-        "abort": lambda request_id: steps.abort(reports.states[request_id]),
+        "abort": lambda request_id: steps.abort(reports.requests[request_id]),
         "step": step,
         "shrink": lambda _: steps.shrink(),
         "reset_prefix_cache": lambda _: steps.reset_prefix_cache(),

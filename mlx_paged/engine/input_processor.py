@@ -12,18 +12,12 @@ from mlx_paged.domains import BOOL
 from mlx_paged.engine.callers_thread import evaluate_captured
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.prompts import Prompt, read_prompt
-from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.request import Request, TokenRules
+from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import ArgumentError
-from mlx_paged.request import (
-    PRIORITY,
-    REQUEST_ID,
-    Request,
-    TokenRules,
-    check_cache_salt,
-    check_user,
-)
+from mlx_paged.request import PRIORITY, REQUEST_ID, check_cache_salt, check_user
 from mlx_paged.sampling_params import SamplingParams
 
 _NUM_TAIL_TOKENS = 16  # more than those of a mark and white space
@@ -58,7 +52,7 @@ class InputProcessor:
         no_store: bool,
         user: str | None,
         token_rules: TokenRules | None,
-    ) -> RequestState:
+    ) -> Request:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
         request_id = REQUEST_ID.check("engine", "request_id", request_id)
         priority = PRIORITY.check("engine", "priority", priority)
@@ -88,8 +82,9 @@ class InputProcessor:
             no_store=no_store,
             user=user,
             token_rules=token_rules,
+            prompt=text,
         )
-        return self.state_of(request, text)
+        return self.with_texts(request)
 
     def _reasoning_limit(
         self, token_ids: list[int], num_tokens: int, rules: TokenRules
@@ -111,9 +106,27 @@ class InputProcessor:
 
         return ReasoningLimit(new_reader, end, num_tokens)
 
-    def state_of(self, request: Request, prompt: str | None) -> RequestState:
-        """The state of a request until its last output is reported."""
-        return RequestState(request, prompt, self.token_texts, self.special_token_ids)
+    def with_texts(self, request: Request) -> Request:
+        """The same request, of whose completions the texts are made if it wants them."""
+        params, texts = request.params, self.token_texts
+        if texts is None or not params.detokenize:
+            return request
+        request.texts = texts
+        includes_stop = params.include_stop_str_in_output
+        request.streams = [
+            TextStream(
+                texts,
+                params.stop,
+                prompt_token_ids=request.prompt_token_ids,
+                stop_sequences=() if includes_stop else params.stop_sequences,
+                min_tokens=params.min_tokens,
+                includes_stop=includes_stop,
+                skipped_token_ids=self.special_token_ids if params.skip_special_tokens else (),
+                answer_format=request.token_rules.answer_format,
+            )
+            for _ in range(params.n)
+        ]
+        return request
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """The token rules of a request; see :meth:`Engine.prepare`."""

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from mlx_paged.request import Request
-
-if TYPE_CHECKING:
-    from mlx_paged.engine.request_state import Completion, RequestState
+from mlx_paged.engine.request import Completion, Request
 
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -181,20 +177,20 @@ class Latencies:
         self.num_steps += 1
         self._step_tokens.append(num_tokens)
 
-    def observe(self, states: Iterable[RequestState], now: float) -> None:
-        """Observe what is new in the outputs of these requests, which are reported now."""
+    def observe(self, requests: Iterable[Request], now: float) -> None:
+        """Observe what is new in the outputs of these requests, and mark it as reported."""
         num_new_tokens = num_first_tokens = 0
         num_by_latency: dict[float, int] = {}  # tokens of a step share a few
         begun: list[Request] = []
-        ended: dict[RequestState, list[Completion]] = {}
-        for state in states:
-            for completion in state.completions:
+        ended: dict[Request, list[Completion]] = {}
+        for request in requests:
+            for completion in request.completions:
                 output, num_before = completion.output, completion.num_reported_tokens
                 num_tokens, time_before = len(output.token_ids), completion.last_token_time
                 if output.finish_reason is not None and not completion.is_end_reported:
                     # Before the ``continue`` below.
                     completion.is_end_reported = True
-                    ended.setdefault(state, []).append(completion)
+                    ended.setdefault(request, []).append(completion)
                 if num_tokens > num_before:
                     completion.num_reported_tokens = num_tokens
                     completion.last_token_time = now
@@ -205,17 +201,17 @@ class Latencies:
                         num_by_latency[latency] = num_by_latency.get(latency, 0) + num_new
                         continue
                     num_first_tokens += 1
-                    if state.first_token_time is None:
-                        state.first_token_time = now
-                        begun.append(state.requests[0])
+                    if request.first_token_time is None:
+                        request.first_token_time = now
+                        begun.append(request)
         self.num_generation_tokens += num_new_tokens
         self._num_first_tokens += num_first_tokens
         for latency, times in num_by_latency.items():
             self.inter_token_latency.observe(latency, times)
         for request in begun:
             self._observe_prompt(request, now)
-        for state, completions in ended.items():
-            self._observe_ends(state, completions, now)
+        for request, completions in ended.items():
+            self._observe_ends(request, completions, now)
 
     def observe_steps(self) -> None:
         """Observe the steps since the last report, after all of their tokens are reported."""
@@ -231,32 +227,34 @@ class Latencies:
         self.time_to_first_token.observe(now - request.arrival_time)
         self.queue_time.observe(begin - request.arrival_time)
         self.prefill_time.observe(now - begin)
-        self.prompt_tokens.observe(request.num_prompt_tokens)
-        self.prefill_computed_tokens.observe(request.num_prompt_tokens - request.num_cached_tokens)
-        self.params_n.observe(request.num_seqs)
+        self.prompt_tokens.observe(len(request.prompt_token_ids))
+        self.prefill_computed_tokens.observe(
+            len(request.prompt_token_ids) - request.num_cached_tokens
+        )
+        self.params_n.observe(request.params.n)
         if request.params.max_tokens is not None:
             self.params_max_tokens.observe(request.params.max_tokens)
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_read_prompt_tokens += request.num_read_tokens
 
     def _observe_ends(
-        self, state: RequestState, completions: Iterable[Completion], now: float
+        self, request: Request, completions: Iterable[Completion], now: float
     ) -> None:
         for completion in completions:
             reason = completion.output.finish_reason or ""
             self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
-            if reason in ANSWERED and state.first_token_time is not None:
-                self.e2e_latency.observe(now - state.requests[0].arrival_time)
+            if reason in ANSWERED and request.first_token_time is not None:
+                self.e2e_latency.observe(now - request.arrival_time)
                 last, num_tokens = completion.last_token_time, completion.num_reported_tokens
-                decode_time = last - state.first_token_time
+                decode_time = last - request.first_token_time
                 self.decode_time.observe(decode_time)
-                self.inference_time.observe(last - state.requests[0].first_scheduled_time)
+                self.inference_time.observe(last - request.first_scheduled_time)
                 self.generation_tokens.observe(num_tokens)
                 if num_tokens > 1:
                     self.time_per_output_token.observe(decode_time / (num_tokens - 1))
-        all_ended = all(completion.is_end_reported for completion in state.completions)
-        if all_ended and state.first_token_time is not None:
-            most = max(completion.num_reported_tokens for completion in state.completions)
+        all_ended = all(completion.is_end_reported for completion in request.completions)
+        if all_ended and request.first_token_time is not None:
+            most = max(completion.num_reported_tokens for completion in request.completions)
             self.max_generation_tokens.observe(most)
 
 

@@ -15,9 +15,9 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from mlx_paged.distributed import Ranks
-from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
+from mlx_paged.engine.request import Completion, SampledToken
+from mlx_paged.engine.sampler import SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.request import Request
 
 Results: TypeAlias = "list[SampledToken | Exception]"
 
@@ -29,8 +29,8 @@ def state_of_scheduler(scheduler: Scheduler) -> list[int]:
         scheduler.num_steps,
         len(scheduler.running),
         len(scheduler.waiting),
-        sum(request.num_computed_tokens for request in scheduler.running),
-        sum(len(request.token_ids) for request in scheduler.running),
+        sum(completion.num_computed_tokens for completion in scheduler.running),
+        sum(len(completion.token_ids) for completion in scheduler.running),
         pool.num_blocks,
         pool.num_free_blocks,
         scheduler.swap_space.num_used_tokens,
@@ -61,15 +61,15 @@ class Replicas:
         self,
         logits: mx.array,  # [num_rows, vocab_size]
         rows: Sequence[int],
-        requests: Sequence[Request],
+        completions: Sequence[Completion],
         num_before: Sequence[int] | None = None,
     ) -> SampledTokens:
         """As :func:`mlx_paged.engine.sampler.sample`; a follower samples nothing."""
         if self._leader is None:
-            sampled = sample(logits, rows, requests, num_before)
+            sampled = sample(logits, rows, completions, num_before)
         else:
-            sampled = SampledTokens(requests, (), mx.zeros((len(requests),), dtype=mx.int32))
-        if self._ranks is None or not self._run_ahead or not requests:
+            sampled = SampledTokens(completions, (), mx.zeros((len(completions),), dtype=mx.int32))
+        if self._ranks is None or not self._run_ahead or not completions:
             return sampled
         token_ids = mx.distributed.all_sum(sampled.token_ids, group=self._ranks.group)
         mx.async_eval(token_ids)

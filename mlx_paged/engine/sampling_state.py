@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_paged.engine.grammar import GrammarState
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thinking_budget import ThinkingBudget
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
-from mlx_paged.request import ModuleState, Request
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class Filters(NamedTuple):
     top_k: int  # 0 is off
 
 
-class SamplingState(ModuleState):
+class SamplingState:
     """A request's state in the sampler between two tokens.
 
     Tokens are only ever appended to a request, so each is read once, and no step iterates over the
@@ -54,8 +54,8 @@ class SamplingState(ModuleState):
         draws_rows_together: whether a token may be sampled before the preceding ones are known.
     """
 
-    def __init__(self, request: Request, vocab_size: int):
-        params = request.params
+    def __init__(self, completion: Completion, vocab_size: int):
+        params = completion.request.params
         self.num_logprobs = params.logprobs
         self.group: Filters | None = None
         self.filters = 0.0, 0.0, 0.0
@@ -76,10 +76,10 @@ class SamplingState(ModuleState):
             with np.errstate(over="ignore"):
                 biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
             self.bias = np.array(list(params.logit_bias), np.int32), biases
-        self.mask = TokenMask(request, vocab_size) if needs_mask(request) else None
-        compiled = request.token_rules.grammar
+        self.mask = TokenMask(completion, vocab_size) if needs_mask(completion) else None
+        compiled = completion.request.token_rules.grammar
         self.grammar = None if compiled is None else GrammarState(compiled)
-        limit = request.token_rules.reasoning
+        limit = completion.request.token_rules.reasoning
         self.thinking_budget = None if limit is None else ThinkingBudget(limit)
         self.may_leave_nothing = bool(
             params.logit_bias or params.logits_processors or self.mask is not None
@@ -103,24 +103,24 @@ class SamplingState(ModuleState):
             getattr(params, name) == default for name, default in _CROSS_ROW_DEFAULTS
         )
         # Only the seed has a variable width, so the bytes of all triples are distinct.
-        seed, index = int(request.seed), request.index
+        seed, index = int(completion.request.seed), completion.index
         seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)
         # Only the repetition penalty depends on the prompt.
-        self.num_read = 0 if params.repetition_penalty != 1 else request.num_prompt_tokens
+        self.num_read = 0 if params.repetition_penalty != 1 else completion.num_prompt_tokens
         self.token_ids = array("i")
         self.counts = array("i")
         self.index_of: dict[int, int] = {}
 
-    def read_new_tokens(self, request: Request) -> None:
-        for position in range(self.num_read, request.num_tokens):
-            token = request.token_ids[position]
+    def read_new_tokens(self, completion: Completion) -> None:
+        for position in range(self.num_read, completion.num_tokens):
+            token = completion.token_ids[position]
             index = self.index_of.setdefault(token, len(self.token_ids))
             if index == len(self.token_ids):
                 self.token_ids.append(token)
                 self.counts.append(0)
-            self.counts[index] += position >= request.num_prompt_tokens
-        self.num_read = request.num_tokens
+            self.counts[index] += position >= completion.num_prompt_tokens
+        self.num_read = completion.num_tokens
 
     def xtc_threshold(self, position: int) -> float:
         """The threshold of XTC at a position of the answer; infinite if the random decision there

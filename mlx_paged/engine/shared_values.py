@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 from mlx_paged.distributed import RanksError
-from mlx_paged.engine.prefix_report import PrefixReport
+from mlx_paged.engine.request import Request
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
-from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
+from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _DATA = (
@@ -57,7 +57,7 @@ def from_json(value: Any) -> Any:
 
 _REQUEST = (
     "request_id",
-    "token_ids",
+    "prompt_token_ids",
     "params",
     "seed",
     "priority",

@@ -9,7 +9,7 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter, PromptLookup
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 # A request of a recurrent model may have drafts if its step computes at most this many other
 # tokens: the next one, and those whose state was discarded with a rejected draft.
@@ -38,16 +38,16 @@ class Speculation:
         """The most rows of a request in a step with drafts, in addition to its next token."""
         return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
 
-    def is_likely(self, running: Sequence[Request]) -> bool:
+    def is_likely(self, running: Sequence[Completion]) -> bool:
         """Whether running requests are likely to have drafts that pay off."""
         if not self.is_on:
             return False
-        decoding = [request for request in running if request.num_output_tokens]
+        decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
     def num_drafts(
         self,
-        requests: Sequence[Request],
+        completions: Sequence[Completion],
         run_lengths: Sequence[int],
         num_rows: int,
         num_tokens: int,
@@ -59,9 +59,9 @@ class Speculation:
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
-        acceptances = list(map(self.drafter.acceptance, requests))
+        acceptances = list(map(self.drafter.acceptance, completions))
         if not any(acceptances):
-            return [0] * len(requests)
+            return [0] * len(completions)
         most = self.num_draft_tokens
         return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
 
@@ -82,19 +82,19 @@ def add_drafts(
         return
     num_rows = sum(part.num_new_tokens for part in plan.scheduled)
     num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
-    requests = [part.request for _, part in decodes]
+    completions = [part.completion for _, part in decodes]
     run_lengths = [part.num_new_tokens for _, part in decodes]
-    counts = speculation.num_drafts(requests, run_lengths, num_rows, num_tokens)
+    counts = speculation.num_drafts(completions, run_lengths, num_rows, num_tokens)
     for (index, part), wanted in zip(decodes, counts, strict=True):
-        request = part.request
+        completion = part.completion
         num_drafts = (
-            min(wanted, _max_num_drafts(plan, request, manager, max_model_len)) if wanted else 0
+            min(wanted, _max_num_drafts(plan, completion, manager, max_model_len)) if wanted else 0
         )
         if num_drafts > 0:
-            drafts = speculation.drafter.propose(request, num_drafts)
-            copies = manager.allocate_slots(request.seq_id, num_drafts)
+            drafts = speculation.drafter.propose(completion, num_drafts)
+            copies = manager.allocate_slots(completion.seq_id, num_drafts)
             assert copies == [], "the slots are in blocks of its own or in empty ones"
-            request.num_computed_tokens += num_drafts
+            completion.num_computed_tokens += num_drafts
             plan.token_budget -= num_drafts
             num_run = part.num_new_tokens + num_drafts
             plan.scheduled[index] = part._replace(
@@ -108,7 +108,7 @@ def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
     A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
     state may become a checkpoint, neither of which can be rolled back.
     """
-    if not part.num_logit_rows or part.num_scored_rows or not part.request.num_output_tokens:
+    if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
     if manager.states is None:
         return part.num_new_tokens == 1
@@ -117,19 +117,19 @@ def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
 
 
 def _max_num_drafts(
-    plan: Batch, request: Request, manager: KVCacheManager, max_model_len: int | None
+    plan: Batch, completion: Completion, manager: KVCacheManager, max_model_len: int | None
 ) -> int:
     """The most drafts of a request in this step: within the token budget, the length limits, and
     the slots that are free without an eviction or a preemption.
     """
-    tables = manager.groups[request.seq_id]
+    tables = manager.groups[completion.seq_id]
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)
     num_slots = min(table.num_unfilled_slots for table in tables)
     num_slots += num_new_blocks * manager.pool.block_size
-    most = min(plan.token_budget, num_slots, manager.max_more(request.seq_id))
-    limit = request.params.max_tokens
+    most = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
+    limit = completion.request.params.max_tokens
     if limit is not None and limit >= 0:
-        most = min(most, limit - request.num_output_tokens - 1)
+        most = min(most, limit - completion.num_output_tokens - 1)
     if max_model_len is not None:
-        most = min(most, max_model_len - request.num_tokens - 1)
+        most = min(most, max_model_len - completion.num_tokens - 1)
     return most

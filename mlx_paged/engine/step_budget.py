@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.step_price import Measured, StepPrice
-from mlx_paged.request import Request
 
 # Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
@@ -65,10 +65,10 @@ class Planner(Protocol):
     num_steps: int
 
     @property
-    def waiting(self) -> Sequence[Request]: ...
+    def waiting(self) -> Sequence[Completion]: ...
 
     @property
-    def running(self) -> Sequence[Request]: ...
+    def running(self) -> Sequence[Completion]: ...
 
 
 class Budgets(Protocol):
@@ -101,7 +101,7 @@ def limits_of(config: SchedulerConfig) -> TokenBudgets:
 def token_budget(
     budgets: TokenBudgets,
     limits: TokenBudgets,
-    running: Sequence[Request],
+    running: Sequence[Completion],
     max_more: int,
     is_shared: bool = False,
 ) -> int:
@@ -113,7 +113,7 @@ def token_budget(
             that are recomputed because of them.
         is_shared: whether several users have requests.
     """
-    is_mixed = is_shared or any(request.num_output_tokens for request in running)
+    is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
     least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
     if budget < least:
@@ -281,11 +281,11 @@ class ClockedBudgets:
             LOG.debug("from step %d on: %s", planner.num_steps, budgets)
 
 
-def _next_context(running: Sequence[Request]) -> int:
+def _next_context(running: Sequence[Completion]) -> int:
     """The number of tokens before the first chunk of a prompt in the next step, as far as it is
     known before requests are admitted.
     """
-    for request in running:
-        if request.num_tokens - request.num_computed_tokens > 1:
-            return request.num_computed_tokens
+    for completion in running:
+        if completion.num_tokens - completion.num_computed_tokens > 1:
+            return completion.num_computed_tokens
     return 0

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.answers.tokens import ReasoningLimit
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 
 class ThinkingBudget:
@@ -20,15 +20,15 @@ class ThinkingBudget:
         self._num_read = 0  # tokens of the answer
         self._is_forcing = False  # the tokens of the end, of which some have come
 
-    def forced_token(self, request: Request) -> int | None:
+    def forced_token(self, completion: Completion) -> int | None:
         """The token that has to come next; ``None`` if any may."""
-        self._reader.add(request.token_ids[request.num_prompt_tokens + self._num_read :])
-        self._num_read = request.num_output_tokens
+        self._reader.add(completion.token_ids[completion.num_prompt_tokens + self._num_read :])
+        self._num_read = completion.num_output_tokens
         end, reader = self._limit.end_token_ids, self._reader
         is_over = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
         if is_over or self._is_forcing:
             for length in range(min(len(end) - 1, self._num_read), 0, -1):
-                if tuple(request.token_ids[-length:]) == end[:length]:
+                if tuple(completion.token_ids[-length:]) == end[:length]:
                     return end[length]  # The mark has begun.
         # The first of several tokens may end the reasoning; the others follow all the same.
         self._is_forcing = is_over
@@ -36,17 +36,17 @@ class ThinkingBudget:
 
 
 def force_tokens(
-    logits: mx.array,  # [num_requests, vocab_size]
-    requests: Sequence[Request],
-    budgets: Sequence[ThinkingBudget | None],  # [num_requests]
+    logits: mx.array,  # [num_completions, vocab_size]
+    completions: Sequence[Completion],
+    budgets: Sequence[ThinkingBudget | None],  # [num_completions]
 ) -> mx.array:
     """The logits with -inf for all but the forced token of each request that has one, as a new
     array.
     """
     forced = {
         entry: token
-        for entry, (request, budget) in enumerate(zip(requests, budgets, strict=True))
-        if budget is not None and (token := budget.forced_token(request)) is not None
+        for entry, (completion, budget) in enumerate(zip(completions, budgets, strict=True))
+        if budget is not None and (token := budget.forced_token(completion)) is not None
     }
     if not forced:
         return logits

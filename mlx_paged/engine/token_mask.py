@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 # The last tokens of sequences that must not be completed, by the tokens before them.
 _Ends = dict[tuple[int, ...], list[int]]
@@ -24,8 +24,8 @@ class TokenMask:
             ``None`` without it.
     """
 
-    def __init__(self, request: Request, vocab_size: int):
-        params, rules = request.params, request.token_rules
+    def __init__(self, completion: Completion, vocab_size: int):
+        params, rules = completion.request.params, completion.request.token_rules
         self.disallowed: mx.array | None = None
         if params.allowed_token_ids is not None:
             self.disallowed = mx.ones(vocab_size, dtype=mx.bool_)
@@ -37,9 +37,9 @@ class TokenMask:
         self._stops = [int(stop) for stop in {*stops, *rules.eos_token_ids}]  # type: ignore[arg-type]
         self._stop_ends = _split(params.stop_sequences)[1]
 
-    def banned(self, request: Request) -> list[int]:
+    def banned(self, completion: Completion) -> list[int]:
         """The tokens that are banned at this position, besides those that are never allowed."""
-        answer, num_tokens = request.token_ids, request.num_output_tokens
+        answer, num_tokens = completion.token_ids, completion.num_output_tokens
         banned = self._bad
         if self._bad_ends:
             banned = banned + _ends_of(self._bad_ends, answer, num_tokens)
@@ -48,14 +48,14 @@ class TokenMask:
         return banned
 
 
-def needs_mask(request: Request) -> bool:
-    params = request.params
+def needs_mask(completion: Completion) -> bool:
+    params = completion.request.params
     return params.allowed_token_ids is not None or params.min_tokens > 0 or bool(params.bad_words)
 
 
 def mask_tokens(
-    logits: mx.array,  # [num_requests, vocab_size], may be modified
-    requests: Sequence[Request],
+    logits: mx.array,  # [num_completions, vocab_size], may be modified
+    completions: Sequence[Completion],
     masks: Sequence[TokenMask | None],
 ) -> mx.array:
     """The logits with -inf for banned tokens."""
@@ -69,7 +69,7 @@ def mask_tokens(
         if mask.disallowed is not None:
             allowing.append(entry)
             disallowed.append(mask.disallowed)
-        banned = mask.banned(requests[entry])
+        banned = mask.banned(completions[entry])
         rows += [entry] * len(banned)
         columns += banned
     if allowing:
@@ -85,7 +85,7 @@ def mask_tokens(
 
 
 def allow_tokens(
-    logits: mx.array,  # [num_requests, vocab_size]
+    logits: mx.array,  # [num_completions, vocab_size]
     entries: list[int],  # [num_masked]
     allowed: np.ndarray,  # [num_masked, vocab_size] bool
 ) -> mx.array:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.request import NO_RULES, TokenRules
 from mlx_paged.errors import ArgumentError, reason, shown
-from mlx_paged.request import NO_RULES, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.prefix_cache import PrefixCache
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 
 class Verification:
@@ -36,26 +36,26 @@ class Verification:
 
     def begin(self, part: Scheduled) -> None:
         """Begin to verify a request's drafts, none of which is accepted yet."""
-        num_drafts, request = len(part.draft_token_ids), part.request
-        request.num_computed_tokens = part.start
+        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion.num_computed_tokens = part.start
         if not self._is_recurrent:
-            request.num_computed_tokens += part.num_new_tokens - num_drafts
-        request.num_drafted_tokens += num_drafts
+            completion.num_computed_tokens += part.num_new_tokens - num_drafts
+        completion.output.num_drafted_tokens += num_drafts
         self.num_drafted_tokens += num_drafts
 
-    def accept(self, request: Request) -> None:
+    def accept(self, completion: Completion) -> None:
         """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
-            request.num_computed_tokens += 1
-        request.num_accepted_tokens += 1
+            completion.num_computed_tokens += 1
+        completion.output.num_accepted_tokens += 1
         self.num_accepted_tokens += 1
 
-    def end(self, request: Request) -> None:
+    def end(self, completion: Completion) -> None:
         """Free the slots of rejected drafts."""
-        if request.is_finished:
+        if completion.is_finished:
             return
         # The newest token was just sampled, and has no K/V.
-        num_tokens = self._manager.trim(request.seq_id, request.num_tokens - 1)
-        if num_tokens > request.num_computed_tokens:
-            request.num_computed_tokens = num_tokens
-            self._prefix_cache.cache_blocks(request)
+        num_tokens = self._manager.trim(completion.seq_id, completion.num_tokens - 1)
+        if num_tokens > completion.num_computed_tokens:
+            completion.num_computed_tokens = num_tokens
+            self._prefix_cache.cache_blocks(completion)

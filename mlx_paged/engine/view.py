@@ -13,8 +13,7 @@ import numpy as np
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.core.block_table import BlockTable
-from mlx_paged.engine.request_state import RequestState
-from mlx_paged.request import Request, RequestStatus
+from mlx_paged.engine.request import Completion, CompletionStatus, Request
 
 CACHED = 128
 MAX_HOLDERS = 127
@@ -64,11 +63,11 @@ class EngineView:
     requests: list[RequestView]
 
 
-def view_of(manager: KVCacheManager, states: Mapping[str, RequestState]) -> EngineView:
+def view_of(manager: KVCacheManager, requests: Mapping[str, Request]) -> EngineView:
     """The current view, from any thread; takes 60 ns per block."""
     now = time.perf_counter()
-    requests = [request_view(state, manager.groups, now) for state in list(states.values())]
-    return EngineView(manager.pool.block_size, block_bytes(manager), requests)
+    views = [request_view(request, manager.groups, now) for request in list(requests.values())]
+    return EngineView(manager.pool.block_size, block_bytes(manager), views)
 
 
 def block_bytes(manager: KVCacheManager) -> bytes:
@@ -82,31 +81,30 @@ def block_bytes(manager: KVCacheManager) -> bytes:
 
 
 def request_view(
-    state: RequestState, groups: Mapping[Hashable, Sequence[BlockTable]], now: float
+    request: Request, groups: Mapping[Hashable, Sequence[BlockTable]], now: float
 ) -> RequestView:
-    requests = list(state.requests)
-    first = requests[0]
+    completions = list(request.completions)
     block_ids: set[int] = set()
-    for request in requests:
-        for table in groups.get(request.seq_id, ()):
+    for completion in completions:
+        for table in groups.get(completion.seq_id, ()):
             block_ids.update(table.block_ids)
     return RequestView(
-        first.request_id,
-        _state_of(requests),
-        first.priority,
-        first.num_prompt_tokens,
-        max(request.num_computed_tokens for request in requests),
-        first.num_cached_tokens,
-        first.num_read_tokens,
-        sum(len(completion.token_ids) for completion in state.output.outputs),
+        request.request_id,
+        _state_of(completions),
+        request.priority,
+        len(request.prompt_token_ids),
+        max(completion.num_computed_tokens for completion in completions),
+        request.num_cached_tokens,
+        request.num_read_tokens,
+        sum(len(completion.output.token_ids) for completion in completions),
         len(block_ids),
-        sum(request.num_preemptions for request in requests),
-        now - first.arrival_time,
+        sum(completion.num_preemptions for completion in completions),
+        now - request.arrival_time,
     )
 
 
-def _state_of(requests: Sequence[Request]) -> State:
-    statuses = {request.status for request in requests}
-    if RequestStatus.RUNNING in statuses:
+def _state_of(completions: Sequence[Completion]) -> State:
+    statuses = {completion.status for completion in completions}
+    if CompletionStatus.RUNNING in statuses:
         return "running"
-    return "preempted" if RequestStatus.PREEMPTED in statuses else "waiting"
+    return "preempted" if CompletionStatus.PREEMPTED in statuses else "waiting"

@@ -160,7 +160,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     texts = TokenTexts(tokenizer)
     texts._backend, texts.tokenizer = None, BrokenTokenizer(tokenizer)
     texts._known_bytes.clear()
-    engine.reports.states["fails"]._texts = texts
+    engine.reports.requests["fails"].texts = texts
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}

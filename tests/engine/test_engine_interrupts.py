@@ -103,7 +103,7 @@ def test_the_outputs_of_an_interrupted_wait_come_with_the_next_one(model: qwen3.
     assert engine.has_unfinished_requests()
     slow.may_end.set()
     engine.thread.call(lambda: None)  # It was the last step of all.
-    assert not engine.reports.states and engine.has_unfinished_requests()
+    assert not engine.reports.requests and engine.has_unfinished_requests()
     (output,) = engine.step()
     assert output.finished and len(output.outputs[0].token_ids) == 1
     assert not engine.has_unfinished_requests() and engine.step() == []

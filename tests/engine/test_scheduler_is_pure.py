@@ -33,7 +33,7 @@ for step in range(400):
         engine.add(f"r{step}", prompt, max_tokens=rng.randrange(1, 20), n=rng.choice([1, 1, 2]),
                    priority=rng.randrange(3))
     batch = engine.step()
-    plans.update(repr([(p.request.seq_id, *p[1:]) for p in batch.scheduled]).encode())
+    plans.update(repr([(p.completion.seq_id, *p[1:]) for p in batch.scheduled]).encode())
     plans.update(repr((batch.transfers, sorted(batch.new_block_ids))).encode())
 assert engine.counts["preempted"] and engine.counts["swap_ins"] and engine.counts["forks"]
 print(plans.hexdigest())

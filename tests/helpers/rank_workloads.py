@@ -105,7 +105,7 @@ def run_workload(workload: Workload) -> dict[str, Any]:
         "steps": engine.scheduler.num_steps,
         "blocks": engine.scheduler.max_num_blocks,
         "blocks left in use": stats.num_used_blocks,
-        "requests left": len(engine.reports.states),
+        "requests left": len(engine.reports.requests),
     }
 
 

@@ -166,7 +166,7 @@ def test_an_aborted_request_leaves_the_others_alone(name: str):
         engine.step()
     engine.abort("1")
     # An id is free again at once, for another prompt.
-    while "1" in engine.reports.states:
+    while "1" in engine.reports.requests:
         engine.step()
     again = prompt(31, 9)
     engine.add_request("1", again, greedy(12))
