@@ -18,8 +18,12 @@ from mlx_paged.distributed import Ranks
 from mlx_paged.engine.admission import num_seqs
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
-from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
+from mlx_paged.engine.draft_model import (
+    DraftModel,
+    check_draft_model,
+    num_parameters_of,
+    speculation_of,
+)
 from mlx_paged.engine.fit import warn_unless_it_fits
 from mlx_paged.engine.joining import join_ranks, least_budget
 from mlx_paged.engine.kv_fingerprint import fingerprint_of

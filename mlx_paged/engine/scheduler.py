@@ -25,10 +25,9 @@ from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.engine.verification import Verification
 from mlx_paged.request import SeqId, StopReason
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of

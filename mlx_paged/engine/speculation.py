@@ -1,15 +1,253 @@
-"""``Speculation``: which requests of a step have drafts, and how many. Pure Python."""
+"""``Speculation``: which requests of a step have drafts, how many, and which are accepted. Pure
+Python.
+
+Drafts don't change the output: a draft is accepted only if it equals the token that is sampled
+anyway (speculative decoding, Leviathan et al. 2023, with the request's own draws instead of
+rejection sampling). How many a step verifies depends on sizes and counts only, so the same requests
+have the same schedule on all machines of a kind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
-from mlx_paged.engine.drafts import Drafter, PromptLookup
+from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
+
+# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
+# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
+# once for each row: the benchmark `speculation` has the fit.
+CPU_WEIGHTS_PER_LAYER = 3e6
+CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
+
+# The share by which a step takes longer if it is not launched before the previous one is read:
+# vLLM-metal gains 10 to 50% from this on an M1 Ultra.
+WAITING_SHARE = 0.3
+
+# The least expected gain, since the expectation is an estimate.
+MIN_GAIN = 1.3
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a step: a fixed part and a part per row, in any unit."""
+
+    fixed: float
+    per_row: float
+
+    def of(self, num_rows: float) -> float:
+        return self.fixed + self.per_row * num_rows
+
+    @classmethod
+    def on_gpu(cls, num_parameters: int, nbytes: int) -> StepCost:
+        """Weights are read once per step and multiplied once per row. This is an estimate, not
+        measured on a Mac.
+        """
+        return cls(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
+
+    @classmethod
+    def on_cpu(cls, num_parameters: int, num_layers: int) -> StepCost:
+        """Weights are multiplied once per row, in addition to the overhead of the operations."""
+        return cls(
+            CPU_WEIGHTS_PER_LAYER * num_layers,
+            num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * num_layers,
+        )
+
+
+NO_COST = StepCost(0, 0)
+
+
+@dataclass(frozen=True)
+class DraftGate:
+    """Decides how many drafts each request of a step has.
+
+    The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
+    row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
+    expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
+
+    Args:
+        step: cost of a step of the model.
+        draft_pass: cost of a pass of the draft model; k drafts take k passes.
+        waiting_share: how much longer a step with drafts takes because it has to be read before the
+            next one is launched.
+        repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
+            as for a recurrent model.
+    """
+
+    step: StepCost
+    draft_pass: StepCost = NO_COST
+    waiting_share: float = 0.0
+    repeats_runs: bool = False
+
+    def num_drafts(
+        self,
+        acceptances: Sequence[float],
+        run_lengths: Sequence[int],
+        num_rows: int,
+        num_tokens: int,
+        most: int,
+    ) -> list[int]:
+        """The number of drafts of each candidate, 0 to ``most``.
+
+        Args:
+            acceptances: of the candidates.
+            run_lengths: rows of each candidate without drafts.
+            num_rows: rows of the step without drafts.
+            num_tokens: tokens that the step samples without drafts.
+        """
+        plain_cost = self.step.of(num_rows)
+        least_worth = self.step.per_row * num_tokens / plain_cost
+        worth = [_num_powers_above(each, least_worth, most) for each in acceptances]
+        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
+        for longest in range(1, max(worth, default=0) + 1):
+            counts = [min(each, longest) for each in worth]
+            gained = sum(map(_expected_accepted, acceptances, counts))
+            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
+            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
+            if self.repeats_runs:
+                runs = zip(acceptances, run_lengths, counts, strict=True)
+                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
+            rate = (num_tokens + gained) / cost
+            if rate > best_rate:
+                best, best_rate = longest, rate
+        return [min(each, best) for each in worth]
+
+
+ALWAYS = DraftGate(StepCost(1, 0))
+"""The cost of a step does not depend on its rows, so all drafts are verified."""
+
+
+def _num_powers_above(base: float, least: float, most: int) -> int:
+    """How many of ``base ** 1, base ** 2, ...`` are above ``least``, at most ``most``."""
+    power, count = base, 0
+    while count < most and power > least:
+        power *= base
+        count += 1
+    return count
+
+
+def _expected_accepted(acceptance: float, num_drafts: int) -> float:
+    """The expected number of accepted drafts."""
+    return sum(acceptance**k for k in range(1, num_drafts + 1))
+
+
+def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
+    """The expected number of rows that are computed again: those before a rejected draft."""
+    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
+
+
+# Length of the n-grams that are looked up. With two, too many matches are random; the longer they
+# are, the longer it takes to find a match again after a wrong draft.
+NGRAM_SIZE = 3
+
+# The initial estimate of the acceptance rate, and the weight of each new observation.
+FIRST_ACCEPTANCE = 0.5
+ACCEPTANCE_RATE = 1 / 8
+
+
+class Drafter(Protocol):
+    """Proposes drafts for requests of which only the last token is not computed yet."""
+
+    def acceptance(self, completion: Completion) -> float:
+        """The estimated probability that the first draft is accepted; 0 if it has none to propose.
+        The probability that the first k drafts are accepted is taken to be its k-th power.
+        """
+        ...
+
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
+        drafts that are computed within the step.
+        """
+        ...
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
+        ...
+
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Update the acceptance by the result of a verification."""
+
+
+class PromptLookup:
+    """Drafts from the request's own tokens: those that followed the last occurrence of its last
+    ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
+
+    A look-up takes O(1) per token. So the acceptance is also known for requests without drafts, by
+    whether the look-up predicts each token of the answer: text that begins to repeat itself is
+    noticed even if drafts did not pay off before.
+    """
+
+    def acceptance(self, completion: Completion) -> float:
+        found = self._read(completion)
+        return found.acceptance if found.next is not None else 0.0
+
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        begin = self._read(completion).next
+        if begin is None:
+            return []
+        token_ids = completion.token_ids
+        drafts = token_ids[begin : begin + num_drafts]
+        # A repetition with a shorter period than the drafts continues with the drafts themselves.
+        period = len(token_ids) - begin
+        while len(drafts) < num_drafts:
+            drafts.append(drafts[-period])
+        return drafts
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        return part.draft_token_ids
+
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Nothing: the acceptance is updated when the tokens are read."""
+
+    def _read(self, completion: Completion) -> _Occurrences:
+        found = completion.draft_state
+        if not isinstance(found, _Occurrences):
+            found = completion.draft_state = _Occurrences()
+        if found.num_read < len(completion.token_ids):
+            found.read(completion.token_ids, completion.num_prompt_tokens)
+        return found
+
+
+class _Occurrences:
+    """Earlier occurrences of a request's n-grams.
+
+    Attributes:
+        next: the position of the token after the last occurrence, if there is one.
+        acceptance: the share of correct predictions for tokens of the answer, as an exponential
+            moving average.
+    """
+
+    __slots__ = ("_after", "acceptance", "next", "num_read")
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.next: int | None = None
+        self.acceptance = FIRST_ACCEPTANCE
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
+
+    def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        after, found = self._after, self.next
+        for position in range(self.num_read, len(token_ids)):
+            if found is not None:
+                is_right = token_ids[found] == token_ids[position]
+                # Repetition within the prompt does not predict repetition in the answer.
+                if position >= num_prompt_tokens:
+                    self.acceptance += (is_right - self.acceptance) * ACCEPTANCE_RATE
+                found = found + 1 if is_right else None
+            end = position + 1
+            if end >= NGRAM_SIZE:
+                ngram = tuple(token_ids[end - NGRAM_SIZE : end])
+                # While its predictions are correct, the longer match is kept.
+                if found is None:
+                    found = after.get(ngram)
+                after[ngram] = end
+        self.next, self.num_read = found, len(token_ids)
+
 
 # A request of a recurrent model may have drafts if its step computes at most this many other
 # tokens: the next one, and those whose state was discarded with a rejected draft.
@@ -133,3 +371,56 @@ def _max_num_drafts(
     if max_model_len is not None:
         most = min(most, max_model_len - completion.num_tokens - 1)
     return most
+
+
+class Verification:
+    """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
+
+    A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
+    each appended token that was drafted, then :meth:`end`.
+
+    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
+    tokens that the step computed for the request are computed again in its next step, together with
+    new drafts; and blocks that the step has filled are not hashed before the verification.
+
+    Args:
+        manager: of the block tables.
+        prefix_cache: of the same manager.
+
+    Attributes:
+        num_drafted_tokens: verified drafts of all requests.
+        num_accepted_tokens: how many of them were accepted.
+    """
+
+    def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
+        self._manager = manager
+        self._prefix_cache = prefix_cache
+        self._is_recurrent = manager.states is not None
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def begin(self, part: Scheduled) -> None:
+        """Begin to verify a request's drafts, none of which is accepted yet."""
+        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion.num_computed_tokens = part.start
+        if not self._is_recurrent:
+            completion.num_computed_tokens += part.num_new_tokens - num_drafts
+        completion.output.num_drafted_tokens += num_drafts
+        self.num_drafted_tokens += num_drafts
+
+    def accept(self, completion: Completion) -> None:
+        """Accept the next draft, which equals the token that is appended next: keep its K/V."""
+        if not self._is_recurrent:
+            completion.num_computed_tokens += 1
+        completion.output.num_accepted_tokens += 1
+        self.num_accepted_tokens += 1
+
+    def end(self, completion: Completion) -> None:
+        """Free the slots of rejected drafts."""
+        if completion.is_finished:
+            return
+        # The newest token was just sampled, and has no K/V.
+        num_tokens = self._manager.trim(completion.seq_id, completion.num_tokens - 1)
+        if num_tokens > completion.num_computed_tokens:
+            completion.num_computed_tokens = num_tokens
+            self._prefix_cache.cache_blocks(completion)

@@ -26,9 +26,8 @@ from mlx.utils import tree_flatten, tree_map
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged import LLM, demo_model_path, generate
-from mlx_paged.engine.draft_gate import DraftGate, StepCost
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import DraftGate, Speculation, StepCost
 from mlx_paged.loading import load_draft_model
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput

@@ -7,9 +7,8 @@ import random
 import pytest
 from helpers.completions import new_completion
 
-from mlx_paged.engine.draft_gate import ALWAYS, DraftGate, StepCost
-from mlx_paged.engine.drafts import FIRST_ACCEPTANCE, PromptLookup
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.speculation import ALWAYS, FIRST_ACCEPTANCE, DraftGate, PromptLookup, StepCost
 from mlx_paged.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"

@@ -15,12 +15,13 @@ from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.step_budget import (
     ChosenBudgets,
     ClockedBudgets,
+    Measured,
     RepeatedBudgets,
+    StepPrice,
     TokenBudgets,
     ladder,
     token_budget,
 )
-from mlx_paged.engine.step_price import Measured, StepPrice
 
 LIMITS = TokenBudgets(2048, 512)
 Cost = Callable[[int, int], float]  # seconds, by the new tokens of a step and its context

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 from helpers.engine_runs import known_of
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import SeqId
 

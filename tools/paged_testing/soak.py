@@ -17,9 +17,8 @@ import mlx.core as mx
 
 from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 

@@ -31,9 +31,8 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine import build
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt

@@ -35,7 +35,7 @@ from paged_testing.lazy_metal import lazy_metal
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache.step_states import forget_before
 from mlx_paged.core import SequenceState, SequenceStates
-from mlx_paged.engine.draft_options import cost_of
+from mlx_paged.engine.draft_model import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import MAX_RUN
