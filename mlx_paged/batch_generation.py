@@ -16,7 +16,7 @@ from mlx_paged.argument_values import is_sequence
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
 from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
+from mlx_paged.engine.input_processor import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.read_array import read_floats
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine_options import OneShotOptions

@@ -20,7 +20,7 @@ from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, as_tokenizer
+from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thread import EngineThread, ForkedError
 from mlx_paged.engine_options import OneShotOptions

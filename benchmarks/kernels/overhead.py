@@ -30,7 +30,7 @@ from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.latencies import Latencies
+from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan

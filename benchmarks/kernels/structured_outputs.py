@@ -46,7 +46,7 @@ from mlx_paged.engine.compiled_grammar import Vocabulary
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.grammar import GrammarCompiler, GrammarState, fill_masks
 from mlx_paged.engine.request import Request, TokenRules
-from mlx_paged.engine.token_mask import allow_tokens
+from mlx_paged.engine.sampling_state import allow_tokens
 from mlx_paged.models import qwen3
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.structured_outputs import StructuredOutputsParams

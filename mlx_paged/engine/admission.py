@@ -11,11 +11,10 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import AbsentBlock, BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.fair_shares import MIN_LEAD
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.engine.request import Completion, Share
-from mlx_paged.engine.request_queues import RequestQueues
+from mlx_paged.engine.request_queues import MIN_LEAD, RequestQueues
 from mlx_paged.engine.swap_space import Swapped, SwapSpace
 from mlx_paged.errors import (
     ArgumentError,

@@ -19,17 +19,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.input_processor import Prompt
 from mlx_paged.engine.options import RequestOptions, with_step_seconds
-from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.request import merge_parts
-from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.stats import EngineStats, EngineView
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,
     EngineStoppedError,
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.engine.view import EngineView
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments

@@ -16,6 +16,13 @@ from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.admission import num_seqs
+from mlx_paged.engine.budget import (
+    most_checkpoints,
+    num_state_copies,
+    sizes_of,
+    warn_if_fewer_run,
+    warn_unless_it_fits,
+)
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import (
@@ -24,21 +31,13 @@ from mlx_paged.engine.draft_model import (
     num_parameters_of,
     speculation_of,
 )
-from mlx_paged.engine.fit import warn_unless_it_fits
+from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.joining import join_ranks, least_budget
 from mlx_paged.engine.kv_fingerprint import fingerprint_of
-from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
-from mlx_paged.engine.prompts import as_tokenizer
-from mlx_paged.engine.recurrent_state import (
-    most_checkpoints,
-    num_state_copies,
-    sizes_of,
-    warn_if_fewer_run,
-)
 from mlx_paged.engine.replicas import Replicas
-from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats

@@ -1,5 +1,5 @@
-"""``DraftModel``: drafts by a small model with the same vocabulary; and whether an engine speculates,
-by what its steps cost on this device.
+"""``DraftModel``: drafts by a small model with the same vocabulary; and how an engine speculates,
+by the cost of its steps on this device.
 """
 
 from __future__ import annotations

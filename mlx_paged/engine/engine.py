@@ -20,14 +20,14 @@ from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import follow, share
-from mlx_paged.engine.input_processor import InputProcessor
+from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.request import Request, TokenRules
 from mlx_paged.engine.snapshots import Prefix
+from mlx_paged.engine.stats import EngineView, view_of
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
@@ -37,7 +37,6 @@ from mlx_paged.engine.thread import (
     ForkedError,
     run_apart,
 )
-from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments

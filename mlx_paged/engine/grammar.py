@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
-from mlx_paged.engine.one_of import one_of_as_any_of
+from mlx_paged.engine.json_schema import one_of_as_any_of
 from mlx_paged.engine.request import Completion
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.structured_outputs import StructuredOutputsParams

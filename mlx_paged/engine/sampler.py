@@ -24,9 +24,13 @@ from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
 from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.request import Completion, SampledToken
-from mlx_paged.engine.sampling_state import Filters, SamplingState
-from mlx_paged.engine.thinking_budget import force_tokens
-from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
+from mlx_paged.engine.sampling_state import (
+    Filters,
+    SamplingState,
+    allow_tokens,
+    force_tokens,
+    mask_tokens,
+)
 from mlx_paged.errors import ArgumentError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.request import Logprob

@@ -14,11 +14,10 @@ import mlx.core as mx
 from mlx_paged.core.tier import LostBlockError
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.replicas import Replicas, state_of_scheduler
-from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Completion, Request, SampledToken
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens, state_of
 from mlx_paged.engine.scheduler import Scheduler

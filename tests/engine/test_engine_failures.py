@@ -23,7 +23,7 @@ from helpers.fast_lane import mostly_slow
 from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 

@@ -10,8 +10,7 @@ import pytest
 from helpers.fast_lane import mostly_slow
 
 from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams, load
-from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Request, merge_parts
 from mlx_paged.loading import demo_model_path
 from mlx_paged.request import Logprob
