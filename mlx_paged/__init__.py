@@ -21,7 +21,6 @@ _HOME_OF = {
     "load": "mlx_paged.loading",
     "demo_model_path": "mlx_paged.loading",
     "generate": "mlx_paged.generation",
-    "attach": "mlx_paged.attachment",
     "batch_generate": "mlx_paged.batch_generation",
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
@@ -44,7 +43,6 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from mlx_lm.sample_utils import make_sampler
 
-    from mlx_paged.attachment import attach
     from mlx_paged.batch_generation import batch_generate
     from mlx_paged.cache import KVCacheConfig, Sequences
     from mlx_paged.engine.async_engine import AsyncEngine
@@ -71,7 +69,6 @@ __all__ = [
     "Sequences",
     "StructuredOutputsParams",
     "__version__",
-    "attach",
     "batch_generate",
     "demo_model_path",
     "generate",
@@ -89,6 +86,11 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name in _HOME_OF:
             return getattr(importlib.import_module(_HOME_OF[name]), name)
+        from mlx_paged.errors import REMOVED
+
+        if name in REMOVED:
+            # ``from mlx_paged import name`` would replace the text of an AttributeError.
+            raise ImportError(f"mlx_paged.{name} was removed: {REMOVED[name]}")
         raise AttributeError(f"module 'mlx_paged' has no attribute {name!r}")
 
 

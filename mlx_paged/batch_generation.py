@@ -21,7 +21,7 @@ from mlx_paged.engine.read_array import read_floats
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.generation import OneShotEngine, Tokenizer
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
@@ -41,7 +41,6 @@ class BatchOptions(OneShotOptions, total=False):
     prefill_step_size: int
 
 
-@refuses_unknown_arguments("generate", also=lambda: frozenset(BatchOptions.__annotations__))
 def batch_generate(
     model: Module,
     tokenizer: Tokenizer,
@@ -82,6 +81,7 @@ def batch_generate(
         Exception: the error of a prompt, such as of its logits processor. mlx-lm's response can't
             hold errors; the outputs of :meth:`LLM.generate` can.
     """
+    refuse_unknown(batch_generate, options, BatchOptions.__annotations__)
     for name, is_given in (
         ("prompt_caches", prompt_caches is not None),
         ("return_prompt_caches", return_prompt_caches is not False),

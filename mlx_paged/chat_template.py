@@ -21,7 +21,15 @@ NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate f
 
 
 class ChatTemplateError(ValueError):
-    """A message has a wrong form, or the template fails or rejects the messages."""
+    """A message has a wrong form, or the template fails or rejects the messages.
+
+    Attributes:
+        argument: what can't be written, ``"messages"`` or ``"tools"``.
+    """
+
+    def __init__(self, message: str, argument: str = "messages"):
+        super().__init__(message)
+        self.argument = argument
 
 
 def render_chat(
@@ -76,7 +84,7 @@ def _adapted(
     """The messages in the form that the template takes."""
     traits = TemplateTraits.of(tokenizer)
     if has_tools and not traits.shows_tools:
-        raise ChatTemplateError(f"[chat template] {NO_TOOLS}")
+        raise ChatTemplateError(f"[chat template] {NO_TOOLS}", "tools")
     try:
         return traits.adapt(messages, calls_as_text(Dialect.of(tokenizer).calls))
     except UnsayableError as error:

@@ -1,8 +1,8 @@
 """Declarations of the library's arguments, next to their types. Does not import MLX.
 
 A field of ``SamplingParams`` has a :class:`Param`, and an option of an engine is annotated with
-``Annotated[type, Option(...)]``. Checks, flags, the advice about other projects' names and the
-tables of the documentation are derived from these; a type checker sees the type.
+``Annotated[type, Option(...)]``. Checks, flags and the tables of the documentation are derived from
+these; a type checker sees the type.
 """
 
 from __future__ import annotations
@@ -48,15 +48,11 @@ class Argument:
         help: what it does, with its unit and range.
         domain: its values.
         flag: of the programs; ``None``: no flag.
-        elsewhere: what other projects call it, separated by blanks.
-        notation: how to write its value, appended to its name in the advice about those names.
     """
 
     help: str
     domain: Domain[Any]
     flag: Flag | None = None
-    elsewhere: str = ""
-    notation: str = ""
 
     def flag_name(self, name: str) -> str:
         """The flag of the argument ``name``, with dashes."""

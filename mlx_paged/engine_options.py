@@ -39,8 +39,6 @@ class CacheOptions(TypedDict, total=False):
             "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, not an "
             "allocation.",
             config.BUDGET,
-            elsewhere="gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
-            notation=", such as '2G' or '256blocks'",
             says="80% of what the weights leave of Metal's recommendation (elsewhere half, of the "
             "memory)",
         ),
@@ -63,8 +61,6 @@ class CacheOptions(TypedDict, total=False):
             "predictions suffer.",
             config.KV_FORMAT,
             Flag(name="--kv-bits"),
-            elsewhere="kv_bits kv_cache_dtype type_k type_v",
-            notation=": 8, 4 or 'K:8,V:4'",
             says="as the model computes them",
         ),
     ]
@@ -84,8 +80,6 @@ class CacheOptions(TypedDict, total=False):
             "can continue without end in bounded memory; paged only. The only context limit is "
             "then max_model_len.",
             config.WINDOW,
-            elsewhere="max_kv_size sliding_window attention_window",
-            notation=", the tokens that are kept",
             says="all tokens",
         ),
     ]
@@ -94,7 +88,6 @@ class CacheOptions(TypedDict, total=False):
         Option(
             "how many of the first tokens are kept in addition to a window.",
             config.NUM_SINK_TOKENS,
-            elsewhere="keep num_attention_sinks attention_sink_size n_keep",
             says=f"`{config.DEFAULT_NUM_SINK_TOKENS}`",
         ),
     ]
@@ -117,9 +110,6 @@ class OneShotOptions(CacheOptions, total=False):
             "a folder for full blocks of K/V, so that prompts with a common prefix reuse them "
             "after a restart, and in other processes (docs/guide/restarts.md).",
             such("a folder", lambda folder: True, metavar="FOLDER"),
-            elsewhere="kv_transfer_config hicache_storage_backend slot_save_path",
-            notation=", a folder for K/V on disk; that of models is the Hugging Face cache, "
-            "HF_HOME",
         ),
     ]
     cache_dir_size: Annotated[
@@ -155,7 +145,6 @@ class OneShotOptions(CacheOptions, total=False):
             "its argument says what their bytes depend on (docs/guide/restarts.md).",
             such("a function that returns a Tier", callable),
             flag=None,
-            elsewhere="kv_connector",
             says="none",
         ),
     ]
@@ -165,9 +154,6 @@ class OneShotOptions(CacheOptions, total=False):
             "the most tokens of a prompt and its answer together; a longer prompt is refused, and "
             "an answer that reaches the limit ends with finish reason length.",
             or_none(AT_LEAST_1),
-            elsewhere="max_seq_len max_seq_length max_length n_ctx ctx_size max_context_len "
-            "context_length context_window",
-            notation=" for tokens, or kv_cache_bytes for memory",
             says="the model's context length, which is also the maximum",
         ),
     ]
@@ -178,7 +164,6 @@ class OneShotOptions(CacheOptions, total=False):
             f"{config.MAX_DRAFT_TOKENS}. The output is the same with any number "
             "(docs/internals/engine.md, Speculation).",
             whole(0, config.MAX_DRAFT_TOKENS),
-            elsewhere="num_speculative_tokens prompt_lookup_num_tokens",
             says=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
         ),
     ]
@@ -204,8 +189,6 @@ class EngineOptions(OneShotOptions, total=False):
             "fair shares of their users.",
             AT_LEAST_1,
             _SERVER,
-            elsewhere="max_batch_size batch_size completion_batch_size decode_concurrency "
-            "n_parallel parallel",
             default=config.SchedulerConfig.max_num_seqs,
         ),
     ]
@@ -299,7 +282,6 @@ class EngineOptions(OneShotOptions, total=False):
                 name="--no-enable-prefix-caching",
                 help="do not share the K/V of common prefixes",
             ),
-            elsewhere="enable_prefix_cache",
             default=config.SchedulerConfig.enable_prefix_caching,
         ),
     ]
@@ -324,8 +306,6 @@ class EngineOptions(OneShotOptions, total=False):
                 metavar="N",
             ),
             _SERVER,
-            elsewhere="swap_space cpu_offload_gb kv_offloading_size",
-            notation=", such as '4G'",
             says="an eighth of the budget, if copying a token's K/V is cheaper than computing it",
         ),
     ]
@@ -335,7 +315,6 @@ class EngineOptions(OneShotOptions, total=False):
             "the seed for requests that have no seed of their own.",
             or_none(whole(), "a whole number"),
             Flag(("server",), domain=AT_LEAST_0),
-            elsewhere="random_seed",
             says="random",
         ),
     ]
@@ -346,7 +325,6 @@ class EngineOptions(OneShotOptions, total=False):
             "not wait for Python. The tokens are the same.",
             or_none(BOOL, "True, False or None"),
             _SERVER,
-            elsewhere="async_scheduling",
             says="where the cache allows it without copies: on Metal, with paged K/V",
         ),
     ]
@@ -360,7 +338,6 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "the budget.",
         such("a model", lambda model: True),
         flag=None,
-        elsewhere="speculative_model assistant_model",
         says="none: drafts are looked up in the request's own tokens",
     )
 }

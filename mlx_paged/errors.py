@@ -16,6 +16,17 @@ _ESCAPED = {code: repr(chr(code))[1:-1] for code in (*CONTROLS, *REVERSING)}
 _ESCAPED_IN_LINES = {code: _ESCAPED[code] for code in CONTROLS if chr(code) not in "\n\t"}
 
 
+# What to write instead of public names that the previous version had. The next version drops them.
+REMOVED = {
+    **dict.fromkeys(
+        ("attach", "attachment"),
+        "give the model to mlx_paged.generate, stream_generate or batch_generate, which have "
+        "mlx-lm's signatures (docs/guide/library.md)",
+    ),
+    "Engine.hold_prompt_cache": "it is called pin_prompt_cache",
+}
+
+
 class ArgumentError(ValueError):
     """An invalid value of an argument.
 

@@ -24,7 +24,7 @@ from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thread import EngineThread, ForkedError
 from mlx_paged.engine_options import OneShotOptions
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 from mlx_paged.token_ids import TokenIds
@@ -93,11 +93,6 @@ class GenerationOptions(_Options, total=False):
     max_tokens: int
 
 
-def _option_names() -> frozenset[str]:
-    return frozenset(GenerationOptions.__annotations__)
-
-
-@refuses_unknown_arguments("generate", also=_option_names)
 def generate_step(
     prompt: TokenIds, model: Module, **options: Unpack[GenerationOptions]
 ) -> Generator[tuple[int, mx.array], None, None]:
@@ -124,11 +119,11 @@ def generate_step(
         PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or
             exceeds the budget; at the call.
     """
+    refuse_unknown(generate_step, options, GenerationOptions.__annotations__)
     responses = _stream(model, None, prompt, **options)
     return ((response.token, logprobs) for response, logprobs in responses)
 
 
-@refuses_unknown_arguments("generate", also=_option_names)
 def stream_generate(
     model: Module,
     tokenizer: Tokenizer,
@@ -144,11 +139,11 @@ def stream_generate(
 
     Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
+    refuse_unknown(stream_generate, options, _Options.__annotations__)
     responses = _stream(model, as_tokenizer(tokenizer), prompt, max_tokens=max_tokens, **options)
     return (dataclasses.replace(response, logprobs=logprobs) for response, logprobs in responses)
 
 
-@refuses_unknown_arguments("generate", also=_option_names)
 def generate(
     model: Module,
     tokenizer: Tokenizer,
@@ -163,6 +158,7 @@ def generate(
 
     Other arguments, and the errors raised, are those of :func:`generate_step`.
     """
+    refuse_unknown(generate, options, GenerationOptions.__annotations__)
     BOOL.check("generate", "verbose", verbose)
     text = ""
     response = None

@@ -18,13 +18,13 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.domains import BOOL
-from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.thread import EngineStoppedError, run_apart
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.llm_arguments import (
     Message,
     checked_template_options,
@@ -89,7 +89,6 @@ class LLM:
         TypeError: an unknown argument; the message says what to use instead.
     """
 
-    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
         model: str | Path | Module = "demo",
@@ -101,6 +100,7 @@ class LLM:
         draft_model: str | Path | Module | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
+        refuse_unknown(LLM, engine_options, EngineOptions.__annotations__)
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
                 f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; leave it out for "
@@ -151,7 +151,6 @@ class LLM:
             raise ValueError("[llm] there is no tokenizer; give one to LLM(model, tokenizer)")
         return self.tokenizer
 
-    @refuses_unknown_arguments("request")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -161,6 +160,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
         raise_on_error: bool = True,
+        **unknown: Unpack[NoOptions],
     ) -> list[RequestOutput]:
         """Complete prompts as one batch; returns the outputs in the order of the prompts.
 
@@ -189,12 +189,14 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, at once; the requests end with the running step.
         """
 
+        if unknown:
+            refuse_unknown(LLM.generate, unknown)
+
         def ask() -> Sequence[_Asked]:
             return _asked(split_prompts(prompts), sampling_params, priority, no_store)
 
         return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
 
-    @refuses_unknown_arguments("request")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -205,6 +207,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         no_store: bool | Sequence[bool] = False,
         raise_on_error: bool = True,
+        **unknown: Unpack[NoOptions],
     ) -> list[RequestOutput]:
         """Answer one or several conversations, rendered by the model's chat template.
 
@@ -221,6 +224,9 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template.
         """
+
+        if unknown:
+            refuse_unknown(LLM.chat, unknown)
 
         def ask() -> Sequence[_Asked]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))

@@ -106,7 +106,6 @@ class DeclaredSamplingParams:
         "completions of the prompt, 1 to 16,384; the prompt is computed once, and each "
         "completion has its own draws.",
         whole(1, MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}"),
-        elsewhere="num_return_sequences best_of",
         per_row=True,
     )
     temperature: float = param(
@@ -115,7 +114,6 @@ class DeclaredSamplingParams:
         "XTC.",
         number(0, math.inf, "a number, at least 0"),
         Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
-        elsewhere="temp",
         per_row=True,
     )
     top_p: float = param(
@@ -171,14 +169,12 @@ class DeclaredSamplingParams:
         "the random seed of this request, whose draws then do not depend on other requests; "
         "``None`` takes a random one.",
         or_none(whole()),
-        elsewhere="random_seed",
         per_row=True,
     )
     repetition_penalty: float = param(
         1.0,
         "above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is off.",
         number(0, math.inf, "a number above 0", is_open=True),
-        elsewhere="repeat_penalty repetition_context_size",
     )
     presence_penalty: float = param(
         0.0,
@@ -206,13 +202,11 @@ class DeclaredSamplingParams:
         "texts that must not occur in the answer: the last token of each is not drawn after its "
         "other tokens. Each is matched with and without a space before it.",
         _TEXTS,
-        elsewhere="bad_words_ids no_bad_words",
     )
     stop: str | Sequence[str] = param(
         (),
         "end before the first of these texts.",
         _TEXTS,
-        elsewhere="stop_strings stop_words stop_sequences",
         per_row=True,
     )
     stop_token_ids: Sequence[int | Sequence[int]] = param(
@@ -220,14 +214,12 @@ class DeclaredSamplingParams:
         "end at the first of these tokens, whose text is left out. An entry may be a sequence "
         "of token ids, and the answer ends with its last one.",
         Several("token ids, or sequences of token ids", _read_stop),
-        elsewhere="eos_token_id eos_token_ids stop_tokens",
         per_row=True,
     )
     include_stop_str_in_output: bool = param(
         False,
         "keep the stop text, or the text of the stop token, at the end of the answer.",
         BOOL,
-        elsewhere="no_stop_trim",
         per_row=True,
     )
     ignore_eos: bool = param(
@@ -241,7 +233,6 @@ class DeclaredSamplingParams:
         "the least tokens of the answer: among them, neither the end of sequence nor stop tokens "
         "are drawn, and stop texts that end there are ignored.",
         whole(0),
-        elsewhere="min_new_tokens min_length",
     )
     max_tokens: int | None = param(
         256,
@@ -254,7 +245,6 @@ class DeclaredSamplingParams:
             help="tokens per answer",
             says="-1, up to the context limit",
         ),
-        elsewhere="max_new_tokens max_gen_tokens max_completion_tokens n_predict",
         per_row=True,
         wire=False,
     )
@@ -314,9 +304,6 @@ class DeclaredSamplingParams:
             ),
             "StructuredOutputsParams or None",
         ),
-        elsewhere="guided_decoding response_format grammar guided_json guided_regex "
-        "guided_choice guided_grammar json_schema",
-        notation=", a StructuredOutputsParams",
         wire=False,
     )
     thinking_token_budget: int | None = param(
@@ -324,7 +311,6 @@ class DeclaredSamplingParams:
         "end the model's reasoning after this many tokens, by forcing the mark that closes it. "
         "``None`` is no limit. It has no effect on models whose tokenizer has no reasoning marks.",
         or_none(whole(0)),
-        elsewhere="thinking_budget reasoning_budget budget_tokens",
     )
     output_kind: RequestOutputKind = param(
         RequestOutputKind.CUMULATIVE,

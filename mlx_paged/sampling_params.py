@@ -12,7 +12,7 @@ from typing import Any
 from mlx_paged.declarations import with_help
 from mlx_paged.domains import refused
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
+from mlx_paged.foreign_arguments import constructor_refuses_unknown
 from mlx_paged.sampling_declarations import (
     MAX_COMPLETIONS,
     MAX_LOGPROBS,
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 # Not where the class is defined: the advice needs the declared parameters, which need the class.
-constructor_refuses_unknown_arguments("params")(StructuredOutputsParams)
+constructor_refuses_unknown(StructuredOutputsParams)
 
 
-@constructor_refuses_unknown_arguments("params")
+@constructor_refuses_unknown
 @dataclass(frozen=True)
 class SamplingParams(DeclaredSamplingParams):
     """How a request is sampled and when it ends. The names are vLLM's, the defaults mlx-lm's:

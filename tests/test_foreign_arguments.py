@@ -3,56 +3,63 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_paged import foreign_arguments
 from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions
-from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.options import RequestOptions
+from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
+from mlx_paged.foreign_arguments import (
+    INSTEAD,
+    NAMES_ELSEWHERE,
+    SAMPLER_OPTIONS,
+    argument_names,
+)
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
 from mlx_paged.loading import load
 from mlx_paged.models.kv_cache import make_kv_cache
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams, StructuredOutputsParams
 
-ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
-    "LLM": ("engine", LLM),
-    "LLM.generate": ("request", LLM.generate),
-    "LLM.chat": ("request", LLM.chat),
-    "Engine": ("engine", Engine),
-    "Engine.add_request": ("request", Engine.add_request),
-    "AsyncEngine": ("engine", AsyncEngine),
-    "AsyncEngine.generate": ("request", AsyncEngine.generate),
-    "AsyncEngine.stream": ("request", AsyncEngine.stream),
-    "SamplingParams": ("params", SamplingParams),
-    "generate": ("generate", generate),
-    "stream_generate": ("generate", stream_generate),
-    "generate_step": ("generate", generate_step),
-    "batch_generate": ("generate", batch_generate),
-    "make_kv_cache": ("cache", make_kv_cache),
-    "load": ("load", load),
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "LLM": LLM,
+    "LLM.generate": LLM.generate,
+    "LLM.chat": LLM.chat,
+    "Engine": Engine,
+    "Engine.add_request": Engine.add_request,
+    "AsyncEngine": AsyncEngine,
+    "AsyncEngine.generate": AsyncEngine.generate,
+    "AsyncEngine.stream": AsyncEngine.stream,
+    "SamplingParams": SamplingParams,
+    "StructuredOutputsParams": StructuredOutputsParams,
+    "generate": generate,
+    "stream_generate": stream_generate,
+    "generate_step": generate_step,
+    "batch_generate": batch_generate,
+    "make_kv_cache": make_kv_cache,
+    "load": load,
 }
 # What has a **options of its own takes these, too.
 ALSO = {
-    "LLM": engine_option_names(),
-    "Engine": frozenset(ENGINE_OPTIONS),
-    "AsyncEngine": engine_option_names(),
-    "AsyncEngine.generate": argument_names(Engine.add_request),
-    "AsyncEngine.stream": argument_names(Engine.add_request),
-    "make_kv_cache": frozenset(CacheOptions.__annotations__),
-    "batch_generate": frozenset(BatchOptions.__annotations__),
-    **dict.fromkeys(
-        ("generate", "stream_generate", "generate_step"),
-        frozenset(GenerationOptions.__annotations__),
-    ),
+    **dict.fromkeys(("LLM", "Engine", "AsyncEngine"), EngineOptions),
+    **dict.fromkeys(("AsyncEngine.generate", "AsyncEngine.stream"), RequestOptions),
+    **dict.fromkeys(("generate", "stream_generate", "generate_step"), GenerationOptions),
+    "make_kv_cache": CacheOptions,
+    "batch_generate": BatchOptions,
 }
-FOREIGN = sorted({*ADVICE, *OTHER_NAMES})
+
+
+def names_of(entry: str) -> frozenset[str]:
+    """The keywords that an entry takes."""
+    more = ALSO[entry].__annotations__ if entry in ALSO else ()
+    return argument_names(ENTRIES[entry]).union(more)
 
 
 def required_arguments(entry: Callable[..., Any]) -> list[None]:
@@ -65,11 +72,8 @@ def required_arguments(entry: Callable[..., Any]) -> list[None]:
 def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says_what_to_use(
     name: str,
 ):
-    _, entry = ENTRIES[name]
-    own = argument_names(entry) | ALSO.get(name, frozenset())
-    for foreign in [*FOREIGN, "temperatur", "no_such_thing"]:
-        if foreign in own:
-            continue
+    entry = ENTRIES[name]
+    for foreign in {*INSTEAD, "temperatur", "no_such_thing"} - names_of(name):
         with pytest.raises(TypeError) as refused:
             entry(*required_arguments(entry), **{foreign: 1})
         message = str(refused.value)
@@ -78,16 +82,24 @@ def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says
 
 
 def test_no_foreign_argument_is_one_of_ours():
-    ours = {*foreign_arguments.PARAMS, *foreign_arguments.ENGINE_OPTIONS}
-    assert not ours & {*ADVICE, *OTHER_NAMES}
-    assert not set(ADVICE) & set(OTHER_NAMES)
+    assert not {*SAMPLING_PARAMS, *ENGINE_OPTIONS} & INSTEAD.keys()
 
 
-def test_the_tables_of_our_own_names_are_those_of_the_signatures():
-    assert set(foreign_arguments.PARAMS) == argument_names(SamplingParams)
-    made = engine_option_names() - {"model", "tokenizer", "seed"}
-    assert set(foreign_arguments.ENGINE_OPTIONS) == made
-    assert set(foreign_arguments.SAMPLER_OPTIONS) < argument_names(make_sampler)
+def test_each_foreign_argument_is_in_one_row_of_the_table():
+    names = " ".join(NAMES_ELSEWHERE.values()).split()
+    assert sorted(names) == sorted(INSTEAD)
+
+
+def test_each_row_of_the_table_is_about_an_argument_or_has_advice():
+    ours = {row for row in NAMES_ELSEWHERE if " " not in row}
+    everything = frozenset[str]().union(*map(names_of, ENTRIES))
+    assert ours - everything == set() and ours == {row for row in ours if row.isidentifier()}
+
+
+def test_the_names_of_our_own_arguments_are_those_of_the_signatures():
+    assert SAMPLING_PARAMS.keys() == argument_names(SamplingParams)
+    assert ENGINE_OPTIONS.keys() == names_of("Engine") - {"model", "tokenizer"}
+    assert set(SAMPLER_OPTIONS) < argument_names(make_sampler)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,9 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
             "give it where the engine is made, LLM(..., cache_dir=...), a folder for K/V on disk; "
             "that of models is the Hugging Face cache, HF_HOME",
         ),
+        ("StructuredOutputsParams", "structural_tag", "grammar, in llguidance's Lark, can say"),
+        ("StructuredOutputsParams", "temperature", "give SamplingParams(temperature=...)"),
+        ("StructuredOutputsParams", "regexp", "did you mean regex?"),
         (
             "load",
             "quantization",
@@ -164,9 +179,21 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
     ],
 )
 def test_the_advice_fits_the_function(entry: str, name: str, advice: str):
-    kind, function = ENTRIES[entry]
-    known = argument_names(function) | ALSO.get(entry, frozenset())
-    assert f"has no argument {name!r}: {advice}" in refusal(entry, kind, name, known)
+    function = ENTRIES[entry]
+    with pytest.raises(TypeError, match=re.escape(f"{entry}() has no argument {name!r}: {advice}")):
+        function(*required_arguments(function), **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "ours"),
+    [("load", "model_path", "path_or_hf_repo"), ("LLM.chat", "prompt_tokens", "messages")],
+)
+def test_where_a_foreign_argument_replaces_a_required_one_the_error_names_that(
+    entry: str, name: str, ours: str
+):
+    given = required_arguments(ENTRIES[entry])[1:]
+    with pytest.raises(TypeError, match=f"missing 1 required positional argument: '{ours}'"):
+        ENTRIES[entry](*given, **{name: 1})
 
 
 def test_a_function_that_refuses_keeps_its_signature_and_its_name():

@@ -4,7 +4,10 @@ refusals.
 
 from __future__ import annotations
 
+import inspect
+
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from helpers.engine_helpers import tiny_models
@@ -460,3 +463,22 @@ def test_generate_leaves_out_the_first_space_as_mlx_lm_does_and_an_llm_does_not(
     llm = LLM(model, tokenizer, kv_cache_bytes="20blocks")
     (output,) = llm.generate([ask], SamplingParams(**options, ignore_eos=True))
     assert output.outputs[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (generate, mlx_lm.generate),
+        (stream_generate, mlx_lm.stream_generate),
+        (batch_generate, mlx_lm_batch_generate),
+    ],
+)
+def test_arguments_by_position_are_those_of_mlx_lm(ours, theirs):
+    """In its order and with its defaults; what is given here by name alone comes after them."""
+    mine, stock = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
+    by_position = [each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [each.name for each in stock]
+    shared = [each for each in by_position if each.name in names]
+    assert by_position[: len(shared)] == shared and len(shared) >= 4
+    pairs = list(zip(shared, stock, strict=False))
+    assert [(a.name, a.default) for a, _ in pairs] == [(b.name, b.default) for _, b in pairs]

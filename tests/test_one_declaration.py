@@ -27,7 +27,6 @@ PARAM = """    dummy_share: float = param(
         "a share that does nothing, 0 to 1.",
         SHARE,
         Flag(),
-        elsewhere="their_share",
     )
 """
 OPTION = """    dummy_limit: Annotated[
@@ -35,13 +34,15 @@ OPTION = """    dummy_limit: Annotated[
         Option(
             "a limit that does nothing.",
             or_none(AT_LEAST_1),
-            elsewhere="their_limit",
         ),
     ]
 """
 SETTING = """    dummy_names: tuple[str, ...] = setting(
         (), "names that do nothing", such("a name", bool), "--dummy-name"
     )
+"""
+NAMES = """    "dummy_share": "their_share",
+    "dummy_limit": "their_limit",
 """
 PROBE = """
 from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
@@ -111,7 +112,9 @@ follow_imports = skip
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package in which each dummy is declared, and nothing else."""
+    """A folder with a copy of the package in which each dummy is declared, and its name in other
+    projects is in the table of them.
+    """
     folder = tmp_path_factory.mktemp("copy")
     for name in ("mlx_paged", "metal", "tools/paged_testing"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -123,6 +126,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
         ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
+        ("foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()

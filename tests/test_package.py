@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mlx_paged
+from mlx_paged.errors import REMOVED
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
 REPOSITORY = Path(__file__).parent.parent
@@ -24,6 +25,27 @@ def test_every_name_of_the_package_can_be_imported():
     assert set(mlx_paged.__all__) <= set(dir(mlx_paged))
     with pytest.raises(AttributeError, match="module 'mlx_paged' has no attribute 'paged'"):
         mlx_paged.paged  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED if "." not in name])
+def test_a_name_that_was_removed_says_what_to_write_instead(name: str):
+    text = f"mlx_paged.{name} was removed: {REMOVED[name]}"
+    with pytest.raises(ImportError, match=re.escape(text)):
+        getattr(mlx_paged, name)
+    with pytest.raises(ImportError, match=re.escape(text)):
+        exec(f"from mlx_paged import {name}")
+
+
+def test_a_method_that_was_removed_says_what_to_write_instead():
+    methods = [name.removeprefix("Engine.") for name in REMOVED if "." in name]
+    assert methods == ["hold_prompt_cache"] and callable(mlx_paged.Engine.pin_prompt_cache)
+    engine = mlx_paged.Engine.__new__(mlx_paged.Engine)
+    for name in methods:
+        text = f"Engine.{name} was removed: {REMOVED[f'Engine.{name}']}"
+        with pytest.raises(AttributeError, match=re.escape(text)):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'cash'"):
+        engine.cash  # noqa: B018
 
 
 def test_importing_the_package_imports_no_mlx():
@@ -57,7 +79,6 @@ def test_imports_go_one_way():
     ]
     order += [
         "engine",
-        "attachment",
         "snapshots",
         "models",
         "memory",
@@ -72,7 +93,7 @@ def test_imports_go_one_way():
     order += ["request", "sampling_params", "foreign_arguments"]
     order += ["engine_options", "sampling_declarations", "structured_outputs", "declarations"]
     order += ["block_store", "core"]
-    order += ["config", "domains", "token_ids", "argument_values", "errors", "renamed"]
+    order += ["config", "domains", "token_ids", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"
     wrong = []
     for path in package.rglob("*.py"):

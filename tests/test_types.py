@@ -14,7 +14,6 @@ import pytest
 
 import mlx_paged
 from mlx_paged import generation
-from mlx_paged.engine.engine import engine_option_names
 from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.foreign_arguments import argument_names
@@ -223,19 +222,10 @@ def test_every_public_function_is_annotated_in_full():
 
 def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
     """A TypedDict repeats names, and a type checker does not compare it with the function."""
-    assert EngineOptions.__annotations__.keys() == engine_option_names() - {
-        "model", "tokenizer", "draft_model",
-    }  # fmt: skip
-    assert RequestOptions.__annotations__.keys() == names_after(
-        "params", mlx_paged.Engine.add_request
-    )
-    options = argument_names(generation._stream) | engine_option_names()
+    asked = {"request_id", "prompt", "params"}
+    own = argument_names(mlx_paged.Engine.add_request) - asked
+    assert RequestOptions.__annotations__.keys() == own
+    options = argument_names(generation._stream) | EngineOptions.__annotations__.keys()
     assert GenerationOptions.__annotations__.keys() <= options
     mine = argument_names(generation._stream) - {"model", "tokenizer", "prompt"}
     assert mine <= GenerationOptions.__annotations__.keys()
-
-
-def names_after(name: str, function: Callable[..., object]) -> set[str]:
-    """The names of a function's parameters after one of them."""
-    names = list(inspect.signature(function).parameters)
-    return set(names[names.index(name) + 1 :])

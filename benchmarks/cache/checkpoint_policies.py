@@ -256,26 +256,38 @@ def _as_tokens(text: str) -> list[int]:
     return [int.from_bytes(piece.encode()[:7], "little") for piece in pieces]
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = make_arg_parser(__doc__)
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`traces_of` reads."""
     parser.add_argument("--trace", type=Path, help="a JSON list of requests with messages")
     parser.add_argument("--requests", type=int, default=200, help="of synthetic agents, per seed")
     parser.add_argument("--seeds", type=int, default=2)
+
+
+def traces_of(args: argparse.Namespace) -> dict[str, list[list[Request]]]:
+    """The requests of a file, or of synthetic agents that keep or drop their reasoning."""
+    if args.trace:
+        return {"of a file": [trace_requests(args.trace)]}
+    return {
+        f"agents, reasoning {kind}": [
+            list(Agents(args.requests, keeps_reasoning=keeps, seed=seed).requests())
+            for seed in range(args.seeds)
+        ]
+        for keeps, kind in ((True, "kept"), (False, "dropped"))
+    }
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    parser = make_arg_parser(__doc__)
+    add_trace_arguments(parser)
     parser.add_argument("--states", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     return parser
 
 
 def main() -> None:
     args = setup_arg_parser().parse_args()
-    traces = {"of a file": [trace_requests(args.trace)]} if args.trace else {}
-    for keeps, kind in () if args.trace else ((True, "kept"), (False, "dropped")):
-        traces[f"agents, reasoning {kind}"] = [
-            list(Agents(args.requests, keeps_reasoning=keeps, seed=seed).requests())
-            for seed in range(args.seeds)
-        ]
     setting = machine_card() | {"seeds": args.seeds, "block_size": BLOCK_SIZE}
     print_card("States of a recurrent model, kept for agents", setting)
-    results = {name: _results(name, each, args.states) for name, each in traces.items()}
+    results = {name: _results(name, each, args.states) for name, each in traces_of(args).items()}
     print_json("checkpoint_policies", setting, results, args.out)
 
 

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from benchmarks.cache.checkpoint_policies import BLOCK_SIZE, CHUNK, Agents, Request, trace_requests
+from benchmarks.cache.checkpoint_policies import (
+    BLOCK_SIZE,
+    CHUNK,
+    Request,
+    add_trace_arguments,
+    traces_of,
+)
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.cache import KVCache, KVCacheConfig, LayerKV, LayerSpec
 from mlx_paged.core import (
@@ -198,25 +203,17 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = make_arg_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="Qwen3.5-27B")
     parser.add_argument("--budgets", type=float, nargs="+", default=[2, 3.2, 6, 12, 24], help="GB")
-    parser.add_argument("--trace", type=Path, help="a JSON list of requests with messages")
-    parser.add_argument("--requests", type=int, default=200, help="of synthetic agents, per seed")
-    parser.add_argument("--seeds", type=int, default=2)
+    add_trace_arguments(parser)
     return parser
 
 
 def main() -> None:
     args = setup_arg_parser().parse_args()
-    traces = {"of a file": [trace_requests(args.trace)]} if args.trace else {}
-    for keeps, kind in () if args.trace else ((True, "kept"), (False, "dropped")):
-        traces[f"agents, reasoning {kind}"] = [
-            list(Agents(args.requests, keeps_reasoning=keeps, seed=seed).requests())
-            for seed in range(args.seeds)
-        ]
     setting = machine_card() | {"model": args.model, "seeds": args.seeds, "block_size": BLOCK_SIZE}
     print_card("One budget for K/V, states and checkpoints", setting)
     results = {
         name: _results(name, MODELS[args.model], each, args.budgets)
-        for name, each in traces.items()
+        for name, each in traces_of(args).items()
     }
     print_json("state_budgets", setting, results, args.out)
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mlx_paged import __version__
 from mlx_paged.errors import one_line
-from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
+from mlx_paged.foreign_arguments import INSTEAD
 from mlx_paged.standard_streams import write
 
 MAX_ERROR = 2000  # characters
@@ -77,10 +77,12 @@ class Parser(argparse.ArgumentParser):
     def _advice(self, word: str) -> str:
         """What to use instead of another project's flag."""
         name = word.split("=")[0].lstrip("-").replace("-", "_")
-        ours = self._flags.get(name) or self._flags.get(OTHER_NAMES.get(name, ""))
-        if ours in self._option_string_actions:
-            return f"; use {ours}"
-        return f"; {ADVICE[name]}" if name in ADVICE and word.startswith("--") else ""
+        ours = INSTEAD.get(name, "")
+        flag = self._flags.get(name) or self._flags.get(ours)
+        if flag in self._option_string_actions:
+            return f"; use {flag}"
+        is_advice = bool(ours) and not ours.isidentifier()
+        return f"; {ours}" if is_advice and word.startswith("--") else ""
 
     def print_help(self, file: Any = None) -> None:
         # argparse would ignore an error, such as a full disk.

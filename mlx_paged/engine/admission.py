@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import AbsentBlock, BlockCopy, ComputedBlocks, KVCacheManager
+from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.prefix_cache import PrefixCache
@@ -23,36 +23,11 @@ from mlx_paged.errors import (
     prompt_too_long,
 )
 
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.cache import KVCache
+
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
-
-
-class BlockSupply(Protocol):
-    """The part of a cache that the scheduler uses."""
-
-    def max_num_blocks(self, num_seqs: int = 1) -> int:
-        """The most blocks that the budget holds while this many sequences run."""
-        ...
-
-    def num_growable_with(self, num_new_seqs: int = 0) -> int:
-        """By how many blocks the pool may still grow if this many more sequences run; negative if
-        it has to shrink for their states.
-        """
-        ...
-
-    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
-        """Grow until ``num_blocks`` can be taken without eviction, as far as the budget allows."""
-
-    def make_room_for_states(self, num_new_seqs: int) -> bool:
-        """Evict checkpoints for the states of more sequences; False if the pool has to shrink."""
-        ...
-
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
-        """By how many blocks the pool has to shrink for the states of more sequences."""
-        ...
-
-    def give_up(self, copies: Sequence[BlockCopy]) -> None:
-        """Free the memory of blocks that the pool has given up, after these copies."""
 
 
 class Found(NamedTuple):
@@ -78,7 +53,7 @@ class Admission:
     def __init__(
         self,
         manager: KVCacheManager,
-        supply: BlockSupply,
+        cache: KVCache,
         config: SchedulerConfig,
         swap_space: SwapSpace,
         prefix_cache: PrefixCache,
@@ -86,7 +61,7 @@ class Admission:
     ) -> None:
         self._manager = manager
         self._block_need = manager.block_need
-        self._supply = supply
+        self._cache = cache
         self._config = config
         self._swap_space = swap_space
         self._prefix_cache = prefix_cache
@@ -94,12 +69,12 @@ class Admission:
 
     def _num_free_blocks(self, num_new_seqs: int = 0) -> int:
         """Blocks that can be taken, cached ones included, if this many more sequences run."""
-        return self._manager.num_free_blocks + self._supply.num_growable_with(num_new_seqs)
+        return self._manager.num_free_blocks + self._cache.num_growable_with(num_new_seqs)
 
     @property
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds for a single sequence."""
-        return self._supply.max_num_blocks()
+        return self._cache.max_num_blocks()
 
     def max_num_tokens(self, num_blocks: int) -> int:
         """The most tokens of one request in ``num_blocks`` blocks; its last token has no K/V."""
@@ -125,7 +100,7 @@ class Admission:
         num_needed = self._block_need.max_num_held_blocks(completion.num_tokens)
         if num_needed > self.max_num_blocks:
             raise self.prompt_too_long_error(completion)
-        if num_needed > (num_blocks := self._supply.max_num_blocks(completion.num_seqs)):
+        if num_needed > (num_blocks := self._cache.max_num_blocks(completion.num_seqs)):
             raise ArgumentError(
                 f"[scheduler] {completion.num_seqs} completions of one prompt of "
                 f"{completion.num_tokens} tokens don't fit: beside their recurrent states "
@@ -280,7 +255,7 @@ class Admission:
         """By how many blocks the pool has to shrink so that a waiting request, which fits, and the
         states of its sequences are admitted; 0 if it does not fit.
         """
-        num_blocks = self._supply.num_blocks_to_give_up(completion.num_seqs)
+        num_blocks = self._cache.num_blocks_to_give_up(completion.num_seqs)
         num_places = queues.num_places([*queues.running, completion])
         if num_blocks <= 0 or num_places > self._config.max_num_seqs:
             return 0
@@ -290,7 +265,7 @@ class Admission:
             return 0
         num_needed = self._block_need.num_blocks_to_admit(completion.num_tokens, computed)
         num_free = self._manager.num_free_blocks - num_needed - num_left
-        num_surplus = -self._supply.num_growable_with(completion.num_seqs)
+        num_surplus = -self._cache.num_growable_with(completion.num_seqs)
         return max(num_surplus, min(num_blocks, num_free))
 
     def find(self, completion: Completion) -> Found:

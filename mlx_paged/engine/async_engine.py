@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt
 from mlx_paged.engine.options import RequestOptions, with_step_seconds
 from mlx_paged.engine.request import merge_parts
@@ -31,7 +31,7 @@ from mlx_paged.engine.thread import (
 )
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
@@ -67,7 +67,6 @@ class AsyncEngine:
             are not given, ``prefill_step_seconds`` is 1 and ``mixed_step_seconds`` is 0.2.
     """
 
-    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
         model: Module,
@@ -76,6 +75,7 @@ class AsyncEngine:
         draft_model: Module | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
+        refuse_unknown(AsyncEngine, engine_options, EngineOptions.__annotations__)
         group = model.group if isinstance(model, LanguageModel) else None
         if group is not None and group.rank() > 0:
             raise RuntimeError(
@@ -95,7 +95,6 @@ class AsyncEngine:
 
     # From any thread
 
-    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def generate(
         self,
         prompt: Prompt,
@@ -116,6 +115,7 @@ class AsyncEngine:
             EngineStoppedError: the engine was shut down.
             Exception: the error that failed the request, such as that of a logits processor.
         """
+        refuse_unknown(AsyncEngine.generate, options, RequestOptions.__annotations__)
         return self._generate(prompt, params, request_id, options)
 
     async def _generate(
@@ -150,7 +150,6 @@ class AsyncEngine:
         finally:
             self._forget(reader_id, receive)
 
-    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def stream(
         self,
         prompt: Prompt,
@@ -160,6 +159,7 @@ class AsyncEngine:
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
         """The same as :meth:`generate`, for threads."""
+        refuse_unknown(AsyncEngine.stream, options, RequestOptions.__annotations__)
         request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)
         # This enters its ``try``, so that a stream that is dropped unread aborts its request.

@@ -38,7 +38,7 @@ from mlx_paged.ops import device
 # The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
 # high. The estimate returns to this value over time, so that a request whose drafts did not pay off
 # tries again later.
-FIRST_ACCEPTANCE = 0.8
+FIRST_MODEL_ACCEPTANCE = 0.8
 FORGETTING_RATE = 1 / 256
 # The most tokens that the model may be behind when it makes drafts. They are computed in the first
 # pass, which delays the step.
@@ -203,12 +203,12 @@ class _DraftState:
 
     num_computed: int
     num_seen: int
-    acceptance: float = FIRST_ACCEPTANCE
+    acceptance: float = FIRST_MODEL_ACCEPTANCE
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
 
     def forget(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens - self.num_seen, 1000)):
-            self.acceptance += (FIRST_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
+            self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
         self.num_seen = num_tokens
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,20 +37,14 @@ from mlx_paged.engine.thread import (
     ForkedError,
     run_apart,
 )
-from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.engine_options import EngineOptions
+from mlx_paged.errors import REMOVED, ArgumentError
+from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
-from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
-
-
-def engine_option_names() -> frozenset[str]:
-    """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | ENGINE_OPTIONS.keys()
 
 
 class Engine(EngineParts):
@@ -79,7 +73,6 @@ class Engine(EngineParts):
         TypeError: an argument is unknown; the message says what to use instead.
     """
 
-    @refuses_unknown_arguments("engine", also=ENGINE_OPTIONS.keys)
     def __init__(
         self,
         model: Module,
@@ -88,6 +81,7 @@ class Engine(EngineParts):
         draft_model: Module | None = None,
         **options: Unpack[EngineOptions],
     ):
+        refuse_unknown(Engine, options, EngineOptions.__annotations__)
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
         evaluate_arrays(model, draft_model)
@@ -120,9 +114,17 @@ class Engine(EngineParts):
     def _make_thread(forget: Callable[[], None] | None) -> EngineThread:
         return EngineThread(forget=forget)
 
+    # Type checkers assume that a class with a __getattr__ has every attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if f"Engine.{name}" in REMOVED:
+                text = f"Engine.{name} was removed: {REMOVED[f'Engine.{name}']}"
+            raise AttributeError(text, name=name, obj=self)
+
     # From any thread
 
-    @refuses_unknown_arguments("request")
     def add_request(
         self,
         request_id: str,
@@ -134,6 +136,7 @@ class Engine(EngineParts):
         no_store: bool = False,
         user: str | None = None,
         token_rules: TokenRules | None = None,
+        **unknown: Unpack[NoOptions],
     ) -> None:
         """Queue a request; the next steps work on it.
 
@@ -155,6 +158,8 @@ class Engine(EngineParts):
                 in use, or the parameters can't be satisfied.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
+        if unknown:
+            refuse_unknown(Engine.add_request, unknown)
         self._refuse_on_followers("add_request")
         self.thread.check()
         request = self.input_processor.process(
@@ -341,8 +346,6 @@ class Engine(EngineParts):
         """
         opened = self.snapshots.open_prompt_cache
         return self._put(opened(path, token_ids, cache_salt, allow_other_model))
-
-    hold_prompt_cache = RenamedMethod("pin_prompt_cache")
 
     def pin_prompt_cache(
         self, path: str | Path, *, allow_other_model: bool = False

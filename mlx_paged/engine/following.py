@@ -10,6 +10,7 @@ from mlx_paged.distributed import Ranks, RanksError
 from mlx_paged.engine.build import EngineParts
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.replicas import state_of_scheduler
+from mlx_paged.engine.request import Request
 from mlx_paged.engine.shared_values import as_json, from_json
 from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.engine.thread import EngineThread
@@ -26,7 +27,7 @@ def follow(ranks: Ranks, engine: EngineParts, input_processor: InputProcessor) -
     steps, scheduler, reports = engine.steps, engine.scheduler, engine.reports
 
     def add(value: Any) -> None:
-        request = input_processor.with_texts(from_json(value))
+        request = input_processor.with_texts(Request.from_arguments(from_json(value)))
         reports.requests[request.request_id] = request
         steps.add_new()
 

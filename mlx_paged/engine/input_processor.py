@@ -262,7 +262,7 @@ class InputProcessor:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, vocab_size: int, seed: int | None):
-        self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self.token_texts = None if tokenizer is None else TokenTexts.of(tokenizer)
         self.special_token_ids = special_token_ids(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

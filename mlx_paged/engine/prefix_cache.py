@@ -5,12 +5,10 @@ arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mlx_paged.core import (
     AbsentBlock,
-    BlockHash,
-    BlockTable,
     ComputedBlocks,
     KVCacheManager,
     extend_block_hashes,
@@ -18,35 +16,14 @@ from mlx_paged.core import (
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.engine.request import Completion
-from mlx_paged.request import SeqId
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.cache.contiguous import ContiguousKVCache
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
     """What is hashed with each block in addition to its tokens."""
     return () if cache_salt is None else (cache_salt,)
-
-
-class UnsharedKV(Protocol):
-    """A cache whose sequences share no blocks: it copies forks and, instead of a prefix cache, has
-    the last finished sequence.
-    """
-
-    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a copy of a sequence in new blocks; False, without a change, if there are too few."""
-        ...
-
-    def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a finished sequence, whose first blocks have these hashes."""
-
-    def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks the kept sequence begins with."""
-        ...
-
-    def take_last(self, table: BlockTable) -> None:
-        """Move the kept sequence into the slots of a new one."""
-
-    def forget_last(self) -> None:
-        """Drop the kept sequence."""
 
 
 class PrefixCache:
@@ -59,7 +36,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, manager: KVCacheManager, unshared: UnsharedKV | None, is_enabled: bool
+        self, manager: KVCacheManager, unshared: ContiguousKVCache | None, is_enabled: bool
     ) -> None:
         self._manager = manager
         self._block_size = manager.pool.block_size

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mlx_paged.request import (
     CompletionOutput,
@@ -95,6 +95,12 @@ class Share:
         return self.num_running > 0, self.work, self.number
 
 
+_ARGUMENTS = (
+    *("request_id", "prompt_token_ids", "params", "seed"),
+    *("priority", "cache_salt", "no_store", "user"),
+)
+
+
 class Request:
     """What a user asked for, and what its completions have in common.
 
@@ -172,6 +178,16 @@ class Request:
         # The first token has no log-probability.
         self.output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self.completions = [Completion(self, 0)]
+
+    @property
+    def arguments(self) -> list[object]:
+        """Everything that plans depend on; another rank makes the same request from it."""
+        return [getattr(self, name) for name in _ARGUMENTS]
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[Any]) -> Request:
+        """A request with these :attr:`arguments`."""
+        return cls(**dict(zip(_ARGUMENTS, arguments, strict=True)))
 
     def add_prompt_logprobs(self, entries: Sequence[Mapping[int, Logprob]]) -> None:
         """Add the log-probabilities of the next tokens of the prompt."""

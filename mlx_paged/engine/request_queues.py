@@ -1,10 +1,5 @@
-"""``RequestQueues``: the requests that are not finished, in their order; ``FairShares``: how much
-was done for each user, and whose turn it is. Pure Python.
-
-Places go to the user of whom the fewest sequences run. The tokens of a step for prompts go by
-virtual time over counted work, as in the virtual token counters of Sheng et al. 2024: work is the
-tokens of prompts that are computed, and one for each step of each running sequence. Nothing here
-reads a clock, so all ranks of a model count alike.
+"""``RequestQueues``: the requests that are not finished, in their order, and how much was done for
+each user. Pure Python.
 """
 
 from __future__ import annotations
@@ -20,16 +15,31 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.request import Completion, CompletionStatus, Share
 from mlx_paged.request import SeqId
 
+# At most this many requests that arrive after a waiting one are admitted before it because it does
+# not fit yet.
+MAX_PASSING = 256
 # By how much work a user may lag behind the one with the most. A user who asks for less than a fair
 # share saves up no more than this, and a new user begins with it.
 MAX_LAG = 2048
 # A user takes the only running sequence of another one whose work is ahead by this much. So where
-# there are more users than places, they take turns of at least so many steps.
+# there are more users than places, each turn takes at least this many steps.
 MIN_LEAD = 1024
+
+_by_order = attrgetter("order")
+
+
+def place_of(completion: Completion) -> tuple[int, tuple[int, ...]]:
+    """The place among the running requests: first by user, then by the order of the requests."""
+    return completion.request.share.rank, completion.order
 
 
 class FairShares:
     """The shares of all users with requests, and of those whose past work still counts.
+
+    Places go to the user of whom the fewest sequences run. The tokens of a step for prompts go by
+    virtual time over counted work, as in the virtual token counters of Sheng et al. 2024: work is
+    the tokens of prompts that are computed, and one for each step of each running sequence. Nothing
+    here reads a clock, so all ranks of a model count alike.
 
     Attributes:
         num_active: the number of users with requests.
@@ -99,18 +109,6 @@ class FairShares:
         return max(works) - MAX_LAG if works else 0
 
 
-# At most so many requests that arrive after a waiting one are admitted before it because it does
-# not fit yet.
-MAX_PASSING = 256
-
-_by_order = attrgetter("order")
-
-
-def place_of(completion: Completion) -> tuple[int, tuple[int, ...]]:
-    """The place among the running requests: first by user, then by the order of the requests."""
-    return completion.request.share.rank, completion.order
-
-
 class RequestQueues:
     """The running and the waiting requests, each in the ``order`` that it gets when it is added.
 
@@ -120,7 +118,7 @@ class RequestQueues:
     Attributes:
         running: the requests that hold blocks. Read-only; the methods change it.
         waiting: those that hold none, new or preempted.
-        completions: all of them, by ``seq_id``.
+        requests: all of them.
         shares: of the users.
     """
 

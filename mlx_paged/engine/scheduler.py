@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.admission import Admission, BlockSupply, Found
+from mlx_paged.engine.admission import Admission, Found
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedKV
+from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
@@ -29,6 +30,10 @@ from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verificati
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import SeqId, StopReason
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.cache import KVCache
+    from mlx_paged.cache.contiguous import ContiguousKVCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -69,7 +74,7 @@ class Scheduler:
 
     Args:
         manager: of the block tables; only the scheduler allocates and frees in it.
-        supply: of the blocks of its pool.
+        cache: of the blocks of its pool.
         eos_token_ids: tokens that end a completion.
         swap_space: for preempted requests; none by default.
         speculation: makes drafts; none by default.
@@ -83,17 +88,17 @@ class Scheduler:
     def __init__(
         self,
         manager: KVCacheManager,
-        supply: BlockSupply,
+        cache: KVCache,
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
         context_length: int | None = None,
-        unshared: UnsharedKV | None = None,
+        unshared: ContiguousKVCache | None = None,
     ):
         self.manager = manager
-        self.supply = supply
+        self.cache = cache
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.swap_space = swap_space or SwapSpace(0)
@@ -114,7 +119,7 @@ class Scheduler:
             self.manager.pool.block_size,
         )
         self._admission = Admission(
-            manager, supply, config, self.swap_space, self._prefix_cache, context_length
+            manager, cache, config, self.swap_space, self._prefix_cache, context_length
         )
         demand = BlockDemand(self._admission.fits, self._admission.absent_blocks)
         self._read_ahead = ReadAhead(tier, demand)
@@ -207,7 +212,7 @@ class Scheduler:
             return
         num_blocks = self._admission.num_blocks_to_give_up(completion, self._queues)
         if num_blocks > 0:
-            self.supply.give_up(self.manager.give_up_blocks(num_blocks))
+            self.cache.give_up(self.manager.give_up_blocks(num_blocks))
 
     def schedule_ahead(
         self, awaited: Iterable[Completion], budgets: TokenBudgets | None = None
@@ -266,7 +271,7 @@ class Scheduler:
         running, only, manager = self.running, plan.only, self.manager
         urgent = self._first_urgent() if only is None else None
         # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
-        self.supply.make_room(len(running) * len(manager.retentions))
+        self.cache.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
             completion = running[index]
@@ -294,7 +299,7 @@ class Scheduler:
             elif len(running) > 1:
                 # The last in order: no request after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
-                self.supply.make_room(num_new_tokens * len(manager.retentions))
+                self.cache.make_room(num_new_tokens * len(manager.retentions))
             elif completion.num_output_tokens:
                 # It runs alone, and the device has less memory than the budget allows.
                 self.finish(completion, "length")
@@ -310,7 +315,7 @@ class Scheduler:
         num_new_tokens = min(num_new_tokens, plan.token_budget - num_after)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion))
         num_needed = self.manager.num_needed_blocks(completion.seq_id, num_new_tokens)
-        self.supply.make_room(num_needed + num_after)
+        self.cache.make_room(num_needed + num_after)
         num_left_blocks = num_after * len(self.manager.retentions)
         return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
@@ -389,7 +394,7 @@ class Scheduler:
         )
         if self._admission.num_spare_blocks(completion, computed) < num_left:
             return False
-        if not self.supply.make_room_for_states(completion.num_seqs):
+        if not self.cache.make_room_for_states(completion.num_seqs):
             return False
         num_new_tokens = min(completion.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion, computed))
@@ -397,7 +402,7 @@ class Scheduler:
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks, completion.num_seqs)
+        self.cache.make_room(computed.num_loaded_blocks + num_new_blocks, completion.num_seqs)
         num_fitting = self.manager.max_fitting(completion.seq_id, num_slots, num_left, computed)
         copies = self.manager.allocate_slots(completion.seq_id, num_fitting, computed)
         if copies is None:
@@ -405,7 +410,7 @@ class Scheduler:
         num_new_tokens -= num_slots - num_fitting
         request, is_new = completion.request, completion.status is CompletionStatus.WAITING
         self._queues.run(completion)
-        self.supply.make_room_for_states(0)  # A checkpoint that was found is kept again.
+        self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
         num_read_tokens = self._read_ahead.end(completion)
         if is_new:
             request.num_cached_tokens = num_held

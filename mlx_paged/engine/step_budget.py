@@ -19,6 +19,22 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.request import Completion
 
+# Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
+SMALLEST_BUDGET = 32
+# A step can always have this many tokens of prompts, in addition to one for each running request:
+# with 16 running answers, 16 tokens of a prompt.
+MIN_PROMPT_TOKENS = 15
+# Before anything was measured.
+FIRST_PREFILL_BUDGET = 128
+FIRST_MIXED_BUDGET = 64
+# A budget falls if its steps take more than this share of their time limit, and rises if those of
+# the next larger budget would take less than that share.
+FALL, RISE = 1.15, 0.85
+# If the caller spent more than this share of the time, and these seconds, between two steps, the
+# device may have been idle.
+AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
+# The number of changes that are kept, some 100 bytes each.
+MAX_CHANGES = 2**14
 # Before anything was measured, relative to the price of a new token: the price of a token of
 # context, its standard deviation, and that of the fixed price around 0. For most models and
 # machines the first is 1/1500 to 1/500, and the fixed price up to 100 if weights are read for few
@@ -31,6 +47,115 @@ NOISE, DRIFT = 0.15, 0.03
 # slower (a laptop runs on its battery, another program computes). Two steps in a row that are as
 # many times faster than expected show that it has become faster.
 ACCIDENT = 2.0
+
+LOG = logging.getLogger("mlx_paged.engine")
+
+Clock: TypeAlias = Callable[[], float]
+
+
+class TokenBudgets(NamedTuple):
+    """The most new tokens of a step, decodes included: for a user without running answers, and with
+    answers or several users, who wait for it.
+    """
+
+    prefill: int
+    mixed: int
+
+
+class ChosenBudgets(NamedTuple):
+    """Budgets from a step on, as counted by ``Scheduler.num_steps``."""
+
+    step: int
+    prefill: int
+    mixed: int
+
+
+class Budgets(Protocol):
+    """Chooses the budgets of steps."""
+
+    @property
+    def chosen(self) -> list[ChosenBudgets]:
+        """The changes so far, the oldest first."""
+        ...
+
+    def begin_step(
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
+    ) -> TokenBudgets:
+        """The budgets of the next steps.
+
+        Args:
+            step: the number of steps before them, as counted by ``Scheduler.num_steps``.
+            running: the running requests.
+            has_waiting: whether requests wait.
+            is_busy: whether a step is in flight.
+        """
+        ...
+
+    def end_step(self, batch: Batch, num_tokens: int) -> None:
+        """The oldest step in flight was read."""
+        ...
+
+
+def limits_of(config: SchedulerConfig) -> TokenBudgets:
+    """The largest budgets."""
+    most = config.max_num_batched_tokens
+    return TokenBudgets(most, min(most, config.max_num_mixed_tokens))
+
+
+def token_budget(
+    budgets: TokenBudgets,
+    limits: TokenBudgets,
+    running: Sequence[Completion],
+    max_more: int,
+    is_shared: bool = False,
+) -> int:
+    """The token budget of a step while these requests run: the chosen one, or the first of the
+    ladder that holds their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the limit.
+
+    Args:
+        max_more: the most rows of a request in addition to its next token: its drafts, and tokens
+            that are recomputed because of them.
+        is_shared: whether several users have requests.
+    """
+    is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
+    budget, limit = budgets[is_mixed], limits[is_mixed]
+    least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
+    if budget < least:
+        budget = max(SMALLEST_BUDGET, 1 << (least - 1).bit_length())
+    return min(budget, limit)
+
+
+def ladder(limit: int) -> list[int]:
+    """The budgets up to ``limit``, ascending: ``[32, 64, 128, ..., limit]``."""
+    budgets = [SMALLEST_BUDGET]
+    while budgets[-1] < limit:
+        budgets.append(2 * budgets[-1])
+    return [*budgets[:-1], limit]
+
+
+class RepeatedBudgets:
+    """Budgets that are given in advance.
+
+    Args:
+        limits: used before the first of ``chosen``.
+        chosen: as in :attr:`Engine.token_budgets`.
+    """
+
+    def __init__(self, limits: TokenBudgets, chosen: Iterable[ChosenBudgets] = ()):
+        self.chosen = [ChosenBudgets(0, *limits), *sorted(chosen, key=attrgetter("step"))]
+        self._index = 0
+
+    def begin_step(
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
+    ) -> TokenBudgets:
+        chosen, after = self.chosen, self._index + 1
+        while after < len(chosen) and chosen[after].step <= step:
+            after += 1
+        self._index = after - 1
+        return TokenBudgets(*chosen[self._index][1:])
+
+    def end_step(self, batch: Batch, num_tokens: int) -> None:
+        pass
 
 
 class Measured(NamedTuple):
@@ -131,138 +256,6 @@ def _dot(first: list[float], second: tuple[float, ...] | list[float]) -> float:
     return sum(map(float.__mul__, first, second))
 
 
-# Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
-SMALLEST_BUDGET = 32
-# A step can always have this many tokens of prompts, in addition to one for each running request:
-# with 16 running answers, 16 tokens of a prompt.
-MIN_PROMPT_TOKENS = 15
-# Before anything was measured.
-FIRST_PREFILL_BUDGET = 128
-FIRST_MIXED_BUDGET = 64
-# A budget falls if its steps take more than this share of their time limit, and rises if those of
-# the next larger budget would take less than that share.
-FALL, RISE = 1.15, 0.85
-# If the caller spent more than this share of the time, and these seconds, between two steps, the
-# device may have been idle.
-AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
-# The number of changes that are kept, some 100 bytes each.
-MAX_CHANGES = 2**14
-
-LOG = logging.getLogger("mlx_paged.engine")
-
-Clock: TypeAlias = Callable[[], float]
-
-
-class TokenBudgets(NamedTuple):
-    """The most new tokens of a step, decodes included: for a user without running answers, and with
-    answers or several users, who wait for it.
-    """
-
-    prefill: int
-    mixed: int
-
-
-class ChosenBudgets(NamedTuple):
-    """Budgets from a step on, as counted by ``Scheduler.num_steps``."""
-
-    step: int
-    prefill: int
-    mixed: int
-
-
-class Planner(Protocol):
-    """The state of a scheduler by which budgets are chosen."""
-
-    num_steps: int
-
-    @property
-    def waiting(self) -> Sequence[Completion]: ...
-
-    @property
-    def running(self) -> Sequence[Completion]: ...
-
-
-class Budgets(Protocol):
-    """Chooses the budgets of steps."""
-
-    @property
-    def chosen(self) -> list[ChosenBudgets]:
-        """The changes so far, the oldest first."""
-        ...
-
-    def begin_step(self, planner: Planner, is_busy: bool) -> TokenBudgets:
-        """The budgets of the next steps.
-
-        Args:
-            is_busy: whether a step is in flight.
-        """
-        ...
-
-    def end_step(self, batch: Batch, num_tokens: int) -> None:
-        """The oldest step in flight was read."""
-        ...
-
-
-def limits_of(config: SchedulerConfig) -> TokenBudgets:
-    """The largest budgets."""
-    most = config.max_num_batched_tokens
-    return TokenBudgets(most, min(most, config.max_num_mixed_tokens))
-
-
-def token_budget(
-    budgets: TokenBudgets,
-    limits: TokenBudgets,
-    running: Sequence[Completion],
-    max_more: int,
-    is_shared: bool = False,
-) -> int:
-    """The token budget of a step while these requests run: the chosen one, or the first of the
-    ladder that holds their tokens, their drafts and ``MIN_PROMPT_TOKENS``, up to the limit.
-
-    Args:
-        max_more: the most rows of a request in addition to its next token: its drafts, and tokens
-            that are recomputed because of them.
-        is_shared: whether several users have requests.
-    """
-    is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
-    budget, limit = budgets[is_mixed], limits[is_mixed]
-    least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
-    if budget < least:
-        budget = max(SMALLEST_BUDGET, 1 << (least - 1).bit_length())
-    return min(budget, limit)
-
-
-def ladder(limit: int) -> list[int]:
-    """The budgets up to ``limit``, ascending: ``[32, 64, 128, ..., limit]``."""
-    budgets = [SMALLEST_BUDGET]
-    while budgets[-1] < limit:
-        budgets.append(2 * budgets[-1])
-    return [*budgets[:-1], limit]
-
-
-class RepeatedBudgets:
-    """Budgets that are given in advance.
-
-    Args:
-        limits: used before the first of ``chosen``.
-        chosen: as in :attr:`Engine.token_budgets`.
-    """
-
-    def __init__(self, limits: TokenBudgets, chosen: Iterable[ChosenBudgets] = ()):
-        self.chosen = [ChosenBudgets(0, *limits), *sorted(chosen, key=attrgetter("step"))]
-        self._index = 0
-
-    def begin_step(self, planner: Planner, is_busy: bool) -> TokenBudgets:
-        chosen, after = self.chosen, self._index + 1
-        while after < len(chosen) and chosen[after].step <= planner.num_steps:
-            after += 1
-        self._index = after - 1
-        return TokenBudgets(*chosen[self._index][1:])
-
-    def end_step(self, batch: Batch, num_tokens: int) -> None:
-        pass
-
-
 class Pace:
     """A budget that moves up and down the ladder, so that steps take a given time.
 
@@ -349,13 +342,15 @@ class ClockedBudgets:
     def chosen(self) -> list[ChosenBudgets]:
         return list(self._chosen)
 
-    def begin_step(self, planner: Planner, is_busy: bool) -> TokenBudgets:
+    def begin_step(
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
+    ) -> TokenBudgets:
         now = self._clock()
         self._away = now - self._start if is_busy else 0.0
         if not is_busy:
             self._start = now
-        if planner.waiting or self._had_prompt:
-            self._choose(planner)
+        if has_waiting or self._had_prompt:
+            self._choose(step, running)
         return self._budgets
 
     def end_step(self, batch: Batch, num_tokens: int) -> None:
@@ -381,15 +376,15 @@ class ClockedBudgets:
         self._prefill.note(step.num_tokens)
         self._mixed.note(step.num_tokens)
 
-    def _choose(self, planner: Planner) -> None:
-        context = _next_context(planner.running)
+    def _choose(self, step: int, running: Sequence[Completion]) -> None:
+        context = _next_context(running)
         budgets = TokenBudgets(
             self._prefill.choose(self.price, context), self._mixed.choose(self.price, context)
         )
         if budgets != self._budgets:
             self._budgets = budgets
-            self._chosen.append(ChosenBudgets(planner.num_steps, *budgets))
-            LOG.debug("from step %d on: %s", planner.num_steps, budgets)
+            self._chosen.append(ChosenBudgets(step, *budgets))
+            LOG.debug("from step %d on: %s", step, budgets)
 
 
 def _next_context(running: Sequence[Completion]) -> int:

@@ -84,7 +84,10 @@ class Steps:
         """
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
-            budgets = self.budgets.begin_step(self._scheduler, is_busy=bool(steps))
+            planned = self._scheduler
+            budgets = self.budgets.begin_step(
+                planned.num_steps, planned.running, bool(planned.waiting), bool(steps)
+            )
         self._replicas.tell("step", lambda: [*budgets, *state_of_scheduler(self._scheduler)])
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
@@ -106,7 +109,7 @@ class Steps:
     def add_new(self) -> None:
         """Hand the requests that were added since the last call to the scheduler."""
         for request in self._reports.new_requests():
-            self._replicas.tell("add", partial(as_json, request))
+            self._replicas.tell("add", partial(as_json, request.arguments))
             self._scheduler.add(request)
 
     def abort(self, request: Request) -> None:

@@ -36,7 +36,7 @@ BANDWIDTHS = {
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
 }
-# What Metal recommends as working set on Macs with so many GiB, in millions of bytes, as programs
+# What Metal recommends as working set, in millions of bytes, by a Mac's memory in GiB, as programs
 # print it on recent versions of macOS.
 RECOMMENDED = {
     16: 12_713,

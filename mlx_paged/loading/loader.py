@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import mlx.core as mx
 
@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line, shown
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.loading.configuration import check_config, check_generation_config, model_classes
 from mlx_paged.loading.folder import (
     LoadError,
@@ -95,7 +95,6 @@ def load(
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
-@refuses_unknown_arguments("load")
 def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
@@ -106,6 +105,7 @@ def load(
     revision: str | None = None,
     tokenizer_path: str | Path | None = None,
     skip_check: bool = False,
+    **unknown: Unpack[NoOptions],
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """Load a model and its tokenizer, for :func:`mlx_paged.generate` and everything else that takes
     a model. The signature follows ``mlx_lm.load``.
@@ -133,6 +133,8 @@ def load(
         LoadError: the model is not found or broken, mlx-lm does not have the model type, or it
             can't run here.
     """
+    if unknown:
+        refuse_unknown(load, unknown)
     if not isinstance(return_config, bool):
         raise LoadError(
             f"[load] return_config must be True or False, got {shown(return_config)}",

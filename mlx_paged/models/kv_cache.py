@@ -33,7 +33,7 @@ from mlx_paged.config import (
 from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.memory import check_available, default_kv_cache_bytes
 from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
@@ -72,7 +72,6 @@ def make_kv_cache(
 ) -> KVCache: ...
 
 
-@refuses_unknown_arguments("cache", also=lambda: frozenset(CacheOptions.__annotations__))
 def make_kv_cache(
     model: Module,
     kind: str = DEFAULT_KV,
@@ -93,6 +92,7 @@ def make_kv_cache(
             backend is unknown; the budget is invalid or smaller than a block; or the format or
             window is invalid or not supported for this model, kind or backend.
     """
+    refuse_unknown(make_kv_cache, options, CacheOptions.__annotations__)
     return make_engine_cache(model, kind, draft_model, options)
 
 

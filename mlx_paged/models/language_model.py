@@ -15,9 +15,6 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.errors import ArgumentError
 
-# An attribute of a model's class while the model is attached.
-ATTACHMENT = "_mlx_paged_attachment"
-
 
 class ModelArgs(Protocol):
     """The fields of a model's configuration that are read outside of the model."""
@@ -159,12 +156,10 @@ def check_model(model: object) -> LanguageModel:
     model of ``mlx_lm.load`` is adapted, and tested the first time.
 
     Raises:
-        ArgumentError: it is neither, can't run here, or is attached (:func:`mlx_paged.attach`).
+        ArgumentError: it is neither, or can't run here.
     """
     if isinstance(model, LanguageModel):
         return model
-    if hasattr(type(model), ATTACHMENT):
-        raise ArgumentError("[model] model is attached; close the attachment first", "model")
     # Imported here, since adapted models are subclasses of this module's class.
     from mlx_paged.models.mlx_lm.loaded import adapted, is_called_as_mlx_lm
 

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, ToolChoice
 from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
-from mlx_paged.chat_template import NO_TOOLS, ChatTemplateError
+from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.conversation_encoder import Prompt
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
@@ -85,8 +85,7 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         check = service.length_limit(work).check
         prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
     except ChatTemplateError as error:
-        param = "tools" if NO_TOOLS in str(error) else "messages"
-        raise ApiError(400, str(error), param=param) from error
+        raise ApiError(400, str(error), param=error.argument) from error
     dialect = Dialect.of(tokenizer)
     fields = {"grammar": "tools", "structured_outputs": "tool_choice", **job.fields}
     try:

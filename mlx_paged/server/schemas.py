@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from mlx_paged.errors import one_line, shown
+from mlx_paged.foreign_arguments import INSTEAD
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
@@ -53,7 +54,7 @@ _EXPECTED = {
     "model_attributes_type": "an object",
 }
 # Names of the same field in different protocols: the first one that a body declares is recommended.
-# Other names of sampling parameters are in their declarations.
+# Other names of sampling parameters are in the table of foreign_arguments.
 _SYNONYMS = (
     ("messages", "input", "prompt"),
     ("max_tokens", "max_output_tokens", "max_tokens_to_sample", "max_completion_tokens"),
@@ -357,9 +358,9 @@ def _advice(cls: type[Body], name: str) -> str | None:
         known = [each for each in names if each.partition(".")[0] in declared]
         if name in names and known:
             return f"send {known[0]}"
-    for param_name, param in SAMPLING_PARAMS.items():
-        if param_name in declared and name in param.elsewhere.split():
-            return f"send {param_name}"
+    ours = INSTEAD.get(name, "")
+    if ours in SAMPLING_PARAMS and ours in declared:
+        return f"send {ours}"
     return _ADVICE.get(name)
 
 

@@ -68,7 +68,7 @@ def test_a_request_arrives_with_its_user_and_all_else_that_plans_depend_on():
     request = Request(
         "a", [1, 2], SamplingParams(n=2), seed=5, priority=-3, cache_salt="s", user="ann"
     )
-    told = arrived(request)
+    told = Request.from_arguments(arrived(request.arguments))
     for name in (
         "request_id",
         "prompt_token_ids",

@@ -91,7 +91,9 @@ class Load:
 
     def _step(self, num_left: int, context: int) -> int:
         """One step; returns how many tokens of the prompt it had."""
-        budget = self.budgets.begin_step(self, is_busy=False)[self.num_answers > 0]
+        budget = self.budgets.begin_step(
+            self.num_steps, self.running, bool(self.waiting), is_busy=False
+        )[self.num_answers > 0]
         num_new = min(num_left, budget - self.num_answers)
         num_tokens = num_new + self.num_answers
         seconds = self.cost(num_tokens, context) * self._rng.uniform(1 - self.noise, 1 + self.noise)
@@ -359,7 +361,7 @@ def test_decodes_before_a_step_that_does_not_count_are_dropped(
 
 
 def begin(budgets: ClockedBudgets, *, is_busy: bool) -> None:
-    budgets.begin_step(FakeEngine(9).scheduler, is_busy)
+    budgets.begin_step(0, [], False, is_busy)
 
 
 def test_a_step_that_was_waited_for_takes_from_its_launch_to_its_read(
@@ -431,9 +433,8 @@ def test_the_faster_of_the_last_two_steps_of_decodes_shows_what_is_fixed(
 def test_a_step_of_decodes_reads_the_clock_twice_and_chooses_nothing(clock: Clock):
     budgets = ClockedBudgets(LIMITS, 1.0, 0.2, clock)
     decodes = Batch(scheduled=[Scheduled(request(9, 8, 4), 8, 1, 1)] * 3)
-    planner: Any = SimpleNamespace(num_steps=1, waiting=[])  # Nothing else is looked at.
     for _ in range(10):
-        budgets.begin_step(planner, is_busy=True)
+        budgets.begin_step(1, [], False, is_busy=True)
         clock.now += 0.1
         budgets.end_step(decodes, 3)
     assert clock.num_readings == 20
@@ -447,24 +448,22 @@ def test_budgets_that_were_chosen_come_again_at_the_same_steps():
     load = Load(M5_MAX, noise=0.2)
     chosen: list[TokenBudgets] = []
     own = load.budgets.begin_step
-    load.budgets.begin_step = lambda planner, is_busy: (  # type: ignore[method-assign]
-        chosen.append(own(planner, is_busy)) or chosen[-1]
+    load.budgets.begin_step = lambda *args, is_busy: (  # type: ignore[method-assign]
+        chosen.append(own(*args, is_busy)) or chosen[-1]
     )
     for _ in range(3):
         load.prompt(8000)
     repeated = RepeatedBudgets(LIMITS, load.budgets.chosen)
-    planner = Load(M5_MAX)
     again = []
-    for planner.num_steps in range(load.num_steps):
-        again.append(repeated.begin_step(planner, is_busy=False))
+    for step in range(load.num_steps):
+        again.append(repeated.begin_step(step, [], False, is_busy=False))
     assert again == chosen
     assert len(set(again)) > 3
 
 
 def test_of_two_changes_before_one_step_the_later_one_counts():
     repeated = RepeatedBudgets(LIMITS, [ChosenBudgets(3, 64, 64), ChosenBudgets(3, 32, 32)])
-    planner = Load(M1)
     seen = []
-    for planner.num_steps in (0, 2, 3, 9):
-        seen.append(repeated.begin_step(planner, is_busy=False))
+    for step in (0, 2, 3, 9):
+        seen.append(repeated.begin_step(step, [], False, is_busy=False))
     assert seen == [LIMITS, LIMITS, (32, 32), (32, 32)]

@@ -97,9 +97,10 @@ def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     assert {name: p.default for name, p in ours.items() if name in theirs} == {
         name: theirs[name].default for name in ours if name in theirs
     }
-    # Its own are the last, so that places are mlx-lm's.
-    own = ["tokenizer_path", "skip_check"]
-    assert [name for name in ours if name not in theirs] == list(ours)[-2:] == own
+    # Its own are the last, so that places are mlx-lm's. It refuses what it does not know.
+    own = ["tokenizer_path", "skip_check", "unknown"]
+    assert [name for name in ours if name not in theirs] == list(ours)[-3:] == own
+    assert ours["unknown"].kind is inspect.Parameter.VAR_KEYWORD
 
 
 def test_the_config_is_returned_when_asked_for(folder):

@@ -32,6 +32,7 @@ from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
 from mlx_paged.fit.command_line import setup_list_parser as list_parser
+from mlx_paged.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.app import routes_of
@@ -137,7 +138,7 @@ def _row(name: str, argument: Argument, annotation: object, default: str) -> Row
         "default": default,
         "": _help(argument.help),
         "flag": _flag_in_words(name, argument),
-        "also called": ", ".join(f"`{other}`" for other in argument.elsewhere.split()),
+        "also called": ", ".join(f"`{other}`" for other in NAMES_ELSEWHERE.get(name, "").split()),
     }
 
 

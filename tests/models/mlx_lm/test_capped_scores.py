@@ -15,11 +15,8 @@ import mlx.core as mx
 import pytest
 from helpers.model_zoo import config_of, make_from_config
 from helpers.recurrent_schedules import TOLERANCE, Schedule
-from mlx.nn import Module
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-import mlx_paged
 from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.identity import model_identity
@@ -87,21 +84,6 @@ def test_mlx_lm_is_as_it_was_when_a_model_is_dropped(name: str, functions: Any):
     assert functions() == stock
     assert mx.array_equal(model(ids, cache=make_prompt_cache(model)), meanwhile)
     assert model_identity(adapted).digest == digest
-
-
-def test_mlx_lm_is_as_it_was_when_a_model_is_detached(functions: Any):
-    stock, model = functions(), make_from_config(CONFIGS["gemma2"])
-    expected = stream(model)
-    with mlx_paged.attach(model, kv_cache_bytes="100blocks") as paged:
-        assert functions() != stock
-        assert stream(model) == expected and paged.stats().num_tokens > 30
-    gc.collect()
-    assert functions() == stock
-
-
-def stream(model: Module) -> list[int]:
-    ids = mx.array([(7 * each) % 250 for each in range(30)])
-    return [int(token) for token, _ in generate_step(ids, model, max_tokens=8)]
 
 
 def test_layers_that_share_keys_may_not_cap_their_scores_differently():

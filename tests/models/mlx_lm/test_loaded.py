@@ -8,7 +8,7 @@ import pytest
 from helpers.adapted_models import mlx_lm_model
 from helpers.mlx_lm_models import stock_tokens
 
-from mlx_paged import LLM, Engine, SamplingParams, attach, demo_model_path, load, make_kv_cache
+from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import check_model
 
@@ -43,13 +43,6 @@ def test_a_model_of_mlx_lm_is_tried_once_and_stays_as_it_is(name: str):
     assert answer(Engine(model, None, kv_cache_bytes="1G")) == before
     assert stock_tokens(model, PROMPT, 12) == before
     assert make_kv_cache(model, kv_cache_bytes="1M").config.layers
-
-
-def test_a_model_that_is_attached_is_refused():
-    model, _, *_ = mlx_lm.load(str(demo_model_path()))
-    with attach(model), pytest.raises(ArgumentError, match="model is attached; close the"):
-        Engine(model, None)
-    assert answer(Engine(model, None))
 
 
 def test_a_module_that_is_no_language_model_is_refused():

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import importlib.util
+import inspect
+import sys
+
 import mlx.core as mx
 import pytest
 from helpers.fast_lane import mostly_slow
@@ -14,10 +20,14 @@ from helpers.mlx_lm_models import (
     random_model,
     stock_tokens,
 )
+from helpers.model_zoo import config_of, make
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cache import group_layers
+from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm import adapt
+from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.trial import Trial
 
 PROMPTS = [[5, 9, 200, 17, 33, 4, 90], list(range(40, 75)), [7, 3, 3, 8] * 6]
 CONFIGS = {c["model_type"]: c for c in (LLAMA, GEMMA3, GEMMA3N, GPT_OSS, DEEPSEEK_V3)}
@@ -93,3 +103,89 @@ def test_weights_and_stock_logits_are_untouched():
     before = model(mx.array([[1, 2, 3]]))
     adapt(model, LLAMA)
     assert mx.array_equal(model(mx.array([[1, 2, 3]])), before)
+
+
+# The functions of mlx-lm's modules, which are replaced while a model runs packed
+
+
+@pytest.fixture
+def llama_module(monkeypatch):
+    """A module of mlx-lm's that no other test has used."""
+    name = "mlx_lm.models.llama_of_this_test"
+    stock = importlib.util.find_spec("mlx_lm.models.llama")
+    spec = importlib.util.spec_from_file_location(name, stock.origin)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    # Models of other tests may be alive.
+    stock = inspect.unwrap(module.scaled_dot_product_attention)
+    module.scaled_dot_product_attention = stock
+    return module
+
+
+def llama_of(module):
+    model = module.Model(module.ModelArgs.from_dict(LLAMA))
+    mx.eval(model.parameters())
+    return model
+
+
+def answer(model) -> list[int]:
+    """The tokens of a packed model."""
+    return answers_of(Engine(model, None, kv_cache_bytes="100blocks"), PROMPTS[:1])[0][0]
+
+
+def test_the_functions_of_mlx_lm_stay_replaced_while_another_model_needs_them(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    one, other = llama_of(llama_module), llama_of(llama_module)
+    expected = stock_tokens(other, PROMPTS[0], 12)
+    first, second = adapt(one, LLAMA), adapt(other, LLAMA)
+    assert llama_module.scaled_dot_product_attention is not stock
+    # mlx-lm's own caches get its own attention meanwhile.
+    assert stock_tokens(other, PROMPTS[0], 12) == expected
+    del first
+    gc.collect()
+    assert answer(second) == expected
+    del second
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_the_functions_of_mlx_lm_stay_replaced_while_a_copy_of_a_model_needs_them(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    packed = adapt(llama_of(llama_module), LLAMA)
+    held = copy.deepcopy(packed._recording.attention)  # as a copy of the model would
+    del packed
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is not stock
+    del held
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_a_model_that_can_not_run_packed_is_left_alone(llama_module):
+    stock, model = llama_module.scaled_dot_product_attention, make("stablelm")
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(UnsuitableModelError, match="it computes attention in its own way"):
+        Trial(model, config_of("stablelm")).run(PackedModel)
+    gc.collect()
+    assert [type(module) for module in model.modules()] == kinds
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_what_others_put_in_the_place_of_a_function_of_mlx_lm_stays_there(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    packed = adapt(llama_of(llama_module), LLAMA)
+    llama_module.scaled_dot_product_attention = theirs = lambda *args, **kwargs: stock(
+        *args, **kwargs
+    )
+    del packed
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is theirs
+    # It is replaced again where a model needs it, and put back.
+    model = llama_of(llama_module)
+    expected = stock_tokens(model, PROMPTS[0], 12)
+    packed = adapt(model, LLAMA)
+    assert answer(packed) == expected
+    del packed
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is theirs
