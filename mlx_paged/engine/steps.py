@@ -25,7 +25,7 @@ from mlx_paged.engine.shared_values import as_json
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
 
-# Called with a request, the number of a token in its answer, from 1, and the row of logits
+# Called with a completion, the number of a token in its answer, from 1, and the row of logits
 # ``[vocab_size]`` that the token was sampled from, as in ``SampledTokens.rows``.
 RowReader: TypeAlias = Callable[[Completion, int, mx.array], None]
 
