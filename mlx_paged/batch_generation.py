@@ -16,12 +16,13 @@ from mlx_paged.argument_values import is_sequence
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
 from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
+from mlx_paged.engine.input_processor import Prompt, as_tokenizer, split_prompts
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.generation import OneShotEngine, Tokenizer
-from mlx_paged.request import Request, RequestOutput
+from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 _OWN_CACHE = "an engine shares the K/V of common prefixes automatically; leave it out"
@@ -239,9 +240,9 @@ class _Logprobs:
             logprob = row[token_ids[place] : token_ids[place] + 1] - mx.logsumexp(row)
             known += cast(list[float], logprob.tolist())
 
-    def _read(self, request: Request, number: int, row: mx.array) -> None:
+    def _read(self, completion: Completion, number: int, row: mx.array) -> None:
         mx.async_eval(row)  # in the thread that created it
-        self._rows[request.request_id, number] = row
+        self._rows[completion.request_id, number] = row
 
 
 def _one_for_each(max_tokens: object, num_prompts: int) -> list[Any]:

@@ -20,11 +20,12 @@ from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, as_tokenizer
+from mlx_paged.engine.input_processor import Prompt, as_tokenizer
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thread import EngineThread, ForkedError
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.foreign_arguments import refuse_unknown
-from mlx_paged.request import CompletionOutput, Request
+from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 from mlx_paged.token_ids import TokenIds
 
@@ -302,7 +303,7 @@ class _Logprobs:
         self._logprobs: dict[int, mx.array] = {}  # by the number of the token, from 1
         engine.read_rows(self._read)
 
-    def _read(self, request: Request, number: int, row: mx.array) -> None:
+    def _read(self, completion: Completion, number: int, row: mx.array) -> None:
         logprobs = row - mx.logsumexp(row)  # as in mlx-lm, in this dtype
         mx.async_eval(logprobs)
         self._logprobs[number] = logprobs

@@ -19,7 +19,7 @@ from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.domains import BOOL
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, split_prompts
+from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.thread import EngineStoppedError, run_apart
 from mlx_paged.engine_options import EngineOptions

@@ -22,10 +22,11 @@ from paged_testing.by_hand import dense_handle
 
 import mlx_paged
 from mlx_paged import generate, load, make_sampler
+from mlx_paged.engine.request import Request
 from mlx_paged.engine.sampler import sample
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import kernels
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 CACHES: dict[str, Callable[[], mx.array]] = {
@@ -190,8 +191,8 @@ def test_no_module_keeps_an_array_that_is_not_evaluated(
     def use_it_and_evaluate_nothing() -> None:
         for query_len in (1, 5, 20):
             attend(make_problem([300, 20], query_len))
-        request = Request("a", [1, 2], SamplingParams(temperature=0.7, top_p=0.9, top_k=3, seed=1))
-        sample(mx.zeros((1, 8)), [0], [request])
+        params = SamplingParams(temperature=0.7, top_p=0.9, top_k=3, seed=1)
+        sample(mx.zeros((1, 8)), [0], Request("a", [1, 2], params).completions)
 
     in_a_thread_of_its_own(use_it_and_evaluate_nothing)
     caches = {f"mlx_paged.ops.kernels.{name}" for name in CACHES}

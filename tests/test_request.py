@@ -1,4 +1,4 @@
-"""What is asked of the engine is checked before it is queued; a fork is a sequence of its own."""
+"""What is asked of the engine is checked before it is queued; a fork is a completion of its own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import pickle
 import numpy as np
 import pytest
 
+from mlx_paged.engine.request import Completion, CompletionStatus, Request
 from mlx_paged.errors import ArgumentError
-from mlx_paged.request import (
-    CompletionOutput,
-    ModuleState,
-    Request,
-    RequestOutput,
-    RequestStatus,
-    TokenRules,
-)
+from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -194,68 +188,62 @@ def test_temperature_0_is_greedy_whatever_else_is_set():
     assert not SamplingParams(temperature=1e-6).is_greedy
 
 
-def test_a_new_request_waits_and_has_nothing_computed():
+def test_a_new_request_has_one_completion_that_waits_and_has_nothing_computed():
     prompt = [1, 2, 3]
-    request = Request("a", prompt, SamplingParams())
+    request = Request("a", prompt, SamplingParams(n=2))
     prompt.append(4)
-    assert (request.seq_id, request.token_ids, request.num_prompt_tokens) == (
+    (completion,) = request.completions
+    assert (completion.seq_id, completion.token_ids, completion.num_prompt_tokens) == (
         ("a", 0),
         [1, 2, 3],
         3,
     )
-    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (3, 0, [])
-    assert (request.num_computed_tokens, request.num_cached_tokens, request.num_preemptions) == (
-        0,
-        0,
-        0,
-    )
-    assert (request.status, request.is_finished, request.finish_reason) == (
-        RequestStatus.WAITING,
+    assert (completion.num_tokens, completion.output_token_ids, completion.num_seqs) == (3, [], 2)
+    assert completion.num_output_tokens == completion.num_computed_tokens == 0
+    assert request.num_cached_tokens == completion.num_preemptions == 0
+    assert (completion.status, completion.is_finished, completion.finish_reason) == (
+        CompletionStatus.WAITING,
         False,
         None,
     )
-    assert repr(request) == "Request('a', 0, waiting, 0 of 3 tokens computed)"
+    assert repr(completion) == "Completion('a', 0, waiting, 0 of 3 tokens computed)"
+    assert request.output == RequestOutput(
+        "a", None, [1, 2, 3], [CompletionOutput(0), CompletionOutput(1)]
+    )
 
 
 def test_what_follows_the_prompt_is_output():
-    request = Request("a", [1, 2, 3], SamplingParams())
-    request.token_ids += [7, 8]
-    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (
+    (completion,) = Request("a", [1, 2, 3], SamplingParams()).completions
+    completion.token_ids += [7, 8]
+    assert (completion.num_tokens, completion.num_output_tokens, completion.output_token_ids) == (
         5,
         2,
         [7, 8],
     )
-    assert request.num_prompt_tokens == 3
+    assert completion.num_prompt_tokens == 3
 
 
-@pytest.mark.parametrize("status", RequestStatus)
-def test_only_a_finished_request_is_finished(status: RequestStatus):
-    request = Request("a", [1], SamplingParams())
-    request.status = status
-    assert request.is_finished == (status is RequestStatus.FINISHED)
+@pytest.mark.parametrize("status", CompletionStatus)
+def test_only_a_finished_completion_is_finished(status: CompletionStatus):
+    (completion,) = Request("a", [1], SamplingParams()).completions
+    completion.status = status
+    assert completion.is_finished == (status is CompletionStatus.FINISHED)
 
 
-def state(request: Request) -> dict:
-    return {name: getattr(request, name) for name in Request.__slots__}
+def state(completion: Completion) -> dict:
+    return {name: getattr(completion, name) for name in Completion.__slots__}
 
 
 def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
-    parent = Request(
-        "a",
-        [1, 2, 3],
-        SamplingParams(n=3, seed=5),
-        seed=5,
-        priority=2,
-        cache_salt="salt",
-        no_store=True,
-    )
+    request = Request("a", [1, 2, 3], SamplingParams(n=3, seed=5), seed=5)
+    (parent,) = request.completions
     parent.token_ids.append(4)
     parent.order = (2, 7, 0)
-    parent.num_computed_tokens, parent.num_cached_tokens = 3, 2
+    parent.num_computed_tokens = 3
     parent.block_hashes.append(b"hash")
-    parent.status = RequestStatus.RUNNING
+    parent.status = CompletionStatus.RUNNING
     parent.num_preemptions = 4
-    parent.sampling_state = ModuleState()
+    parent.sampling_state = object()
     child = parent.fork(2)
     own = {
         "index": 2,
@@ -263,13 +251,14 @@ def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
         "order": (2, 7, 2),
         "num_preemptions": 0,
         "sampling_state": None,
+        "output": request.output.outputs[2],
     }
-    assert state(child) == state(parent) | own
-    assert child.output_token_ids == [4]
+    assert state(child) == state(parent) | own and child.output is not parent.output
+    assert child.output_token_ids == [4] and child.request is request
 
 
 def test_a_fork_and_its_parent_go_on_apart():
-    parent = Request("a", [1, 2, 3], SamplingParams(n=2))
+    (parent,) = Request("a", [1, 2, 3], SamplingParams(n=2)).completions
     parent.block_hashes.append(b"hash")
     child = parent.fork(1)
     before = {
@@ -279,15 +268,27 @@ def test_a_fork_and_its_parent_go_on_apart():
     child.token_ids.append(9)
     child.block_hashes.append(b"other")
     child.num_computed_tokens = 3
-    child.status = RequestStatus.FINISHED
+    child.status = CompletionStatus.FINISHED
     assert state(parent) == before
 
 
-def test_a_request_has_the_attributes_that_it_lists_and_no_others():
-    request = Request("a", [1], SamplingParams())
-    assert set(state(request)) == set(Request.__slots__)
+def test_a_completion_has_the_attributes_that_it_lists_and_no_others():
+    (completion,) = Request("a", [1], SamplingParams()).completions
+    assert set(state(completion)) == set(Completion.__slots__)
     with pytest.raises(AttributeError):
-        request.num_computed_token = 1
+        completion.num_computed_token = 1
+    with pytest.raises(AttributeError):
+        completion.request.num_cached_token = 1
+
+
+def test_a_request_that_ends_before_it_is_forked_ends_all_of_its_completions():
+    request = Request("a", [1, 2, 3], SamplingParams(n=3))
+    (completion,) = request.completions
+    completion.status, completion.finish_reason = CompletionStatus.FINISHED, "abort"
+    completion.end_output()
+    assert [each.is_finished for each in request.completions] == [True] * 3
+    assert [each.finish_reason for each in request.output.outputs] == ["abort"] * 3
+    assert request.output.finished
 
 
 def test_a_completion_is_finished_when_it_has_a_reason():
@@ -321,10 +322,7 @@ def test_finished_is_an_attribute_and_a_method_of_outputs_and_completions():
     assert "finished=True" in repr(output)
 
 
-def test_a_fork_has_the_rules_of_its_parent_and_nothing_of_the_prompt_to_score():
-    rules = TokenRules(frozenset({7}), ((1, 2),))
-    params = SamplingParams(n=2, prompt_logprobs=0)
-    request = Request("a", [1, 2, 3], params, token_rules=rules)
-    assert request.num_unscored_tokens == 2
-    child = request.fork(1)
-    assert (child.token_rules, child.num_unscored_tokens) == (rules, 0)
+def test_a_fork_has_nothing_of_the_prompt_to_score():
+    (completion,) = Request("a", [1, 2, 3], SamplingParams(n=2, prompt_logprobs=0)).completions
+    assert completion.num_unscored_tokens == 2
+    assert completion.fork(1).num_unscored_tokens == 0

@@ -27,7 +27,7 @@ from mlx_paged.core import BlockHash, Checkpoint, KVCacheManager, SequenceStates
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
-from mlx_paged.request import Request as EngineRequest
+from mlx_paged.engine.request import Request as EngineRequest
 
 MIB = 2**20
 
@@ -76,7 +76,7 @@ class StatesOnDisk(Disk):
             self._checkpoints.put(Checkpoint(block_hash, None), absent.num_tokens)
 
     def note(self, request: Request, hashes: Sequence[BlockHash], begin: int, end: int) -> None:
-        asked = EngineRequest("a", request.prompt, SamplingParams())
+        asked = EngineRequest("a", request.prompt, SamplingParams()).completions[0]
         asked.token_ids = [*request.prompt, *request.answer]
         asked.block_hashes = list(hashes)
         self._blocks.update(hashes[begin:end])

@@ -30,11 +30,10 @@ from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.reports import Latencies
+from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
-from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 
 BATCHES = (1, 16, 64, 256)
@@ -62,10 +61,10 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         )
     latencies = Latencies(None)
     output = scheduler.schedule()
-    assert len(output.requests) == batch
-    for request in output.requests:
-        scheduler.append_token(request, 1)
-    states = [RequestState(request, None, None) for request in output.requests]
+    assert len(output.completions) == batch
+    for completion in output.completions:
+        scheduler.append_token(completion, 1)
+    requests = [completion.request for completion in output.completions]
     times: dict[str, list[float]] = defaultdict(list)
     for step in range(num_steps):
         marks = [time.perf_counter()]
@@ -75,7 +74,7 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         tokens = mx.array(output.token_ids)
         marks.append(time.perf_counter())
         with cache.open_step(
-            [manager.groups[part.request.seq_id] for part in parts],
+            [manager.groups[part.completion.seq_id] for part in parts],
             [part.num_new_tokens for part in parts],
             [part.num_logit_rows for part in parts],
             output.shares_new_blocks,
@@ -87,13 +86,13 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         mx.eval(packed, plan.array, tokens, cache.arrays)
         seconds = [end - start for start, end in itertools.pairwise(marks)]
         begin = time.perf_counter()
-        for request in output.requests:
-            scheduler.append_token(request, step % 100)
+        for completion in output.completions:
+            scheduler.append_token(completion, step % 100)
         seconds.append(time.perf_counter() - begin)
-        for state in states:
-            state.output.outputs[0].token_ids.append(step % 100)
+        for request in requests:
+            request.output.outputs[0].token_ids.append(step % 100)
         now = time.perf_counter()
-        latencies.observe(states, now)
+        latencies.observe(requests, now)
         seconds.append(time.perf_counter() - now)
         for part, each in zip(PARTS, seconds, strict=True):
             times[part].append(each)

@@ -45,9 +45,9 @@ from benchmarks.lib.turns import Step, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.compiled_grammar import Vocabulary
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.grammar import GrammarCompiler, GrammarState, fill_masks
-from mlx_paged.engine.token_mask import allow_tokens
+from mlx_paged.engine.request import Request, TokenRules
+from mlx_paged.engine.sampling_state import allow_tokens
 from mlx_paged.models import qwen3
-from mlx_paged.request import Request, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
@@ -96,21 +96,22 @@ def measure_masks(tokenizer: Any, vocab_size: int, batch: int, num_tokens: int) 
     compiling, grammar = microseconds(lambda: compiler.compile(ENDLESS))
     params, rules = SamplingParams(), TokenRules(grammar=grammar)
     requests = [Request(f"{n}", [1], params, token_rules=rules) for n in range(batch)]
-    copying, states = microseconds(lambda: [GrammarState(grammar) for _ in requests])
+    completions = [request.completions[0] for request in requests]
+    copying, states = microseconds(lambda: [GrammarState(grammar) for _ in completions])
     logits = mx.random.normal((batch, vocab_size))
     mx.eval(logits)
     rng = np.random.default_rng(0)
     filling, masking, choosing = [], [], []
     for _ in range(num_tokens):
-        taken, (allowed, failed) = microseconds(lambda: fill_masks(states, requests))
+        taken, (allowed, failed) = microseconds(lambda: fill_masks(states, completions))
         assert not failed
         filling.append(taken)
         taken, rows = microseconds(partial(masked, logits, allowed))
         masking.append(taken)
         taken, _ = microseconds(partial(chosen, rows))
         choosing.append(taken)
-        for request, row in zip(requests, allowed, strict=True):
-            request.token_ids.append(int(rng.choice(np.flatnonzero(row))))
+        for completion, row in zip(completions, allowed, strict=True):
+            completion.token_ids.append(int(rng.choice(np.flatnonzero(row))))
     return {
         "set_up": set_up,
         "compile": compiling,

@@ -7,10 +7,9 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from mlx_paged.core.prefix_report import PrefixReport
 from mlx_paged.distributed.links import RanksError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
-from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
+from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _DATA = (
@@ -55,22 +54,6 @@ def from_json(value: Any) -> Any:
     return make(*from_json(arguments))
 
 
-_REQUEST = (
-    "request_id",
-    "token_ids",
-    "params",
-    "seed",
-    "priority",
-    "cache_salt",
-    "no_store",
-    "user",
-)
-
-
-def _new_request(request_id: str, token_ids: list[int], params: SamplingParams, *rest: Any) -> Any:
-    return Request(request_id, token_ids, params, **dict(zip(_REQUEST[3:], rest, strict=True)))
-
-
 def _stand_in(*_: object) -> Any:
     raise RuntimeError("[ranks] functions of a request are called on rank 0")
 
@@ -79,7 +62,6 @@ def _stand_in(*_: object) -> Any:
 # first entry that a value is an instance of counts.
 _TYPES: list[tuple[Any, Callable[[Any], Iterable[object]], Callable[..., Any]]] = [
     *((kind, attrgetter(*(field.name for field in fields(kind))), kind) for kind in _DATA),
-    (Request, attrgetter(*_REQUEST), _new_request),
     (tuple, iter, lambda *entries: entries),
     (dict, lambda value: map(list, value.items()), lambda *items: dict(items)),
     (RequestOutputKind, lambda kind: [kind.value], RequestOutputKind),

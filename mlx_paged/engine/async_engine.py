@@ -18,18 +18,17 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.workers import SECONDS_AT_EXIT
-from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.input_processor import Prompt
 from mlx_paged.engine.options import RequestOptions, with_step_seconds
-from mlx_paged.engine.prompts import Prompt
-from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.request import merge_parts
+from mlx_paged.engine.stats import EngineStats, EngineView
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,
     EngineStoppedError,
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.engine.view import EngineView
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import refuse_unknown
@@ -346,8 +345,8 @@ class _EngineLoop:
             if self._thread.failure is None:
                 steps = self._engine.steps
                 steps.add_new()
-                for state in list(self._engine.reports.states.values()):
-                    steps.abort(state)
+                for request in list(self._engine.reports.requests.values()):
+                    steps.abort(request)
                 self._step()
                 self._engine.close()
         finally:

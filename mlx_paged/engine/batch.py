@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from mlx_paged.core import BlockCopy, BlockLoad, KeyShift
-from mlx_paged.request import PENDING_TOKEN, Request, SeqId
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
+from mlx_paged.request import SeqId
 
 
 class Scheduled(NamedTuple):
@@ -15,7 +16,7 @@ class Scheduled(NamedTuple):
     last of which may be drafts.
     """
 
-    request: Request
+    completion: Completion
     start: int
     num_new_tokens: int
     num_logit_rows: int  # of its last tokens; 0 before the end of its prompt
@@ -26,7 +27,7 @@ class Scheduled(NamedTuple):
     @property
     def has_pending_token(self) -> bool:
         """Whether its last token is sampled by the previous step."""
-        return self.request.token_ids[self.start + self.num_new_tokens - 1] == PENDING_TOKEN
+        return self.completion.token_ids[self.start + self.num_new_tokens - 1] == PENDING_TOKEN
 
 
 class SwapOut(NamedTuple):
@@ -68,17 +69,17 @@ class Batch:
 
     token_budget: int = field(default=0, compare=False)
     scored_rows_budget: int = field(default=0, compare=False)
-    only: Request | None = field(default=None, compare=False)  # no other request may run
+    only: Completion | None = field(default=None, compare=False)  # no other request may run
     # Planned before the tokens of the previous step were read.
     is_ahead: bool = field(default=False, compare=False)
     # Requests that don't fit in this step, while those of some other users are still admitted.
-    passed: Sequence[Request] = field(default=(), compare=False)
+    passed: Sequence[Completion] = field(default=(), compare=False)
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
     copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order
-    preempted: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)  # can't continue
-    begun: list[Request] = field(default_factory=list)  # the ones that run for the first time
+    preempted: list[Completion] = field(default_factory=list)
+    finished: list[Completion] = field(default_factory=list)  # can't continue
+    begun: list[Completion] = field(default_factory=list)  # the ones that run for the first time
     # Blocks that this step fills, which others may hit. A block that is filled by a token of the
     # previous step is added when that token is known.
     new_block_ids: set[int] = field(default_factory=set)
@@ -90,15 +91,15 @@ class Batch:
         return [*self.swap_outs, *self.copies]
 
     @property
-    def requests(self) -> list[Request]:
-        return [part.request for part in self.scheduled]
+    def completions(self) -> list[Completion]:
+        return [part.completion for part in self.scheduled]
 
     @property
     def token_ids(self) -> list[int]:
         """``[num_tokens]``, packed."""
         token_ids: list[int] = []
-        for request, start, num_new_tokens, _, _, draft_token_ids in self.scheduled:
-            token_ids += request.token_ids[start : start + num_new_tokens]
+        for completion, start, num_new_tokens, _, _, draft_token_ids in self.scheduled:
+            token_ids += completion.token_ids[start : start + num_new_tokens]
             token_ids += draft_token_ids
         return token_ids
 

@@ -16,22 +16,25 @@ from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
 from mlx_paged.engine.admission import num_seqs
-from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
-from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
-from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import split_options, tier_of
-from mlx_paged.engine.prompts import as_tokenizer
-from mlx_paged.engine.recurrent_state import (
+from mlx_paged.engine.budget import (
     most_checkpoints,
     num_state_copies,
     sizes_of,
     warn_if_fewer_run,
+    warn_unless_it_fits,
 )
-from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.disk_tier import DiskTier
+from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine.draft_model import (
+    DraftModel,
+    check_draft_model,
+    num_parameters_of,
+    speculation_of,
+)
+from mlx_paged.engine.input_processor import as_tokenizer
+from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets

@@ -22,7 +22,7 @@ from typing import TypeAlias
 from mlx_paged.core import BlockHash, Checkpoint, Checkpoints, state_key
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 # Bytes of K/V per byte of a state that is written while it is in memory, so that states add at most
 # half of the bytes of the K/V; and the number of tokens per state for a model without K/V.
@@ -84,7 +84,7 @@ class DiskStates:
         self._seen: dict[BlockHash, _Seen] = {}
 
     def note(
-        self, request: Request, begin: int, end: int, is_on_disk: IsOnDisk
+        self, completion: Completion, begin: int, end: int, is_on_disk: IsOnDisk
     ) -> Iterator[BlockHeader]:
         """The states to write after a request's blocks from ``begin`` to ``end`` were filled.
 
@@ -92,9 +92,9 @@ class DiskStates:
         checkpoint one step after the block is full, so the block before ``begin`` is examined, too.
         """
         for index in range(max(0, begin - 1), end):
-            block_hash = request.block_hashes[index]
+            block_hash = completion.block_hashes[index]
             if self.checkpoints.has_storable(block_hash):
-                seen = self._seen.get(block_hash) or self._see(request, index, is_on_disk)
+                seen = self._seen.get(block_hash) or self._see(completion, index, is_on_disk)
                 if not begin:
                     seen.look_up(is_on_disk)
                 is_due = self._worth(seen) >= self._num_tokens_per_state
@@ -124,17 +124,17 @@ class DiskStates:
         seen = self._seen.get(block_hash)
         return seen is not None and seen.is_written
 
-    def _see(self, request: Request, index: int, is_on_disk: IsOnDisk) -> _Seen:
-        hashes, block_size = request.block_hashes, self._block_size
+    def _see(self, completion: Completion, index: int, is_on_disk: IsOnDisk) -> _Seen:
+        hashes, block_size = completion.block_hashes, self._block_size
         block_hash, start = hashes[index], index * block_size
         earlier = next((i for i in range(index - 1, -1, -1) if hashes[i] in self._seen), -1)
         before = hashes[earlier] if earlier >= 0 else None
         key, parent = state_key(block_hash), block_hash if self._needs_blocks else None
-        tokens = tuple(request.token_ids[start : start + block_size])
+        tokens = tuple(completion.token_ids[start : start + block_size])
         header = BlockHeader(key, parent, tokens, start, STATES)
         seen = _Seen(header, before, (index - earlier) * block_size, is_on_disk(key))
         self._seen[block_hash] = seen
-        if start + block_size <= request.num_prompt_tokens:
+        if start + block_size <= completion.num_prompt_tokens:
             self._pass(before)
         elif before is not None:
             self._seen[before].answer = block_hash

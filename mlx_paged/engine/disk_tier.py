@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from mlx_paged.block_store import BlockReader, BlockWriter
@@ -29,10 +30,10 @@ from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
-from mlx_paged.engine.stats import DiskTierStats
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
-from mlx_paged.request import Request, SeqId
+from mlx_paged.request import SeqId
 
 # The most bytes that a step copies to or from the host in addition to its own work: some 30 ms.
 MAX_STEP_NBYTES = 64 * 2**20
@@ -45,6 +46,36 @@ MAX_UNSAVED_BLOCKS = 100_000
 # Floating-point operations in the time in which a disk reads one byte: an M1 does 2.6 TFLOPS, and
 # its disk reads some 2.6 GB/s.
 OPERATIONS_PER_DISK_BYTE = 1_000
+
+
+@dataclass(frozen=True)
+class DiskTierStats:
+    """The contents of the folder, by all processes that use it, and what this engine did with it.
+
+    Attributes:
+        num_blocks, nbytes: in the folder, as far as this process knows.
+        num_read_blocks: found there and read; ``num_read_tokens`` are those that went into the
+            pool.
+        num_dropped_blocks: not written, because the writer was too slow or everything is pinned.
+        num_corrupt_blocks: damaged files, which were removed.
+        num_evicted_blocks: removed to keep the limits.
+        nbytes_written: size of what this engine has written.
+        num_read_states, num_saved_states: blocks of the above that are recurrent states.
+        failure: why the folder is no longer used; ``None`` if there is no failure.
+    """
+
+    num_blocks: int = 0
+    nbytes: int = 0
+    num_read_blocks: int = 0
+    num_read_tokens: int = 0
+    num_written_blocks: int = 0
+    num_dropped_blocks: int = 0
+    num_corrupt_blocks: int = 0
+    num_evicted_blocks: int = 0
+    num_read_states: int = 0
+    num_saved_states: int = 0
+    nbytes_written: int = 0
+    failure: str | None = None
 
 
 # Makes a change between two steps; False if that was not possible within the given seconds.
@@ -160,12 +191,12 @@ class DiskTier:
         self._reader.cancel(seq_id)
         return self._num_brought.pop(seq_id, 0) * self._block_size
 
-    def keep(self, request: Request) -> None:
+    def keep(self, completion: Completion) -> None:
         """Copy out the blocks of a preempted request that are not on disk yet."""
         hashes = [
             block_hash
             for group in self._groups
-            for block_hash in group_hashes(request.block_hashes, group)
+            for block_hash in group_hashes(completion.block_hashes, group)
         ]
         self._save([each for each in hashes if each in self._unsaved], frozenset())
 
@@ -216,10 +247,10 @@ class DiskTier:
         if self._is_off():
             return
         for part in batch.scheduled:
-            request = part.request
-            if not request.no_store:
-                end = min(part.start + part.num_new_tokens, request.num_computed_tokens)
-                self._note(request, min(end // self._block_size, len(request.block_hashes)))
+            completion = part.completion
+            if not completion.request.no_store:
+                end = min(part.start + part.num_new_tokens, completion.num_computed_tokens)
+                self._note(completion, min(end // self._block_size, len(completion.block_hashes)))
         if self._unsaved:
             unready = frozenset().union(*(later.new_block_ids for later in in_flight))
             self._save(list(self._unsaved), unready, MAX_STEP_NBYTES)
@@ -349,28 +380,31 @@ class DiskTier:
         self._is_closed = True
         self._reader.close()
 
-    def _note(self, request: Request, num_full_blocks: int) -> None:
-        begin, request.num_saved_blocks = (
-            request.num_saved_blocks,
-            max(request.num_saved_blocks, num_full_blocks),
+    def _note(self, completion: Completion, num_full_blocks: int) -> None:
+        begin, completion.num_saved_blocks = (
+            completion.num_saved_blocks,
+            max(completion.num_saved_blocks, num_full_blocks),
         )
-        hashes, block_size = request.block_hashes, self._block_size
-        num_hit_blocks, min_uses = request.num_cached_tokens // block_size, self.store.min_uses
+        hashes, block_size = completion.block_hashes, self._block_size
+        num_hit_blocks, min_uses = (
+            completion.request.num_cached_tokens // block_size,
+            self.store.min_uses,
+        )
         # The blocks that may be saved: all, or those that another request has left in memory.
         end = num_full_blocks if min_uses == 1 else num_hit_blocks if min_uses == 2 else 0
         if num_full_blocks > begin:
             for group in self._groups:
-                self._note_blocks(request, group, range(begin, num_full_blocks), end)
+                self._note_blocks(completion, group, range(begin, num_full_blocks), end)
         if self._states is not None:
             end = min(end, num_full_blocks)
-            for header in self._states.note(request, begin, end, self._is_kept):
+            for header in self._states.note(completion, begin, end, self._is_kept):
                 self._unsaved.setdefault(BlockHash(header.block_hash), header)
             if not begin and num_hit_blocks and self._states.is_written(hashes[num_hit_blocks - 1]):
                 self.store.note_used([state_key(hashes[num_hit_blocks - 1])])
 
-    def _note_blocks(self, request: Request, group: int, blocks: range, end: int) -> None:
+    def _note_blocks(self, completion: Completion, group: int, blocks: range, end: int) -> None:
         """Mark full blocks as used if they are on disk, or those before ``end`` to be saved."""
-        hashes, block_size = request.block_hashes, self._block_size
+        hashes, block_size = completion.block_hashes, self._block_size
         used: list[BlockHash] = []
         begin = blocks.start
         parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
@@ -382,7 +416,7 @@ class DiskTier:
                 pass
             elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
                 start = index * block_size
-                tokens = tuple(request.token_ids[start : start + block_size])
+                tokens = tuple(completion.token_ids[start : start + block_size])
                 header = BlockHeader(block_hash, parent, tokens, start, group)
                 self._unsaved.setdefault(block_hash, header)
             else:

@@ -1,4 +1,6 @@
-"""``DraftModel``: drafts by a small model with the same vocabulary."""
+"""``DraftModel``: drafts by a small model with the same vocabulary; and how an engine speculates,
+by the cost of its steps on this device.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,30 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
 
+from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.drafts import ACCEPTANCE_RATE
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampler import draw_drafts
-from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
+from mlx_paged.engine.speculation import (
+    ACCEPTANCE_RATE,
+    NO_COST,
+    NO_SPECULATION,
+    WAITING_SHARE,
+    DraftGate,
+    PromptLookup,
+    Speculation,
+    StepCost,
+)
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.ops import device
 
 # The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
 # high. The estimate returns to this value over time, so that a request whose drafts did not pay off
@@ -53,28 +71,28 @@ class DraftModel:
 
     # As a drafter
 
-    def acceptance(self, request: Request) -> float:
-        state = self._state_of(request, request.num_computed_tokens)
-        state.forget(request.num_tokens)
-        lacks = request.num_tokens - min(state.num_computed, request.num_tokens)
+    def acceptance(self, completion: Completion) -> float:
+        state = self._state_of(completion, completion.num_computed_tokens)
+        state.forget(completion.num_tokens)
+        lacks = completion.num_tokens - min(state.num_computed, completion.num_tokens)
         return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
     def made(self, part: Scheduled) -> list[int]:
-        state = self._state_of(part.request, part.start)
+        state = self._state_of(part.completion, part.start)
         return [cast(list[int], tokens.tolist())[entry] for tokens, entry in state.drafts]
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        state = self._state_of(request, request.num_computed_tokens)
-        state.num_computed = min(state.num_computed, request.num_computed_tokens)
-        state.num_seen = request.num_tokens
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        state = self._state_of(completion, completion.num_computed_tokens)
+        state.num_computed = min(state.num_computed, completion.num_computed_tokens)
+        state.num_seen = completion.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
         # Drafts after the end of an answer were not verified.
-        if num_accepted < num_drafts and not request.is_finished:
+        if num_accepted < num_drafts and not completion.is_finished:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
     # In a step
@@ -83,26 +101,26 @@ class DraftModel:
         """Launch the computation of the prompts and drafts of a step, without waiting for them."""
         runs, drafted = [], []
         for part in batch.scheduled:
-            state = self._state_of(part.request, part.start)
+            state = self._state_of(part.completion, part.start)
             # K/V after it were lost to a preemption or a rollback.
             begin = state.num_computed = min(state.num_computed, part.start)
             num_drafts = len(part.draft_token_ids)
             end = part.start + part.num_new_tokens - num_drafts
             state.drafts = []
             if num_drafts:
-                drafted.append((part.request, state, num_drafts))
+                drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
-                runs.append(_Run(part.request, begin, end, int(num_drafts > 0)))
+                runs.append(_Run(part.completion, begin, end, int(num_drafts > 0)))
                 state.num_computed = end
         if not runs:
             return
-        token_ids = [run.request.token_ids[run.begin : run.end] for run in runs]
+        token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
         tokens = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
         logits = self._pass(runs, tokens, batch.shares_new_blocks)
         number = 0
         while drafted:
-            requests = [request for request, _, _ in drafted]
-            tokens = draw_drafts(logits, requests, number)
+            completions = [completion for completion, _, _ in drafted]
+            tokens = draw_drafts(logits, completions, number)
             mx.async_eval(tokens)
             number += 1
             for entry, (_, state, _) in enumerate(drafted):
@@ -116,9 +134,9 @@ class DraftModel:
                 tokens = tokens[mx.array(entries)]
             drafted = [drafted[entry] for entry in entries]
             runs = []
-            for request, state, _ in drafted:
-                state.num_computed = end = request.num_tokens + number
-                runs.append(_Run(request, end - 1, end, 1))
+            for completion, state, _ in drafted:
+                state.num_computed = end = completion.num_tokens + number
+                runs.append(_Run(completion, end - 1, end, 1))
             logits = self._pass(runs, tokens)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
@@ -128,7 +146,7 @@ class DraftModel:
         end = 0
         for part in batch.scheduled:
             end += part.num_new_tokens
-            made = self._state_of(part.request, part.start).drafts
+            made = self._state_of(part.completion, part.start).drafts
             places += range(end - len(made), end)
             drafts += [array[entry : entry + 1] for array, entry in made]
         if places:
@@ -141,7 +159,7 @@ class DraftModel:
         """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
         cache, groups = self.cache, self._manager.groups
         with cache.open_step(
-            [groups[run.request.seq_id] for run in runs],
+            [groups[run.completion.seq_id] for run in runs],
             [run.end - run.begin for run in runs],
             [run.num_logit_rows for run in runs],
             shares_new_blocks,
@@ -156,25 +174,25 @@ class DraftModel:
                 mx.eval(logits, cache.arrays)
         return logits
 
-    def _state_of(self, request: Request, num_computed: int) -> _DraftState:
-        state = request.draft_state
+    def _state_of(self, completion: Completion, num_computed: int) -> _DraftState:
+        state = completion.draft_state
         if not isinstance(state, _DraftState):
-            state = _DraftState(num_computed=num_computed, num_seen=request.num_tokens)
-            request.draft_state = state
+            state = _DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+            completion.draft_state = state
         return state
 
 
 class _Run(NamedTuple):
     """The tokens ``begin : end`` of a request in a pass."""
 
-    request: Request
+    completion: Completion
     begin: int
     end: int
     num_logit_rows: int
 
 
 @dataclass(slots=True)
-class _DraftState(ModuleState):
+class _DraftState:
     """The state of a request's drafts.
 
     Attributes:
@@ -192,3 +210,83 @@ class _DraftState(ModuleState):
         for _ in range(min(num_tokens - self.num_seen, 1000)):
             self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
         self.num_seen = num_tokens
+
+
+def speculation_of(
+    num_draft_tokens: int, model: LanguageModel, drafter: DraftModel | None, run_ahead: bool
+) -> Speculation:
+    """How an engine speculates.
+
+    Args:
+        drafter: a draft model; ``None`` for prompt look-up.
+
+    Raises:
+        ArgumentError: there is a draft model, and ``num_draft_tokens`` is 0.
+    """
+    if num_draft_tokens == 0:
+        if drafter is not None:
+            raise ArgumentError(
+                "[engine] num_draft_tokens must be at least 1 with a draft model, got 0; leave "
+                "draft_model out for none",
+                "num_draft_tokens",
+            )
+        return NO_SPECULATION
+    gate = DraftGate(
+        cost_of(model),
+        NO_COST if drafter is None else cost_of(drafter.model),
+        WAITING_SHARE if run_ahead else 0.0,
+        repeats_runs=model.state_nbytes > 0,
+    )
+    return Speculation(drafter or PromptLookup(), int(num_draft_tokens), gate)
+
+
+def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> LanguageModel | None:
+    """Check that ``draft_model``, if there is one, can make drafts for ``model``.
+
+    Raises:
+        ArgumentError: it is not a model, its vocabulary differs, it has recurrent layers, or the
+            cache is not a paged one.
+    """
+    if draft_model is None:
+        return None
+    if not isinstance(draft_model, Module):
+        raise ArgumentError(
+            f"[engine] draft_model must be one that mlx_paged.load or mlx_lm.load returns, got "
+            f"{kind_of(draft_model)}",
+            "draft_model",
+        )
+    draft_model = check_model(draft_model)
+    if draft_model.args.vocab_size != model.args.vocab_size:
+        raise ArgumentError(
+            f"[engine] draft_model has a vocabulary of {draft_model.args.vocab_size} tokens, the "
+            f"model one of {model.args.vocab_size}; they must be the same",
+            "draft_model",
+        )
+    if draft_model.state_nbytes:
+        raise ArgumentError(
+            f"[engine] draft_model can't be a {model_type_of(draft_model)}: its recurrent state "
+            "can't be rolled back when drafts are rejected; use a model of attention layers only, "
+            "or leave draft_model out: then drafts are looked up in a request's own tokens",
+            "draft_model",
+        )
+    if kv == "basic":
+        raise ArgumentError(
+            "[engine] draft_model needs kv='paged'; with kv='basic' drafts are looked up in a "
+            "request's own tokens: leave draft_model out",
+            "draft_model",
+        )
+    return draft_model
+
+
+def cost_of(model: LanguageModel) -> StepCost:
+    """The cost of a step of a model on the default device."""
+    num_parameters = num_parameters_of(model)
+    if device.is_cpu():
+        return StepCost.on_cpu(num_parameters, model.num_layers)
+    nbytes = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
+    return StepCost.on_gpu(num_parameters, nbytes)
+
+
+def num_parameters_of(model: Module) -> int:
+    """The number of a model's parameters, counting packed ones individually."""
+    return int(get_total_parameters(model))

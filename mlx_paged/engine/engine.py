@@ -19,14 +19,13 @@ from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
 from mlx_paged.engine.callers_thread import evaluate_arrays, random_key
-from mlx_paged.engine.input_processor import InputProcessor
+from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.prompts import Prompt
-from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.request import Request, TokenRules
 from mlx_paged.engine.snapshots import Prefix
-from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.stats import EngineStats, EngineView, stats_of, view_of
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
@@ -36,13 +35,12 @@ from mlx_paged.engine.thread import (
     ForkedError,
     run_apart,
 )
-from mlx_paged.engine.view import EngineView, stats_of, view_of
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import REMOVED, ArgumentError
 from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.models.language_model import model_type_of
-from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
+from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -176,7 +174,7 @@ class Engine:
             refuse_unknown(Engine.add_request, unknown)
         self._refuse_on_followers("add_request")
         self.thread.check()
-        state = self.input_processor.process(
+        request = self.input_processor.process(
             request_id,
             prompt,
             params,
@@ -186,12 +184,11 @@ class Engine:
             user=user,
             token_rules=token_rules,
         )
-        request = state.requests[0]
         self.scheduler.check(request)
         if request.params.has_functions:
             self._calls_functions = True
         # A single operation, so an interrupt comes before or after it.
-        if self.reports.states.setdefault(request_id, state) is not state:
+        if self.reports.requests.setdefault(request_id, request) is not request:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         self._ask(self.steps.add_new)
 
@@ -210,30 +207,30 @@ class Engine:
         The next step returns its output, with finish reason ``"abort"``. A request that is unknown
         or finished is ignored.
         """
-        state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
-        if state is not None:
-            self._abort([state])
+        request = self.reports.requests.get(REQUEST_ID.check("engine", "request_id", request_id))
+        if request is not None:
+            self._abort([request])
 
     def abort_all(self) -> None:
         """Abort all requests."""
-        self._abort(list(self.reports.states.values()))
+        self._abort(list(self.reports.requests.values()))
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Abort requests without a last output, because their readers are gone."""
         self._interrupted_step = None  # Its caller does not wait any more.
-        states = [self.reports.states.get(request_id) for request_id in request_ids]
+        requests = [self.reports.requests.get(request_id) for request_id in request_ids]
         with contextlib.suppress(ForkedError):
-            self._abort([state for state in states if state is not None], self.reports.drop)
+            self._abort([each for each in requests if each is not None], self.reports.drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt are computed, and its length; zeros for an unknown
         request.
         """
-        state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
-        if state is None:
+        request = self.reports.requests.get(REQUEST_ID.check("engine", "request_id", request_id))
+        if request is None:
             return 0, 0
-        num_prompt_tokens = state.requests[0].num_prompt_tokens
-        num_computed_tokens = self.steps.num_computed_tokens(state.requests[0])
+        num_prompt_tokens = len(request.prompt_token_ids)
+        num_computed_tokens = self.steps.num_computed_tokens(request.completions[0])
         return min(num_computed_tokens, num_prompt_tokens), num_prompt_tokens
 
     def cached_block_ids(
@@ -248,7 +245,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self.reports.states or self._ready)
+        return bool(self.reports.requests or self._ready)
 
     # In the engine's thread, while the caller waits
 
@@ -293,7 +290,7 @@ class Engine:
         that is appended; ``None`` ends it.
 
         Args:
-            reader: called with the ``Request``, the number of the token in its answer, from 1,
+            reader: called with the ``Completion``, the number of the token in its answer, from 1,
                 and the logits ``[vocab_size]`` that it was sampled from: after penalties, masks and
                 the request's processors, before temperature, filters and its sampler. Must not
                 raise. After an interrupt, it may get a token twice. On rank 0 only.
@@ -410,7 +407,7 @@ class Engine:
 
     def view(self) -> EngineView:
         """The pool, block by block, and the requests; from any thread. 15,000 blocks take 1 ms."""
-        return view_of(self.manager, self.reports.states)
+        return view_of(self.manager, self.reports.requests)
 
     # Several ranks
 
@@ -425,7 +422,7 @@ class Engine:
         if ranks.size == 1:
             return call()
         if not ranks.is_leader:
-            replays = self.steps.replays(partial(self.input_processor.state_of, prompt=None))
+            replays = self.steps.replays(self.input_processor.with_texts)
             following = self.thread.submit(partial(ranks.follow, replays))
             # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
             following.outlast()
@@ -505,17 +502,17 @@ class Engine:
 
     def _abort(
         self,
-        states: Iterable[RequestState],
-        then: Callable[[RequestState], None] | None = None,
+        requests: Sequence[Request],
+        then: Callable[[Request], None] | None = None,
     ) -> None:
         self.thread.check_process()
 
         def abort() -> None:
             self.steps.add_new()
-            for state in states:
-                self.steps.abort(state)
+            for request in requests:
+                self.steps.abort(request)
                 if then is not None:
-                    then(state)
+                    then(request)
 
         with contextlib.suppress(EngineStoppedError):
             self._ask(abort)

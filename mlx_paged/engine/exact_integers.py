@@ -13,14 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json import JSONDecoder, dumps
 from typing import Any, NoReturn
 
-from mlx_paged.engine.json_numbers import (
+from mlx_paged.engine.json_schema import (
     BOUNDS,
+    Schema,
+    children_of,
     has_exact_bounds,
     has_fractions,
     is_rounded,
+    one_of_as_any_of,
     pattern_within_bounds,
+    target_of,
 )
-from mlx_paged.engine.one_of import Schema, children_of, one_of_as_any_of, target_of
 
 _LONG_NUMBER = re.compile(r"[0-9]{16}|[0-9][eE]\+?[0-9]")
 # What a grammar consists of, as far as it matters: texts, comments, patterns and JSON schemas.

@@ -21,9 +21,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
-from mlx_paged.engine.one_of import one_of_as_any_of
+from mlx_paged.engine.json_schema import one_of_as_any_of
+from mlx_paged.engine.request import Completion
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
-from mlx_paged.request import Request
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class GrammarState:
         self._is_structured = not grammar.begin_after
         self._num_free_breaks = 0  # that may still come before the structure
 
-    def fill_mask(self, request: Request, mask: np.ndarray) -> None:
+    def fill_mask(self, completion: Completion, mask: np.ndarray) -> None:
         """Fill the mask of the tokens that may come next.
 
         Args:
@@ -153,8 +153,8 @@ class GrammarState:
         Raises:
             StructuredOutputError: the answer has left its grammar, or the grammar is too complex.
         """
-        self._read_new_tokens(request)
-        num_tokens, start = request.num_output_tokens, self._reasoning_start
+        self._read_new_tokens(completion)
+        num_tokens, start = completion.num_output_tokens, self._reasoning_start
         is_opening = not self._is_structured and num_tokens < len(start)
         if self._is_structured or (is_opening and num_tokens == 0):
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -168,16 +168,16 @@ class GrammarState:
             word, bit = divmod(token, 32)
             mask[word] |= np.uint32(1 << bit)
 
-    def _read_new_tokens(self, request: Request) -> None:
+    def _read_new_tokens(self, completion: Completion) -> None:
         if self._is_structured:
-            tokens = request.token_ids[request.num_prompt_tokens + self._num_read :]
+            tokens = completion.token_ids[completion.num_prompt_tokens + self._num_read :]
         else:
-            tokens = self._find_structure(request.output_token_ids, self._num_read)
+            tokens = self._find_structure(completion.output_token_ids, self._num_read)
         if self._num_free_breaks:
             tokens = self._without_breaks(tokens)
         if tokens and not self._matcher.consume_tokens(tokens):
             self._check("left its grammar")
-        self._num_read = request.num_output_tokens
+        self._num_read = completion.num_output_tokens
 
     def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
         """The tokens of the structure, which begins after the reasoning."""
@@ -209,17 +209,17 @@ class GrammarState:
 
 
 def fill_masks(
-    states: Sequence[GrammarState], requests: Sequence[Request]
+    states: Sequence[GrammarState], completions: Sequence[Completion]
 ) -> tuple[np.ndarray, dict[int, Exception]]:
-    """The tokens that may come next, ``[num_requests, vocab_size] bool``, and errors by entry. A
+    """The tokens that may come next, ``[num_completions, vocab_size] bool``, and errors by entry. A
     failed request may have any token.
     """
     vocabulary = states[0].vocabulary
     words = np.empty((len(states), vocabulary.num_words), np.uint32)
     failed: dict[int, Exception] = {}
-    for entry, (state, request) in enumerate(zip(states, requests, strict=True)):
+    for entry, (state, completion) in enumerate(zip(states, completions, strict=True)):
         try:
-            state.fill_mask(request, words[entry])
+            state.fill_mask(completion, words[entry])
         except BaseException as error:  # Panics of Rust are not Exceptions.
             failed[entry] = request_error(error)
             words[entry] = vocabulary.unstructured

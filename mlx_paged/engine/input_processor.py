@@ -1,30 +1,252 @@
-"""``InputProcessor``: checks the arguments of users and makes requests from them."""
+"""``InputProcessor``: checks the arguments of users and makes requests from them. Prompts in all
+supported forms become token ids, and parameters become rules for tokens of this model.
+"""
 
 from __future__ import annotations
 
+import numbers
 import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
+from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.domains import BOOL
 from mlx_paged.engine.callers_thread import evaluate_captured
 from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.prompts import Prompt, read_prompt
-from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
-from mlx_paged.engine.token_texts import TokenTexts
-from mlx_paged.errors import ArgumentError
-from mlx_paged.request import (
-    PRIORITY,
-    REQUEST_ID,
-    Request,
-    TokenRules,
-    check_cache_salt,
-    check_user,
-)
+from mlx_paged.engine.request import NO_RULES, Request, TokenRules
+from mlx_paged.engine.text_stream import TextStream, TokenTexts
+from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.request import PRIORITY, REQUEST_ID, check_cache_salt, check_user
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.token_ids import TokenIds, check_token_ids, is_array, read_array
+
+# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
+# unions such as this one.
+Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as the engine processes it."""
+
+    text: str | None  # as the user gave it; None if there were only token ids
+    token_ids: list[int]  # at least one, each in the model's vocabulary
+
+
+def read_prompt(
+    prompt: object, tokenizer: TokenizerWrapper | None, vocab_size: int, name: str = "prompt"
+) -> EncodedPrompt:
+    """Check a prompt and return its text and token ids. Any thread may call it.
+
+    Args:
+        prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's
+            dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. If both keys are given,
+            the ids are the prompt, and the text is kept for the output.
+        tokenizer: for text; with ``None``, only token ids are accepted.
+        vocab_size: each id must be below it.
+        name: of the argument, for error messages.
+
+    Raises:
+        ValueError: it has another type, is empty, can't be encoded, or has a token outside the
+            vocabulary; the message is one line that names the argument.
+    """
+    text, token_ids = _split_dict(prompt, name) if isinstance(prompt, Mapping) else (None, prompt)
+    if isinstance(token_ids, str):
+        text, token_ids = token_ids, encode_prompt(tokenizer, token_ids, name)
+    ids = check_token_ids(token_ids, vocab_size, name)
+    if not ids:
+        raise ArgumentError(f"[prompt] the prompt is empty; give at least one token as {name}")
+    return EncodedPrompt(text, ids)
+
+
+def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
+    """The tokenizer in mlx-lm's wrapper; raises ``ValueError`` for anything else."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    if isinstance(tokenizer, type) or not all(
+        hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
+    ):
+        raise ArgumentError(
+            "[tokenizer] tokenizer must be one that mlx_paged.load returns, got "
+            f"{kind_of(tokenizer)}"
+        )
+    try:
+        return TokenizerWrapper(tokenizer)
+    except Exception as error:
+        raise ArgumentError(f"[tokenizer] tokenizer can't be used: {reason(error)}") from error
+
+
+def split_prompts(prompts: object) -> list[Any]:
+    """Split the argument of a call that accepts one or several prompts, by vLLM's rules, without
+    checking the prompts.
+
+    A text, a dict, a sequence that begins with a number and a 1-d array are one prompt. A 2-d array
+    has a prompt in each row.
+
+    Raises:
+        ValueError: it is neither a prompt nor a sequence of prompts.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if is_array(prompts):
+        if prompts.ndim not in (1, 2):
+            raise ArgumentError(
+                f"[prompt] prompts is an array of shape {tuple(prompts.shape)}; give one dimension "
+                "for one prompt, or two for a prompt in each row"
+            )
+        prompts = read_array(prompts, "prompts")
+    if not is_sequence(prompts):
+        raise ArgumentError(
+            f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
+            f"got {kind_of(prompts)}"
+        )
+    return [prompts] if len(prompts) and is_number(prompts[0]) else list(prompts)
+
+
+def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "prompt") -> list[int]:
+    """Encode a text like mlx-lm: with special tokens, unless it begins with them.
+
+    Raises:
+        ValueError: there is no tokenizer, or it can't encode the text.
+    """
+    if tokenizer is None:
+        raise ArgumentError(f"[prompt] a text prompt needs a tokenizer; give token ids as {name}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"[prompt] {name} is not valid Unicode: {text[error.start]!r} at position "
+            f"{error.start} is half a character; decode the text with errors='replace'"
+        ) from error
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    try:
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
+    except Exception as error:
+        # A tokenizer may be third-party code and raise anything.
+        raise ArgumentError(
+            f"[prompt] the tokenizer can't encode {name}: {reason(error)}"
+        ) from error
+    return token_ids
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a single number of any type, including those of NumPy and MLX."""
+    return isinstance(value, numbers.Number) or (is_array(value) and value.ndim == 0)
+
+
+def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None, object]:
+    """The text, and what is to be read: the token ids if there are some, else the text."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+    if text is None and token_ids is None:
+        keys = shown(list(prompt))
+        raise ArgumentError(
+            f"[prompt] a prompt is text or token ids, got {kind_of(prompt)} with keys {keys} as "
+            f"{name}; a dict has 'prompt' (text) or 'prompt_token_ids'"
+        )
+    if given:
+        key = next(iter(given))
+        way_out = "; give it to add_request instead" if key in ("cache_salt", "no_store") else ""
+        raise ArgumentError(
+            f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}"
+        )
+    if text is not None and not isinstance(text, str):
+        raise ArgumentError(f"[prompt] {name}['prompt'] must be text, got {kind_of(text)}")
+    if isinstance(token_ids, (str, Mapping)):
+        raise ArgumentError(
+            f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}"
+        )
+    return text, text if token_ids is None else token_ids
+
+
+def read_token_rules(
+    params: SamplingParams, tokenizer: TokenizerWrapper | None, vocab_size: int
+) -> TokenRules:
+    """Check a request's token ids, and encode its bad words.
+
+    Raises:
+        ArgumentError: a token id is outside the vocabulary, a text needs a tokenizer and there is
+            none, or a bad word has no tokens; the message names the argument.
+    """
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("stop_token_ids", _flat(params.stop_token_ids)),
+        ("xtc_special_tokens", params.xtc_special_tokens),
+    ):
+        _check_in_vocabulary(name, token_ids, vocab_size)
+    if tokenizer is None:
+        if params.stop:
+            raise ArgumentError("[engine] stop texts need a tokenizer; use stop_token_ids", "stop")
+        if params.bad_words:
+            raise ArgumentError("[engine] bad_words need a tokenizer; use logit_bias", "bad_words")
+    if not params.bad_words and not params.min_tokens:
+        return NO_RULES
+    eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
+    words = [] if tokenizer is None else _bad_words(params.bad_words, tokenizer)
+    for word in words:
+        _check_in_vocabulary("bad_words", word, vocab_size)
+    return TokenRules(
+        frozenset(token for token in eos_token_ids if token < vocab_size), tuple(words)
+    )
+
+
+def special_token_ids(tokenizer: TokenizerWrapper | None) -> frozenset[int]:
+    """The tokens that ``decode(..., skip_special_tokens=True)`` omits."""
+    if tokenizer is None:
+        return frozenset()
+    # A tokenizer may be third-party code, and lack these attributes.
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if entry.special}
+    return frozenset(special.union(getattr(tokenizer, "all_special_ids", ())))
+
+
+def _bad_words(texts: Iterable[str], tokenizer: TokenizerWrapper) -> list[tuple[int, ...]]:
+    """The tokens of each text, both without and with a space before it.
+
+    vLLM omits the second form if it has a different number of tokens. Here both are banned, since a
+    word may be one token after a space and several without it.
+    """
+    words: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        forms = [_encode(tokenizer, space + text.lstrip()) for space in ("", " ")]
+        if not forms[0]:
+            raise ArgumentError(
+                f"[engine] bad_words has {shown(text)}, for which the tokenizer has no tokens; "
+                "leave it out",
+                "bad_words",
+            )
+        words.update((form, None) for form in forms if form)
+    return list(words)
+
+
+def _encode(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:
+        # A tokenizer may be third-party code and raise anything.
+        raise ArgumentError(
+            f"[engine] bad_words has {shown(text)}, which the tokenizer can't encode: "
+            f"{reason(error)}",
+            "bad_words",
+        ) from error
+
+
+def _flat(stops: Iterable[int | Sequence[int]]) -> list[int]:
+    return [token for stop in stops for token in ([stop] if isinstance(stop, int) else stop)]
+
+
+def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if token >= vocab_size:
+            raise ArgumentError(
+                f"[engine] {name} has token id {token}, the vocabulary ends at {vocab_size - 1}",
+                name,
+            )
+
 
 _NUM_TAIL_TOKENS = 16  # more than those of a mark and white space
 
@@ -58,7 +280,7 @@ class InputProcessor:
         no_store: bool,
         user: str | None,
         token_rules: TokenRules | None,
-    ) -> RequestState:
+    ) -> Request:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
         request_id = REQUEST_ID.check("engine", "request_id", request_id)
         priority = PRIORITY.check("engine", "priority", priority)
@@ -88,8 +310,9 @@ class InputProcessor:
             no_store=no_store,
             user=user,
             token_rules=token_rules,
+            prompt=text,
         )
-        return self.state_of(request, text)
+        return self.with_texts(request)
 
     def _reasoning_limit(
         self, token_ids: list[int], num_tokens: int, rules: TokenRules
@@ -111,9 +334,27 @@ class InputProcessor:
 
         return ReasoningLimit(new_reader, end, num_tokens)
 
-    def state_of(self, request: Request, prompt: str | None) -> RequestState:
-        """The state of a request until its last output is reported."""
-        return RequestState(request, prompt, self.token_texts, self.special_token_ids)
+    def with_texts(self, request: Request) -> Request:
+        """The same request, of whose completions the texts are made if it wants them."""
+        params, texts = request.params, self.token_texts
+        if texts is None or not params.detokenize:
+            return request
+        request.texts = texts
+        includes_stop = params.include_stop_str_in_output
+        request.streams = [
+            TextStream(
+                texts,
+                params.stop,
+                prompt_token_ids=request.prompt_token_ids,
+                stop_sequences=() if includes_stop else params.stop_sequences,
+                min_tokens=params.min_tokens,
+                includes_stop=includes_stop,
+                skipped_token_ids=self.special_token_ids if params.skip_special_tokens else (),
+                answer_format=request.token_rules.answer_format,
+            )
+            for _ in range(params.n)
+        ]
+        return request
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """The token rules of a request; see :meth:`Engine.prepare`."""

@@ -8,7 +8,8 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.request import Logprob, Request
+from mlx_paged.engine.request import Completion
+from mlx_paged.request import Logprob
 
 
 class LogprobReport(NamedTuple):
@@ -71,13 +72,13 @@ def read_report(
 class ScoredPrompt(NamedTuple):
     """The next tokens of a prompt and their log-probabilities, launched and not waited for."""
 
-    request: Request
+    completion: Completion
     token_ids: Sequence[int]  # [num_scored_rows]
     report: LogprobReport
 
     def read(self) -> list[dict[int, Logprob]]:
         """For each token, its own log-probability and those of the most likely tokens there."""
-        count = self.request.params.prompt_logprobs or 0
+        count = self.completion.request.params.prompt_logprobs or 0
         return read_report(self.report, self.token_ids, [count] * len(self.token_ids))
 
 
@@ -89,17 +90,17 @@ def score_prompts(
     scored: list[ScoredPrompt] = []
     first_row = 0
     for part in scheduled:
-        request, num_rows = part.request, part.num_scored_rows
-        if num_rows and not request.is_finished:
+        completion, num_rows = part.completion, part.num_scored_rows
+        if num_rows and not completion.is_finished:
             # The logits of a row are for the token after it.
             first = part.start + part.num_new_tokens - part.num_logit_rows + 1
-            token_ids = request.token_ids[first : first + num_rows]
+            token_ids = completion.token_ids[first : first + num_rows]
             report = report_logprobs(
                 logits[first_row : first_row + num_rows],
                 mx.array(token_ids, dtype=mx.int32),
-                request.params.prompt_logprobs or 0,
+                completion.request.params.prompt_logprobs or 0,
             )
             mx.async_eval(report)
-            scored.append(ScoredPrompt(request, token_ids, report))
+            scored.append(ScoredPrompt(completion, token_ids, report))
         first_row += part.num_logit_rows
     return scored

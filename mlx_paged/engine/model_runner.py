@@ -17,11 +17,11 @@ from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, Swap
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.logprobs import ScoredPrompt
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
-from mlx_paged.request import PENDING_TOKEN, Request
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class StepInFlight:
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
     scored: list[ScoredPrompt] = field(default_factory=list)
-    forks: list[Request] = field(default_factory=list)
+    forks: list[Completion] = field(default_factory=list)
 
     def first_row_of(self, part: Scheduled) -> int:
         """The row of ``logits`` from which the first token of a part is sampled."""
@@ -99,7 +99,7 @@ class ModelRunner:
         scheduled, groups = batch.scheduled, self._manager.groups
         counts = [part.num_new_tokens for part in scheduled]
         num_logit_rows = [part.num_logit_rows for part in scheduled]
-        seq_ids = [part.request.seq_id for part in scheduled]
+        seq_ids = [part.completion.seq_id for part in scheduled]
         num_drafts = [len(part.draft_token_ids) for part in scheduled]
         states = states_before(self._manager, seq_ids, counts, num_drafts)
         with cache.open_step(
@@ -140,11 +140,11 @@ class ModelRunner:
         if self.draft_model is not None and batch.drafted:
             # All pending tokens are drafts, because the tokens before them are known by now.
             return self.draft_model.put_drafts(batch, mx.array(token_ids, dtype=mx.int32))
-        entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
+        entry_of = {completion: entry for entry, completion in enumerate(awaited.completions)}
         ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
         pairs = zip(ends, scheduled, strict=True)
         places = [
-            (end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token
+            (end - 1, entry_of[part.completion]) for end, part in pairs if part.has_pending_token
         ]
         positions, entries = zip(*places, strict=True)
         pending = awaited.token_ids

@@ -17,6 +17,7 @@ from mlx_paged.config import (
 )
 from mlx_paged.core.tier import Tier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions, check_engine
+from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.step_budget import (
     Budgets,
     ChosenBudgets,
@@ -27,7 +28,6 @@ from mlx_paged.engine.step_budget import (
 from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import TokenRules
 
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
 

@@ -14,7 +14,7 @@ from mlx_paged.core import (
     extend_block_hashes,
 )
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
@@ -43,60 +43,60 @@ class PrefixCache:
         self._last_sequence = unshared if is_enabled else None
         self._finds_blocks = is_enabled and unshared is None
 
-    def computed_blocks(self, request: Request) -> ComputedBlocks:
+    def computed_blocks(self, completion: Completion) -> ComputedBlocks:
         """The blocks of the longest cached prefix of a request, which are not allocated yet."""
         if not self._finds_blocks:
             return NOTHING_COMPUTED
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self._manager.get_computed_blocks(request.block_hashes, num_tokens)
+        self._hash_blocks(completion)
+        num_tokens = _num_findable_tokens(completion)
+        return self._manager.get_computed_blocks(completion.block_hashes, num_tokens)
 
-    def num_kept_tokens(self, request: Request) -> int:
+    def num_kept_tokens(self, completion: Completion) -> int:
         """How many tokens of a new request the kept sequence begins with, in full blocks."""
         if self._last_sequence is None:
             return 0
-        self._hash_blocks(request)
-        num_usable_blocks = max(0, _num_findable_tokens(request) - 1) // self._block_size
-        hashes = request.block_hashes[:num_usable_blocks]
+        self._hash_blocks(completion)
+        num_usable_blocks = max(0, _num_findable_tokens(completion) - 1) // self._block_size
+        hashes = completion.block_hashes[:num_usable_blocks]
         return self._last_sequence.num_kept_blocks(hashes) * self._block_size
 
-    def absent_blocks(self, request: Request, tier: DiskTier) -> Sequence[AbsentBlock]:
+    def absent_blocks(self, completion: Completion, tier: DiskTier) -> Sequence[AbsentBlock]:
         """The blocks of a request that a tier has and the pool lacks."""
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self._manager.absent_blocks(request.block_hashes, num_tokens, tier.has)
+        self._hash_blocks(completion)
+        num_tokens = _num_findable_tokens(completion)
+        return self._manager.absent_blocks(completion.block_hashes, num_tokens, tier.has)
 
-    def begin(self, request: Request, num_held_tokens: int) -> None:
+    def begin(self, completion: Completion, num_held_tokens: int) -> None:
         """A request has got its slots, into which the kept sequence may be moved."""
         if self._last_sequence is not None:
-            self._manager.count_lookup(_num_findable_tokens(request), num_held_tokens)
+            self._manager.count_lookup(_num_findable_tokens(completion), num_held_tokens)
             if num_held_tokens:
-                self._last_sequence.take_last(self._manager.tables[request.seq_id])
+                self._last_sequence.take_last(self._manager.tables[completion.seq_id])
 
-    def cache_blocks(self, request: Request) -> list[int]:
+    def cache_blocks(self, completion: Completion) -> list[int]:
         """Cache the blocks that the newest step has filled, as far as their tokens are known;
         returns the ids of the new ones.
         """
         if not self._finds_blocks:
             return []
-        self._hash_blocks(request)
-        num_new_blocks = self._manager.cache_blocks(request.seq_id, request.block_hashes)
-        num_full_blocks = request.num_computed_tokens // self._block_size
-        end = min(num_full_blocks, len(request.block_hashes))
+        self._hash_blocks(completion)
+        num_new_blocks = self._manager.cache_blocks(completion.seq_id, completion.block_hashes)
+        num_full_blocks = completion.num_computed_tokens // self._block_size
+        end = min(num_full_blocks, len(completion.block_hashes))
         block_ids: list[int] = []
-        for table in self._manager.groups[request.seq_id]:
+        for table in self._manager.groups[completion.seq_id]:
             num_evicted = table.num_evicted_tokens // self._block_size
             begin = max(0, end - num_new_blocks - num_evicted)
             block_ids += table.packed_block_ids[begin : end - num_evicted]
         return block_ids
 
-    def end(self, request: Request) -> None:
+    def end(self, completion: Completion) -> None:
         """A request is finished, and its blocks are about to be freed."""
         if self._last_sequence is not None:
-            self._hash_blocks(request)
-            num_full_blocks = request.num_computed_tokens // self._block_size
-            hashes = request.block_hashes[:num_full_blocks]
-            self._last_sequence.keep_last(self._manager.tables[request.seq_id], hashes)
+            self._hash_blocks(completion)
+            num_full_blocks = completion.num_computed_tokens // self._block_size
+            hashes = completion.block_hashes[:num_full_blocks]
+            self._last_sequence.keep_last(self._manager.tables[completion.seq_id], hashes)
 
     def forget_last(self) -> None:
         """Drop the kept sequence."""
@@ -110,18 +110,18 @@ class PrefixCache:
         self.forget_last()
         return True
 
-    def _hash_blocks(self, request: Request) -> None:
-        token_ids = request.token_ids
-        if request.awaits_token:
-            if len(request.block_hashes) == (len(token_ids) - 1) // self._block_size:
+    def _hash_blocks(self, completion: Completion) -> None:
+        token_ids = completion.token_ids
+        if completion.awaits_token:
+            if len(completion.block_hashes) == (len(token_ids) - 1) // self._block_size:
                 return
             token_ids = token_ids[:-1]
-        extra_keys = extra_hash_keys(request.cache_salt)
-        extend_block_hashes(request.block_hashes, token_ids, self._block_size, extra_keys)
+        extra_keys = extra_hash_keys(completion.request.cache_salt)
+        extend_block_hashes(completion.block_hashes, token_ids, self._block_size, extra_keys)
 
 
-def _num_findable_tokens(request: Request) -> int:
+def _num_findable_tokens(completion: Completion) -> int:
     """Tokens of which all but the last may be cached: rows whose logits are needed are computed."""
-    if request.num_unscored_tokens:
-        return request.num_prompt_tokens - request.num_unscored_tokens
-    return request.num_tokens
+    if completion.num_unscored_tokens:
+        return completion.num_prompt_tokens - completion.num_unscored_tokens
+    return completion.num_tokens

@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from itertools import islice, pairwise
 
 from mlx_paged.core import BlockHash
-from mlx_paged.core.prefix_report import REASONS, PrefixReport, Reason
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
+from mlx_paged.request import REASONS, PrefixReport, Reason
 
 MAX_REPORTS = 256
 # The most sequences after a common block that are compared with a prompt.
@@ -30,9 +30,9 @@ class _Sequence:
 
     __slots__ = ("block_hashes", "is_running", "request_id", "root", "token_ids")
 
-    def __init__(self, request: Request):
-        self.request_id = request.request_id
-        self.root: Hashable = ("root", request.cache_salt)
+    def __init__(self, completion: Completion):
+        self.request_id = completion.request_id
+        self.root: Hashable = ("root", completion.request.cache_salt)
         self.token_ids: array[int] = array("i")
         self.block_hashes: list[BlockHash] = []
         self.is_running = True
@@ -70,27 +70,27 @@ class PrefixHistory:
         self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
 
     def admit(
-        self, request: Request, num_cached_tokens: int, num_tokens_with_kv: int = 0
+        self, completion: Completion, num_cached_tokens: int, num_tokens_with_kv: int = 0
     ) -> PrefixReport | None:
         """Report on an admitted prompt, whose blocks are hashed, and remember it.
 
         Args:
             num_tokens_with_kv: more than the cached tokens if the recurrent state was not kept.
         """
-        if not self.max_num_tokens or request.num_unscored_tokens:
+        if not self.max_num_tokens or completion.num_unscored_tokens:
             return None  # Prompts that are scored are computed in any case.
-        report = self._explain(request, num_cached_tokens, num_tokens_with_kv)
+        report = self._explain(completion, num_cached_tokens, num_tokens_with_kv)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens
         self.num_missed_tokens[report.reason] += num_missed
-        self._remember(request)
+        self._remember(completion)
         return report
 
-    def finish(self, request: Request) -> None:
+    def finish(self, completion: Completion) -> None:
         """Remember a request's answer."""
         if self.max_num_tokens:
-            self._remember(request)
-            sequence = self._sequences.get(request.seq_id)
+            self._remember(completion)
+            sequence = self._sequences.get(completion.seq_id)
             if sequence is not None:
                 sequence.is_running = False
 
@@ -101,12 +101,12 @@ class PrefixHistory:
         self.num_tokens = 0
 
     def _explain(
-        self, request: Request, num_cached_tokens: int, num_tokens_with_kv: int
+        self, completion: Completion, num_cached_tokens: int, num_tokens_with_kv: int
     ) -> PrefixReport:
-        num_tokens = request.num_prompt_tokens
+        num_tokens = completion.num_prompt_tokens
         # The last token is computed in any case.
-        num_usable_blocks = min(len(request.block_hashes), (num_tokens - 1) // self._block_size)
-        depth, other, position = self._longest_match(request, num_usable_blocks)
+        num_usable_blocks = min(len(completion.block_hashes), (num_tokens - 1) // self._block_size)
+        depth, other, position = self._longest_match(completion, num_usable_blocks)
         reason: Reason
         if num_cached_tokens >= num_usable_blocks * self._block_size:
             reason, other, position = "hit", None, num_cached_tokens
@@ -126,28 +126,28 @@ class PrefixHistory:
         end = position + MAX_DIFFERING_TOKENS
         is_changed = other is not None and reason == "changed"
         return PrefixReport(
-            request.request_id,
-            request.cache_salt,
+            completion.request_id,
+            completion.request.cache_salt,
             num_tokens,
             num_cached_tokens,
             reason,
             position,
             None if other is None else other.request_id,
-            before=request.token_ids[max(0, position - NUM_TOKENS_BEFORE) : position],
+            before=completion.token_ids[max(0, position - NUM_TOKENS_BEFORE) : position],
             expected=list(other.token_ids[position:end]) if other and is_changed else (),
-            found=request.token_ids[position : min(end, num_tokens)],
-            num_read_tokens=request.num_read_tokens,
+            found=completion.token_ids[position : min(end, num_tokens)],
+            num_read_tokens=completion.request.num_read_tokens,
         )
 
     def _longest_match(
-        self, request: Request, num_blocks: int
+        self, completion: Completion, num_blocks: int
     ) -> tuple[int, _Sequence | None, int]:
         """How many of a prompt's blocks any sequence has, the sequence with the longest common
         prefix, and its length in tokens.
         """
-        parent: Hashable = ("root", request.cache_salt)
+        parent: Hashable = ("root", completion.request.cache_salt)
         depth, best = 0, None
-        for block_hash in request.block_hashes[:num_blocks]:
+        for block_hash in completion.block_hashes[:num_blocks]:
             found = self._children.get(parent, {}).get(block_hash)
             if found is None:
                 break
@@ -156,22 +156,22 @@ class PrefixHistory:
         newest = reversed(list(self._children.get(parent, {}).values()))
         for sequence in islice(newest, MAX_BRANCHES):
             length = start
-            end = min(len(sequence.token_ids), request.num_prompt_tokens)
-            while length < end and sequence.token_ids[length] == request.token_ids[length]:
+            end = min(len(sequence.token_ids), completion.num_prompt_tokens)
+            while length < end and sequence.token_ids[length] == completion.token_ids[length]:
                 length += 1
             if best is None or length > longest:
                 best, longest = sequence, length
         return depth, best, longest
 
-    def _remember(self, request: Request) -> None:
-        num_tokens = request.num_tokens - request.awaits_token
+    def _remember(self, completion: Completion) -> None:
+        num_tokens = completion.num_tokens - completion.awaits_token
         if num_tokens > self.max_num_tokens:
             return
-        self._forget(request.seq_id)
-        sequence = _Sequence(request)
-        sequence.token_ids.extend(islice(request.token_ids, num_tokens))
-        sequence.block_hashes = request.block_hashes[: num_tokens // self._block_size]
-        self._sequences[request.seq_id] = sequence
+        self._forget(completion.seq_id)
+        sequence = _Sequence(completion)
+        sequence.token_ids.extend(islice(completion.token_ids, num_tokens))
+        sequence.block_hashes = completion.block_hashes[: num_tokens // self._block_size]
+        self._sequences[completion.seq_id] = sequence
         for parent, name in sequence.path():
             children = self._children.setdefault(parent, {})
             children.pop(name, None)  # The newest comes last.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mlx_paged.core import BlockHash
 from mlx_paged.engine.admission import Admission
-from mlx_paged.request import Request, RequestStatus, SeqId
+from mlx_paged.engine.request import Completion, CompletionStatus
+from mlx_paged.request import SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.engine.disk_tier import DiskTier
@@ -20,7 +21,7 @@ MAX_READ_AHEAD = 4
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    request: Request
+    completion: Completion
     block_hashes: set[BlockHash] = field(default_factory=set)  # requested so far
     is_over: bool = False  # the tier has nothing else for it
 
@@ -39,75 +40,75 @@ class ReadAhead:
         self._admission = admission
         self._asked: dict[SeqId, _Asked] = {}
 
-    def look(self, waiting: Iterable[Request]) -> None:
+    def look(self, waiting: Iterable[Completion]) -> None:
         """Begin to read the blocks of the first waiting requests, long before they are admitted."""
         if self._tier is not None:
-            for request in islice(waiting, MAX_READ_AHEAD):
-                if not self._may_ask(self._tier, request):
+            for completion in islice(waiting, MAX_READ_AHEAD):
+                if not self._may_ask(self._tier, completion):
                     return
-                self._ask(self._tier, request)
+                self._ask(self._tier, completion)
 
-    def first_ready(self, waiting: Iterable[Request]) -> Request | None:
+    def first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
         """The first waiting request that does not have to wait for its blocks."""
         tier = self._tier
         if tier is None:
             return next(iter(waiting), None)
-        for request in waiting:
-            if not self._may_ask(tier, request):
+        for completion in waiting:
+            if not self._may_ask(tier, completion):
                 # Space for the reads of others is reserved for them. Without such reads, the
                 # request may still fit: blocks that it shares with running requests take no space.
-                return None if self._reading(tier) else request
-            self._ask(tier, request)
-            if not tier.is_reading(request.seq_id) and not self._ask_again(tier, request):
-                return request
+                return None if self._reading(tier) else completion
+            self._ask(tier, completion)
+            if not tier.is_reading(completion.seq_id) and not self._ask_again(tier, completion):
+                return completion
         return None
 
-    def end(self, request: Request) -> int:
+    def end(self, completion: Completion) -> int:
         """A request leaves the queue; returns how many tokens were loaded for it."""
         if self._tier is None:
             return 0
-        self._asked.pop(request.seq_id, None)
-        return self._tier.forget(request.seq_id)
+        self._asked.pop(completion.seq_id, None)
+        return self._tier.forget(completion.seq_id)
 
-    def keep(self, request: Request) -> None:
+    def keep(self, completion: Completion) -> None:
         """A request is preempted: save its K/V if reading them is cheaper than computing them."""
         if self._tier is not None and self._tier.pays_for_preempted:
-            self._tier.keep(request)
+            self._tier.keep(completion)
 
     def clear(self) -> None:
         self._asked.clear()
         if self._tier is not None:
             self._tier.clear()
 
-    def _reading(self, tier: DiskTier) -> list[Request]:
-        requests = [asked.request for asked in self._asked.values()]
-        return [each for each in requests if tier.is_reading(each.seq_id)]
+    def _reading(self, tier: DiskTier) -> list[Completion]:
+        completions = [asked.completion for asked in self._asked.values()]
+        return [each for each in completions if tier.is_reading(each.seq_id)]
 
-    def _may_ask(self, tier: DiskTier, request: Request) -> bool:
-        is_asked = request.seq_id in self._asked
-        return is_asked or self._admission.fits([*self._reading(tier), request])
+    def _may_ask(self, tier: DiskTier, completion: Completion) -> bool:
+        is_asked = completion.seq_id in self._asked
+        return is_asked or self._admission.fits([*self._reading(tier), completion])
 
-    def _ask(self, tier: DiskTier, request: Request) -> None:
-        if request.seq_id in self._asked:
+    def _ask(self, tier: DiskTier, completion: Completion) -> None:
+        if completion.seq_id in self._asked:
             return
-        asked = self._asked[request.seq_id] = _Asked(request)
-        if request.status is RequestStatus.PREEMPTED and not tier.pays_for_preempted:
+        asked = self._asked[completion.seq_id] = _Asked(completion)
+        if completion.status is CompletionStatus.PREEMPTED and not tier.pays_for_preempted:
             return
         self._read(tier, asked)
 
-    def _ask_again(self, tier: DiskTier, request: Request) -> bool:
+    def _ask_again(self, tier: DiskTier, completion: Completion) -> bool:
         """After all requested blocks were read: whether others have to be read. A block or a state
         may have been lost, and a shorter prefix may end with another state.
         """
-        asked = self._asked[request.seq_id]
+        asked = self._asked[completion.seq_id]
         return bool(asked.block_hashes) and not asked.is_over and self._read(tier, asked)
 
     def _read(self, tier: DiskTier, asked: _Asked) -> bool:
         """Begin to read the missing blocks of a request; whether any were not requested before."""
-        blocks = self._admission.absent_blocks(asked.request, tier)
+        blocks = self._admission.absent_blocks(asked.completion, tier)
         hashes = {block.block_hash for block in blocks}
         asked.is_over = hashes <= asked.block_hashes
         if not asked.is_over:
             asked.block_hashes |= hashes
-            tier.read(asked.request.seq_id, blocks)
+            tier.read(asked.completion.seq_id, blocks)
         return not asked.is_over

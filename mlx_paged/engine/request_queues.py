@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from mlx_paged.engine.batch import Batch
-from mlx_paged.request import Request, RequestStatus, SeqId, Share
+from mlx_paged.engine.request import Completion, CompletionStatus, Share
+from mlx_paged.request import SeqId
 
 # At most this many requests that arrive after a waiting one are admitted before it because it does
 # not fit yet.
@@ -26,9 +27,9 @@ MIN_LEAD = 1024
 _by_order = attrgetter("order")
 
 
-def place_of(request: Request) -> tuple[int, tuple[int, ...]]:
+def place_of(completion: Completion) -> tuple[int, tuple[int, ...]]:
     """The place among the running requests: first by user, then by the order of the requests."""
-    return request.share.rank, request.order
+    return completion.request.share.rank, completion.order
 
 
 class FairShares:
@@ -121,47 +122,47 @@ class RequestQueues:
     """
 
     def __init__(self) -> None:
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
-        self.requests: dict[SeqId, Request] = {}
+        self.running: list[Completion] = []
+        self.waiting: list[Completion] = []
+        self.completions: dict[SeqId, Completion] = {}
         self.shares = FairShares()
         self._arrivals = itertools.count()
 
-    def add(self, request: Request, step: int) -> None:
+    def add(self, completion: Completion, step: int) -> None:
         """Queue a new request, after those with a lower ``step``, or an equal one."""
-        request.order = (step, next(self._arrivals), request.index)
-        request.share = self.shares.join(request.user)
-        self.requests[request.seq_id] = request
-        self._wait(request)
+        completion.order = (step, next(self._arrivals), completion.index)
+        completion.request.share = self.shares.join(completion.request.user)
+        self.completions[completion.seq_id] = completion
+        self._wait(completion)
 
-    def add_fork(self, child: Request, has_blocks: bool) -> None:
+    def add_fork(self, child: Completion, has_blocks: bool) -> None:
         """Add a fork of a running request: running, or waiting to be recomputed."""
-        self.requests[child.seq_id] = child
+        self.completions[child.seq_id] = child
         if has_blocks:
             self._run(child)
         else:
-            child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            child.status, child.num_computed_tokens = CompletionStatus.PREEMPTED, 0
             self._wait(child)
 
-    def run(self, request: Request) -> None:
+    def run(self, completion: Completion) -> None:
         """Move a waiting request to the running ones."""
-        self._remove(request)
-        self._run(request)
-        request.status = RequestStatus.RUNNING
+        self._remove(completion)
+        self._run(completion)
+        completion.status = CompletionStatus.RUNNING
 
-    def requeue(self, request: Request) -> None:
+    def requeue(self, completion: Completion) -> None:
         """Move a running request back to its place among the waiting ones, to be recomputed."""
-        self._remove(request)
-        self._wait(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        request.num_computed_tokens = 0
+        self._remove(completion)
+        self._wait(completion)
+        completion.status = CompletionStatus.PREEMPTED
+        completion.num_preemptions += 1
+        completion.num_computed_tokens = 0
 
-    def remove(self, request: Request) -> None:
+    def remove(self, completion: Completion) -> None:
         """Remove a request; the caller sets its status."""
-        self._remove(request)
-        del self.requests[request.seq_id]
-        self.shares.leave(request.share)
+        self._remove(completion)
+        del self.completions[completion.seq_id]
+        self.shares.leave(completion.request.share)
 
     # Several users
 
@@ -170,7 +171,7 @@ class RequestQueues:
         if self.shares.are_shared and self.shares.rank():
             self.running.sort(key=place_of)
 
-    def in_turn(self, passed: Sequence[Request] = ()) -> Iterable[Request]:
+    def in_turn(self, passed: Sequence[Completion] = ()) -> Iterable[Completion]:
         """The waiting requests in the order in which they may be admitted.
 
         Args:
@@ -187,49 +188,51 @@ class RequestQueues:
             return [each for each in heads if each.order[1] <= last and each not in passed]
         return itertools.chain.from_iterable(each.waiting for each in users)
 
-    def num_places(self, requests: Sequence[Request]) -> int:
+    def num_places(self, completions: Sequence[Completion]) -> int:
         """How many of ``max_num_seqs`` places requests take. A request that is not forked yet takes
         one for each completion; while several users have requests it takes one, and completions
         without a place wait.
         """
         if self.shares.are_shared:
-            return len(requests)
-        return sum([request.num_seqs for request in requests])
+            return len(completions)
+        return sum([completion.num_seqs for completion in completions])
 
-    def may_admit_others(self, plan: Batch, request: Request, is_admitted: bool) -> bool:
+    def may_admit_others(self, plan: Batch, completion: Completion, is_admitted: bool) -> bool:
         """Whether others may be admitted in a step after a request was, or was not, since it does
         not fit.
         """
         if not self.shares.are_shared or plan.only is not None:
             return is_admitted
-        if plan.preempted or not (is_admitted or request.share.num_running == 0):
+        if plan.preempted or not (is_admitted or completion.request.share.num_running == 0):
             return False  # What was freed in this step is not given to others, nor taken back.
         if not is_admitted:
-            plan.passed = (*plan.passed, request)
+            plan.passed = (*plan.passed, completion)
         return True
 
     # Inside
 
-    def _run(self, request: Request) -> None:
-        insort(self.running, request, key=place_of)
-        request.share.num_running += 1
+    def _run(self, completion: Completion) -> None:
+        insort(self.running, completion, key=place_of)
+        completion.request.share.num_running += 1
 
-    def _wait(self, request: Request) -> None:
-        for queue in (self.waiting, request.share.waiting):
-            insort(queue, request, key=_by_order)
+    def _wait(self, completion: Completion) -> None:
+        for queue in (self.waiting, completion.request.share.waiting):
+            insort(queue, completion, key=_by_order)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, completion: Completion) -> None:
         """Remove a request from its queues; raises ``ValueError`` if it is not there."""
-        if request.status is RequestStatus.RUNNING:
-            _remove(self.running, request, place_of)
-            request.share.num_running -= 1
+        if completion.status is CompletionStatus.RUNNING:
+            _remove(self.running, completion, place_of)
+            completion.request.share.num_running -= 1
         else:
-            for queue in (self.waiting, request.share.waiting):
-                _remove(queue, request, _by_order)
+            for queue in (self.waiting, completion.request.share.waiting):
+                _remove(queue, completion, _by_order)
 
 
-def _remove(queue: list[Request], request: Request, key: Callable[[Request], Any]) -> None:
-    index = bisect_left(queue, key(request), key=key)
-    if index == len(queue) or queue[index] is not request:
-        raise ValueError(f"[scheduler] {request} is not in its queue")
+def _remove(
+    queue: list[Completion], completion: Completion, key: Callable[[Completion], Any]
+) -> None:
+    index = bisect_left(queue, key(completion), key=key)
+    if index == len(queue) or queue[index] is not completion:
+        raise ValueError(f"[scheduler] {completion} is not in its queue")
     del queue[index]

@@ -23,21 +23,19 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.callers_thread import lazy_array_error
 from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
-from mlx_paged.engine.sampling_state import Filters, SamplingState
-from mlx_paged.engine.thinking_budget import force_tokens
-from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
+from mlx_paged.engine.request import Completion, SampledToken
+from mlx_paged.engine.sampling_state import (
+    Filters,
+    SamplingState,
+    allow_tokens,
+    force_tokens,
+    mask_tokens,
+)
 from mlx_paged.errors import ArgumentError, request_error
 from mlx_paged.ops.metadata import rounded_up
-from mlx_paged.request import Logprob, Request
+from mlx_paged.request import Logprob
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-class SampledToken(NamedTuple):
-    """A token and, if requested, its log-probability and those of the most likely tokens."""
-
-    token_id: int
-    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +43,18 @@ class SampledTokens:
     """The next token of each request, launched and not waited for.
 
     Attributes:
-        token_ids: ``[num_requests] int32``, within the vocabulary even after an error.
+        token_ids: ``[num_completions] int32``, within the vocabulary even after an error.
         failed: errors that are already known, by entry.
         may_have_none: entries whose settings may exclude all tokens.
         peaks: ``[len(may_have_none)]``, their highest logits.
         drawn: tokens from the requests' own samplers, by entry: ``[1]`` integers, not checked yet.
-        rows: ``[num_requests, vocab_size]``, the logits that the tokens were sampled from: after
+        rows: ``[num_completions, vocab_size]``, the logits that the tokens were sampled from: after
             penalties, masks and processors, before temperature, filters and samplers. ``None`` if
             nothing was sampled.
         positions: of the tokens in the answers, where settings may exclude all tokens.
     """
 
-    requests: Sequence[Request]
+    completions: Sequence[Completion]
     states: Sequence[SamplingState]
     token_ids: mx.array
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -70,14 +68,14 @@ class SampledTokens:
 
     def read(self) -> list[SampledToken | Exception]:
         """Wait for the tokens. An exception in place of a token fails its request."""
-        if not self.requests:
+        if not self.completions:
             return []
         token_ids, failed = cast(list[int], self.token_ids.tolist()), self.failed
         if self.peaks is not None:
             peaks = cast(list[float], self.peaks.tolist())
             for entry, peak in zip(self.may_have_none, peaks, strict=True):
                 if not peak > -np.inf:  # also for NaN
-                    error = _no_token(self.requests[entry], self.positions[entry], peak)
+                    error = _no_token(self.completions[entry], self.positions[entry], peak)
                     failed.setdefault(entry, error)
         for entry, drawn in self.drawn.items():
             (token,) = cast(list[int], drawn.tolist())
@@ -99,9 +97,9 @@ NO_TOKENS = SampledTokens((), (), mx.array([], dtype=mx.int32))
 
 def sample(
     logits: mx.array,  # [num_rows, vocab_size]
-    rows: Sequence[int],  # [num_requests]
-    requests: Sequence[Request],
-    num_before: Sequence[int] | None = None,  # [num_requests]
+    rows: Sequence[int],  # [num_completions]
+    completions: Sequence[Completion],
+    num_before: Sequence[int] | None = None,  # [num_completions]
 ) -> SampledTokens:
     """Launch the sampling of each request's next token from its row of logits.
 
@@ -110,81 +108,81 @@ def sample(
     request between two tokens is its ``sampling_state``. The request's own functions are called
     here, and wait for the device if they read numbers.
     """
-    if not requests:
+    if not completions:
         return NO_TOKENS
     states: list[SamplingState] = []
     all_plain = True
-    for request in requests:
-        state = state_of(request, logits.shape[-1])
+    for completion in completions:
+        state = state_of(completion, logits.shape[-1])
         all_plain = all_plain and state.is_plain
         states.append(state)
     wanted_rows = list(rows)
     if wanted_rows != list(range(logits.shape[0])):
         logits = logits[mx.array(wanted_rows, dtype=mx.int32)]
     if all_plain:
-        sampled = _draw_plainly(logits, requests, states)
+        sampled = _draw_plainly(logits, completions, states)
     else:
-        positions = [request.num_output_tokens for request in requests]
+        positions = [completion.num_output_tokens for completion in completions]
         if num_before is not None:
             positions = list(map(operator.add, positions, num_before))
-        sampled = _draw_with_settings(logits, requests, states, positions)
+        sampled = _draw_with_settings(logits, completions, states, positions)
     mx.async_eval(sampled.token_ids, sampled.peaks, sampled.report, sampled.drawn)
     return sampled
 
 
 def draw_drafts(
-    logits: mx.array,  # [num_requests, vocab_size], of a draft model
-    requests: Sequence[Request],
+    logits: mx.array,  # [num_completions, vocab_size], of a draft model
+    completions: Sequence[Completion],
     num_before: int,
 ) -> mx.array:
-    """Drafts ``[num_requests] int32``, each sampled with the key, temperature and filters that will
-    be used for the request's own token at that position.
+    """Drafts ``[num_completions] int32``, each sampled with the key, temperature and filters that
+    will be used for the completion's own token at that position.
     """
-    states = [state_of(request, logits.shape[-1]) for request in requests]
-    positions = [request.num_output_tokens + num_before for request in requests]
+    states = [state_of(completion, logits.shape[-1]) for completion in completions]
+    positions = [completion.num_output_tokens + num_before for completion in completions]
     return _draw(logits, states, positions).astype(mx.int32)
 
 
-def state_of(request: Request, vocab_size: int) -> SamplingState:
+def state_of(completion: Completion, vocab_size: int) -> SamplingState:
     """The sampling state of a request, created at its first token."""
-    state = request.sampling_state
+    state = completion.sampling_state
     if not isinstance(state, SamplingState):
-        state = request.sampling_state = SamplingState(request, vocab_size)
+        state = completion.sampling_state = SamplingState(completion, vocab_size)
     return state
 
 
 def _draw_plainly(
-    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+    logits: mx.array, completions: Sequence[Completion], states: Sequence[SamplingState]
 ) -> SampledTokens:
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    return SampledTokens(requests, states, tokens, rows=logits)
+    return SampledTokens(completions, states, tokens, rows=logits)
 
 
 def _draw_with_settings(
-    logits: mx.array,  # [num_requests, vocab_size]
-    requests: Sequence[Request],
+    logits: mx.array,  # [num_completions, vocab_size]
+    completions: Sequence[Completion],
     states: Sequence[SamplingState],
-    positions: Sequence[int],  # [num_requests], of the tokens in the answers
+    positions: Sequence[int],  # [num_completions], of the tokens in the answers
 ) -> SampledTokens:
     failed: dict[int, Exception] = {}
     changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing]
-    processed, peaks = _adjust(logits, requests, states), None
-    processed = _keep_to_grammars(processed, requests, states, failed)
+    processed, peaks = _adjust(logits, completions, states), None
+    processed = _keep_to_grammars(processed, completions, states, failed)
     if changed:
-        processed, peaks = _run_processors(processed, requests, changed, failed)
-    processed = force_tokens(processed, requests, [state.thinking_budget for state in states])
+        processed, peaks = _run_processors(processed, completions, changed, failed)
+    processed = force_tokens(processed, completions, [state.thinking_budget for state in states])
     tokens = _draw(processed, states, positions).astype(mx.int32)
-    drawn = _run_samplers(processed, tokens, requests, failed)
+    drawn = _run_samplers(processed, tokens, completions, failed)
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
     return SampledTokens(
-        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed,
+        completions, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed,
         positions,
     )  # fmt: skip
 
 
 def _adjust(
-    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+    logits: mx.array, completions: Sequence[Completion], states: Sequence[SamplingState]
 ) -> mx.array:
     """The logits after biases, penalties and masks, in float32; unchanged if no request has any."""
     if all(state.penalties is None and not state.may_leave_nothing for state in states):
@@ -198,16 +196,16 @@ def _adjust(
             mx.array(np.concatenate(biases))
         )
 
-    logits = _penalise(logits, requests, states)
+    logits = _penalise(logits, completions, states)
     masks = [state.mask for state in states]
     if any(mask is not None for mask in masks):
-        logits = mask_tokens(logits, requests, masks)
+        logits = mask_tokens(logits, completions, masks)
     return logits
 
 
 def _keep_to_grammars(
     logits: mx.array,
-    requests: Sequence[Request],
+    completions: Sequence[Completion],
     states: Sequence[SamplingState],
     failed: dict[int, Exception],
 ) -> mx.array:
@@ -218,17 +216,17 @@ def _keep_to_grammars(
     if not entries:
         return logits
     grammars = [state.grammar for state in states if state.grammar is not None]
-    allowed, errors = fill_masks(grammars, [requests[entry] for entry in entries])
+    allowed, errors = fill_masks(grammars, [completions[entry] for entry in entries])
     failed.update({entries[index]: error for index, error in errors.items()})
     return allow_tokens(logits, entries, allowed)
 
 
 def _penalise(
-    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+    logits: mx.array, completions: Sequence[Completion], states: Sequence[SamplingState]
 ) -> mx.array:
     penalised = [entry for entry, state in enumerate(states) if state.penalties is not None]
     for entry in penalised:
-        states[entry].read_new_tokens(requests[entry])
+        states[entry].read_new_tokens(completions[entry])
     lengths = [len(states[entry].token_ids) for entry in penalised]
     if not any(lengths):
         return logits
@@ -246,17 +244,20 @@ def _penalise(
 
 
 def _run_processors(
-    logits: mx.array, requests: Sequence[Request], entries: list[int], failed: dict[int, Exception]
+    logits: mx.array,
+    completions: Sequence[Completion],
+    entries: list[int],
+    failed: dict[int, Exception],
 ) -> tuple[mx.array, mx.array]:
     """The logits after these requests' own processors, and the highest of each request. Errors are
     put into ``failed``.
     """
     processed: dict[int, mx.array] = {}
     for entry in entries:
-        if requests[entry].params.logits_processors and entry not in failed:
+        if completions[entry].request.params.logits_processors and entry not in failed:
             mx.eval(logits)  # outside the try: an error of the model is not the processor's
             try:
-                processed[entry] = _process(requests[entry], logits[entry : entry + 1])
+                processed[entry] = _process(completions[entry], logits[entry : entry + 1])
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -264,7 +265,7 @@ def _run_processors(
     if processed:
         logits[mx.array(list(processed))] = mx.concatenate(list(processed.values()))
     # An infinite logit would make the probabilities NaN. Clipped, it gets all of the probability.
-    if len(entries) == len(requests):
+    if len(entries) == len(completions):
         logits = mx.minimum(logits, FLOAT32_MAX)
         return logits, logits.max(axis=-1)
     chosen = mx.array(entries)
@@ -274,21 +275,24 @@ def _run_processors(
 
 
 def _run_samplers(
-    logits: mx.array, tokens: mx.array, requests: Sequence[Request], failed: dict[int, Exception]
+    logits: mx.array,
+    tokens: mx.array,
+    completions: Sequence[Completion],
+    failed: dict[int, Exception],
 ) -> dict[int, mx.array]:
     """Replace ``tokens`` of requests with their own samplers, and return these tokens by entry.
     Errors are put into ``failed``.
     """
     drawn: dict[int, mx.array] = {}
     last_token = logits.shape[-1] - 1
-    for entry, request in enumerate(requests):
-        sampler = request.params.sampler
+    for entry, completion in enumerate(completions):
+        sampler = completion.request.params.sampler
         if sampler is None or entry in failed:
             continue
         row = logits[entry : entry + 1]
         logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
-        is_first = not request.num_output_tokens
-        if len(requests) > 1 or is_first:
+        is_first = not completion.num_output_tokens
+        if len(completions) > 1 or is_first:
             mx.eval(logprobs)  # outside the try: an error of the model is not the sampler's
         try:
             sampled = _check_sampled(sampler(logprobs))
@@ -305,8 +309,8 @@ def _run_samplers(
     return drawn
 
 
-def _no_token(request: Request, position: int, peak: float) -> ValueError:
-    params = request.params
+def _no_token(completion: Completion, position: int, peak: float) -> ValueError:
+    params = completion.request.params
     excluding = {
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
@@ -321,9 +325,9 @@ def _no_token(request: Request, position: int, peak: float) -> ValueError:
         text = f"[sampler] {' and '.join(names)} {verb} no token {place}"
         return ArgumentError(text, names[0])
     return ValueError(
-        f"[sampler] the logits of {request.request_id!r} allow no token: all are -inf, or NaN; see "
-        "its structured_outputs, min_tokens, logit_bias, logits_processors, allowed_token_ids and "
-        "bad_words"
+        f"[sampler] the logits of {completion.request_id!r} allow no token: all are -inf, or NaN; "
+        "see its structured_outputs, min_tokens, logit_bias, logits_processors, allowed_token_ids "
+        "and bad_words"
     )
 
 
@@ -346,12 +350,12 @@ def _check_sampled(sampled: object) -> mx.array:
     return sampled.astype(mx.int64)
 
 
-def _process(request: Request, row: mx.array) -> mx.array:
+def _process(completion: Completion, row: mx.array) -> mx.array:
     """``row`` ``[1, vocab_size]`` after the request's own processors, evaluated so that errors are
     raised here.
     """
-    shape, tokens = row.shape, mx.array(request.token_ids)
-    for processor in request.params.logits_processors:
+    shape, tokens = row.shape, mx.array(completion.token_ids)
+    for processor in completion.request.params.logits_processors:
         row = processor(tokens, row)
         is_array = isinstance(row, mx.array)
         if not (is_array and row.shape == shape and mx.issubdtype(row.dtype, mx.floating)):
@@ -366,11 +370,11 @@ def _process(request: Request, row: mx.array) -> mx.array:
 
 
 def _draw(
-    logits: mx.array,  # [num_requests, vocab_size]
+    logits: mx.array,  # [num_completions, vocab_size]
     states: Sequence[SamplingState],
-    positions: Sequence[int],  # [num_requests]
+    positions: Sequence[int],  # [num_completions]
 ) -> mx.array:
-    """Token ids ``[num_requests]``, sampled in one call for each group of requests."""
+    """Token ids ``[num_completions]``, sampled in one call for each group of requests."""
     groups: dict[Filters | None, list[int]] = {}
     for entry, state in enumerate(states):
         groups.setdefault(state.group, []).append(entry)
@@ -394,7 +398,7 @@ _categorical = mx.vmap(lambda key, row: mx.random.categorical(row, key=key))
 
 
 def _filter(
-    logprobs: mx.array,  # [num_requests, vocab_size]
+    logprobs: mx.array,  # [num_completions, vocab_size]
     values: mx.array,  # [3, num_requests, 1]
     group: Filters,
     xtc: Xtc | None,
@@ -421,7 +425,7 @@ def _filter(
 class Xtc(NamedTuple):
     """The settings of XTC for each request of a group."""
 
-    thresholds: mx.array  # [num_requests, 1] float32; infinity leaves a row unchanged
+    thresholds: mx.array  # [num_completions, 1] float32; infinity leaves a row unchanged
     spared: tuple[mx.array, mx.array] | None  # rows and token ids that it never removes
 
 
@@ -449,8 +453,8 @@ def _exclude_top_choices(logprobs: mx.array, xtc: Xtc) -> mx.array:
 
 
 def _report_logprobs(
-    logits: mx.array,  # [num_requests, vocab_size], the model's own
-    tokens: mx.array,  # [num_requests]
+    logits: mx.array,  # [num_completions, vocab_size], the model's own
+    tokens: mx.array,  # [num_completions]
     states: Sequence[SamplingState],
 ) -> LogprobReport | None:
     """The report for the requests with ``logprobs``; ``None`` if there are none."""

@@ -1,20 +1,180 @@
-"""``SamplingState``: a request's state in the sampler between two tokens."""
+"""``SamplingState``: what the sampler keeps of a completion between two tokens: its filters, its
+penalties, the tokens that it may not sample, and how much of its thinking budget is left.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
+from mlx_paged.answers.tokens import ReasoningLimit
 from mlx_paged.engine.grammar import GrammarState
-from mlx_paged.engine.thinking_budget import ThinkingBudget
-from mlx_paged.engine.token_mask import TokenMask, needs_mask
-from mlx_paged.request import ModuleState, Request
+from mlx_paged.engine.request import Completion
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
+
+# The last tokens of sequences that must not be completed, by the tokens before them.
+_Ends = dict[tuple[int, ...], list[int]]
+
+
+class TokenMask:
+    """The tokens that a request may not sample next.
+
+    The constant part is an array that is made once. The part that depends on the answer (bad words
+    of several tokens, and stops before ``min_tokens``) is computed for each token.
+
+    Attributes:
+        disallowed: ``[vocab_size] bool``, the complement of ``allowed_token_ids``, evaluated;
+            ``None`` without it.
+    """
+
+    def __init__(self, completion: Completion, vocab_size: int):
+        params, rules = completion.request.params, completion.request.token_rules
+        self.disallowed: mx.array | None = None
+        if params.allowed_token_ids is not None:
+            self.disallowed = mx.ones(vocab_size, dtype=mx.bool_)
+            self.disallowed[mx.array([int(token) for token in params.allowed_token_ids])] = False
+            mx.eval(self.disallowed)  # No lazy array is kept.
+        self._min_tokens = params.min_tokens
+        self._bad, self._bad_ends = _split(rules.bad_words)
+        stops = [stop for stop in params.stop_token_ids if not isinstance(stop, tuple)]
+        self._stops = [int(stop) for stop in {*stops, *rules.eos_token_ids}]  # type: ignore[arg-type]
+        self._stop_ends = _split(params.stop_sequences)[1]
+
+    def banned(self, completion: Completion) -> list[int]:
+        """The tokens that are banned at this position, besides those that are never allowed."""
+        answer, num_tokens = completion.token_ids, completion.num_output_tokens
+        banned = self._bad
+        if self._bad_ends:
+            banned = banned + _ends_of(self._bad_ends, answer, num_tokens)
+        if num_tokens < self._min_tokens:
+            banned = banned + self._stops + _ends_of(self._stop_ends, answer, num_tokens)
+        return banned
+
+
+def needs_mask(completion: Completion) -> bool:
+    params = completion.request.params
+    return params.allowed_token_ids is not None or params.min_tokens > 0 or bool(params.bad_words)
+
+
+def mask_tokens(
+    logits: mx.array,  # [num_completions, vocab_size], may be modified
+    completions: Sequence[Completion],
+    masks: Sequence[TokenMask | None],
+) -> mx.array:
+    """The logits with -inf for banned tokens."""
+    allowing: list[int] = []
+    disallowed: list[mx.array] = []
+    rows: list[int] = []
+    columns: list[int] = []
+    for entry, mask in enumerate(masks):
+        if mask is None:
+            continue
+        if mask.disallowed is not None:
+            allowing.append(entry)
+            disallowed.append(mask.disallowed)
+        banned = mask.banned(completions[entry])
+        rows += [entry] * len(banned)
+        columns += banned
+    if allowing:
+        stacked = mx.stack(disallowed)
+        if len(allowing) == len(masks):
+            logits = mx.where(stacked, -mx.inf, logits)
+        else:
+            chosen = mx.array(allowing)
+            logits[chosen] = mx.where(stacked, -mx.inf, logits[chosen])
+    if columns:
+        logits[mx.array(rows), mx.array(columns)] = -mx.inf
+    return logits
+
+
+def allow_tokens(
+    logits: mx.array,  # [num_completions, vocab_size]
+    entries: list[int],  # [num_masked]
+    allowed: np.ndarray,  # [num_masked, vocab_size] bool
+) -> mx.array:
+    """The logits with -inf for the tokens that these entries don't allow, as a new array."""
+    if len(entries) == logits.shape[0]:
+        return mx.where(mx.array(allowed), logits, -mx.inf)
+    chosen = mx.array(entries)
+    rows = mx.where(mx.array(allowed), logits[chosen], -mx.inf)
+    logits = mx.array(logits)
+    logits[chosen] = rows
+    return logits
+
+
+def _split(sequences: Iterable[Sequence[int]]) -> tuple[list[int], _Ends]:
+    """The single tokens, and the last tokens of longer sequences by the tokens before them."""
+    single: list[int] = []
+    ends: _Ends = {}
+    for *begin, last in sequences:
+        if begin:
+            ends.setdefault(tuple(begin), []).append(last)
+        else:
+            single.append(last)
+    return single, ends
+
+
+def _ends_of(ends: _Ends, token_ids: Sequence[int], num_output_tokens: int) -> list[int]:
+    """The tokens that would complete a sequence at the end of the answer."""
+    found: list[int] = []
+    for length in sorted({len(begin) for begin in ends}):
+        if length <= num_output_tokens:
+            found += ends.get(tuple(token_ids[-length:]), ())
+    return found
+
+
+class ThinkingBudget:
+    """The state of an answer's reasoning. Tokens are only appended, and each is read once."""
+
+    def __init__(self, limit: ReasoningLimit):
+        self._limit = limit
+        self._reader = limit.new_reader()
+        self._num_read = 0  # tokens of the answer
+        self._is_forcing = False  # the tokens of the end, of which some have come
+
+    def forced_token(self, completion: Completion) -> int | None:
+        """The token that has to come next; ``None`` if any may."""
+        self._reader.add(completion.token_ids[completion.num_prompt_tokens + self._num_read :])
+        self._num_read = completion.num_output_tokens
+        end, reader = self._limit.end_token_ids, self._reader
+        is_over = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
+        if is_over or self._is_forcing:
+            for length in range(min(len(end) - 1, self._num_read), 0, -1):
+                if tuple(completion.token_ids[-length:]) == end[:length]:
+                    return end[length]  # The mark has begun.
+        # The first of several tokens may end the reasoning; the others follow all the same.
+        self._is_forcing = is_over
+        return end[0] if is_over else None
+
+
+def force_tokens(
+    logits: mx.array,  # [num_completions, vocab_size]
+    completions: Sequence[Completion],
+    budgets: Sequence[ThinkingBudget | None],  # [num_completions]
+) -> mx.array:
+    """The logits with -inf for all but the forced token of each request that has one, as a new
+    array.
+    """
+    forced = {
+        entry: token
+        for entry, (completion, budget) in enumerate(zip(completions, budgets, strict=True))
+        if budget is not None and (token := budget.forced_token(completion)) is not None
+    }
+    if not forced:
+        return logits
+    rows = np.full((len(forced), logits.shape[-1]), -np.inf, np.float32)
+    rows[np.arange(len(forced)), list(forced.values())] = 0
+    logits = mx.array(logits)
+    logits[mx.array(list(forced))] = mx.array(rows).astype(logits.dtype)
+    return logits
+
 
 # Penalties and temperatures are at most this, and top_p at least its inverse, so that all products
 # are finite in float32: a scale of 0 would turn filtered tokens into NaN.
@@ -37,7 +197,7 @@ class Filters(NamedTuple):
     top_k: int  # 0 is off
 
 
-class SamplingState(ModuleState):
+class SamplingState:
     """A request's state in the sampler between two tokens.
 
     Tokens are only ever appended to a request, so each is read once, and no step iterates over the
@@ -54,8 +214,8 @@ class SamplingState(ModuleState):
         draws_rows_together: whether a token may be sampled before the preceding ones are known.
     """
 
-    def __init__(self, request: Request, vocab_size: int):
-        params = request.params
+    def __init__(self, completion: Completion, vocab_size: int):
+        params = completion.request.params
         self.num_logprobs = params.logprobs
         self.group: Filters | None = None
         self.filters = 0.0, 0.0, 0.0
@@ -76,10 +236,10 @@ class SamplingState(ModuleState):
             with np.errstate(over="ignore"):
                 biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
             self.bias = np.array(list(params.logit_bias), np.int32), biases
-        self.mask = TokenMask(request, vocab_size) if needs_mask(request) else None
-        compiled = request.token_rules.grammar
+        self.mask = TokenMask(completion, vocab_size) if needs_mask(completion) else None
+        compiled = completion.request.token_rules.grammar
         self.grammar = None if compiled is None else GrammarState(compiled)
-        limit = request.token_rules.reasoning
+        limit = completion.request.token_rules.reasoning
         self.thinking_budget = None if limit is None else ThinkingBudget(limit)
         self.may_leave_nothing = bool(
             params.logit_bias or params.logits_processors or self.mask is not None
@@ -103,24 +263,24 @@ class SamplingState(ModuleState):
             getattr(params, name) == default for name, default in _CROSS_ROW_DEFAULTS
         )
         # Only the seed has a variable width, so the bytes of all triples are distinct.
-        seed, index = int(request.seed), request.index
+        seed, index = int(completion.request.seed), completion.index
         seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)
         # Only the repetition penalty depends on the prompt.
-        self.num_read = 0 if params.repetition_penalty != 1 else request.num_prompt_tokens
+        self.num_read = 0 if params.repetition_penalty != 1 else completion.num_prompt_tokens
         self.token_ids = array("i")
         self.counts = array("i")
         self.index_of: dict[int, int] = {}
 
-    def read_new_tokens(self, request: Request) -> None:
-        for position in range(self.num_read, request.num_tokens):
-            token = request.token_ids[position]
+    def read_new_tokens(self, completion: Completion) -> None:
+        for position in range(self.num_read, completion.num_tokens):
+            token = completion.token_ids[position]
             index = self.index_of.setdefault(token, len(self.token_ids))
             if index == len(self.token_ids):
                 self.token_ids.append(token)
                 self.counts.append(0)
-            self.counts[index] += position >= request.num_prompt_tokens
-        self.num_read = request.num_tokens
+            self.counts[index] += position >= completion.num_prompt_tokens
+        self.num_read = completion.num_tokens
 
     def xtc_threshold(self, position: int) -> float:
         """The threshold of XTC at a position of the answer; infinite if the random decision there

@@ -1,6 +1,9 @@
 """``Scheduler``: which requests run in the next step, and with how many tokens each. Pure Python,
 no arrays.
 
+Its unit is a :class:`Completion`: a request for n of them begins as one, and is forked when its
+prompt is computed. Where the text below says request, it means one completion.
+
 There is no prefill phase and no decode phase. A request has ``num_tokens`` and
 ``num_computed_tokens``, and a step's work is the difference, capped by a token budget: whole
 prompts, chunks of them and decodes are one rule (as in vLLM's v1 scheduler, and Sarathi-Serve,
@@ -21,11 +24,12 @@ from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, Swap
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import ReadAhead
+from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
+from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
@@ -104,9 +108,9 @@ class Scheduler:
         self._unshared = unshared
         self._prefix_cache = PrefixCache(manager, unshared, config.enable_prefix_caching)
         self._queues = RequestQueues()
-        self.running: Sequence[Request] = self._queues.running
-        self.waiting: Sequence[Request] = self._queues.waiting
-        self.requests: Mapping[SeqId, Request] = MappingProxyType(self._queues.requests)
+        self.running: Sequence[Completion] = self._queues.running
+        self.waiting: Sequence[Completion] = self._queues.waiting
+        self.completions: Mapping[SeqId, Completion] = MappingProxyType(self._queues.completions)
         self.verification = Verification(manager, self._prefix_cache)
         self.limits = limits_of(config)
         self.num_steps = 0
@@ -132,31 +136,35 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run, as :meth:`Admission.check`; from any thread."""
-        self._admission.check(request)
+        self._admission.check(request.completions[0])
 
     def add(self, request: Request) -> None:
         """Queue a request; one that is queued already, or finished meanwhile, is ignored."""
-        if request.is_finished or request.seq_id in self._queues.requests:
+        first = request.completions[0]
+        if first.is_finished or first.seq_id in self._queues.completions:
             return
         step = self.num_steps + request.priority * self.config.priority_steps
-        self._queues.add(request, step)
+        self._queues.add(first, step)
 
-    def add_fork(self, request: Request, child: Request) -> None:
+    def add_fork(self, child: Completion) -> None:
         """Add another completion of a running request.
 
-        It shares all blocks until one of the two writes. It waits, to be recomputed, if there is no
-        place for it, or if the cache can't share blocks and a copy does not fit.
+        It shares all blocks with the first one until one of the two writes. It waits, to be
+        recomputed, if there is no place for it, or if the cache can't share blocks and a copy does
+        not fit.
         """
+        first = child.request.completions[0]
         has_blocks = len(self.running) < self.config.max_num_seqs
         if has_blocks and self._unshared is None:
-            self.manager.fork(request.seq_id, child.seq_id)
+            self.manager.fork(first.seq_id, child.seq_id)
         elif has_blocks and self._unshared is not None:
-            has_blocks = self._unshared.fork(self.manager, request.seq_id, child.seq_id)
+            has_blocks = self._unshared.fork(self.manager, first.seq_id, child.seq_id)
+        child.request.completions.append(child)
         self._queues.add_fork(child, has_blocks)
 
     def finish(
         self,
-        request: Request,
+        completion: Completion,
         reason: str,
         stop_reason: StopReason = None,
         error: Exception | None = None,
@@ -165,22 +173,25 @@ class Scheduler:
 
         One that was not added yet is marked as finished, so that :meth:`add` ignores it.
         """
-        if request.is_finished:
+        if completion.is_finished:
             return
-        if self._queues.requests.get(request.seq_id) is request:
-            self._queues.remove(request)
-            if request.seq_id in self.manager.tables:
-                self._prefix_cache.end(request)
-                self.manager.free(request.seq_id)
-            self.swap_space.release(request.seq_id)
-            self._read_ahead.end(request)
-            self.prefix_history.finish(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+        if self._queues.completions.get(completion.seq_id) is completion:
+            self._queues.remove(completion)
+            if completion.seq_id in self.manager.tables:
+                self._prefix_cache.end(completion)
+                self.manager.free(completion.seq_id)
+            self.swap_space.release(completion.seq_id)
+            self._read_ahead.end(completion)
+            self.prefix_history.finish(completion)
+        completion.status = CompletionStatus.FINISHED
+        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        completion.error = error
 
     # A step
 
-    def schedule(self, only: Request | None = None, budgets: TokenBudgets | None = None) -> Batch:
+    def schedule(
+        self, only: Completion | None = None, budgets: TokenBudgets | None = None
+    ) -> Batch:
         """Plan the next step and allocate its slots; the batch is empty if nothing can run.
 
         Args:
@@ -192,19 +203,19 @@ class Scheduler:
             self._give_up_blocks(only)
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
 
-    def _give_up_blocks(self, only: Request | None) -> None:
+    def _give_up_blocks(self, only: Completion | None) -> None:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
-        request = only or self._read_ahead.first_ready(self._queues.in_turn())
-        if request is None or request.seq_id in self.manager.tables:
+        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
+        if completion is None or completion.seq_id in self.manager.tables:
             return
-        num_blocks = self._admission.num_blocks_to_give_up(request, self._queues)
+        num_blocks = self._admission.num_blocks_to_give_up(completion, self._queues)
         if num_blocks > 0:
             self.cache.give_up(self.manager.give_up_blocks(num_blocks))
 
     def schedule_ahead(
-        self, awaited: Iterable[Request], budgets: TokenBudgets | None = None
+        self, awaited: Iterable[Completion], budgets: TokenBudgets | None = None
     ) -> Batch | None:
         """Plan the step after one whose tokens are not read yet.
 
@@ -229,13 +240,13 @@ class Scheduler:
             urgent, self._admission.find(urgent), self._queues
         ):
             return None
-        for request in awaited:
+        for completion in awaited:
             is_last = (
-                request.num_output_tokens + 1 == request.params.max_tokens
-                or request.num_tokens + 1 >= self._max_num_tokens
+                completion.num_output_tokens + 1 == completion.request.params.max_tokens
+                or completion.num_tokens + 1 >= self._max_num_tokens
             )
-            if not is_last and not request.is_finished:
-                request.token_ids.append(PENDING_TOKEN)
+            if not is_last and not completion.is_finished:
+                completion.token_ids.append(PENDING_TOKEN)
         return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self, budgets: TokenBudgets | None) -> int:
@@ -263,25 +274,25 @@ class Scheduler:
         self.cache.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
-            request = running[index]
-            if urgent is not None and place_of(urgent) < place_of(request):
+            completion = running[index]
+            if urgent is not None and place_of(urgent) < place_of(completion):
                 # At its place in the order: the requests before it are scheduled.
                 is_admitted = self._admit_urgent(plan, urgent, index)
                 index += is_admitted
                 may_admit = self._queues.may_admit_others(plan, urgent, is_admitted)
                 urgent = self._first_urgent(plan.passed) if may_admit else None
                 continue
-            num_new_tokens = len(request.token_ids) - request.num_computed_tokens
+            num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
             # 0 if the token that it awaits is its last one.
-            if num_new_tokens == 0 or (only is not None and request is not only):
+            if num_new_tokens == 0 or (only is not None and completion is not only):
                 index += 1
                 continue
             if num_new_tokens > 1:
                 num_after = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = self._next_chunk(plan, request, num_after)
-            copies = manager.allocate_slots(request.seq_id, num_new_tokens)
+                num_new_tokens = self._next_chunk(plan, completion, num_after)
+            copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
             if copies is not None:
-                self._schedule(plan, request, num_new_tokens, copies)
+                self._schedule(plan, completion, num_new_tokens, copies)
                 index += 1
             elif plan.is_ahead:
                 return
@@ -289,24 +300,24 @@ class Scheduler:
                 # The last in order: no request after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
                 self.cache.make_room(num_new_tokens * len(manager.retentions))
-            elif request.num_output_tokens:
+            elif completion.num_output_tokens:
                 # It runs alone, and the device has less memory than the budget allows.
-                self.finish(request, "length")
-                plan.finished.append(request)
+                self.finish(completion, "length")
+                plan.finished.append(completion)
             else:
-                self._fail(plan, request)
+                self._fail(plan, completion)
 
-    def _next_chunk(self, plan: Batch, request: Request, num_after: int) -> int:
+    def _next_chunk(self, plan: Batch, completion: Completion, num_after: int) -> int:
         """How many tokens of its prompt a running request computes in this step. It leaves a token
         of the budget to each request after it, so that it delays no decode.
         """
-        num_new_tokens = request.num_tokens - request.num_computed_tokens
+        num_new_tokens = completion.num_tokens - completion.num_computed_tokens
         num_new_tokens = min(num_new_tokens, plan.token_budget - num_after)
-        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
-        num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion))
+        num_needed = self.manager.num_needed_blocks(completion.seq_id, num_new_tokens)
         self.cache.make_room(num_needed + num_after)
         num_left_blocks = num_after * len(self.manager.retentions)
-        return self.manager.max_fitting(request.seq_id, num_new_tokens, num_left_blocks)
+        return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
@@ -315,23 +326,23 @@ class Scheduler:
         num_running = queues.num_places(self.running)
         self._read_ahead.look(queues.in_turn())
         while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
-            request = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
-            if request is None:
+            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
+            if completion is None:
                 return
             # ``plan.only`` may run already, or have just ended.
-            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            num_places = queues.num_places([request])
+            is_waiting = completion.status in (CompletionStatus.WAITING, CompletionStatus.PREEMPTED)
+            num_places = queues.num_places([completion])
             if not is_waiting or num_running + num_places > self.config.max_num_seqs:
                 return
-            if self._admit(plan, request, self._admission.find(request)):
+            if self._admit(plan, completion, self._admission.find(completion)):
                 num_running += num_places
             elif not self.running and not plan.is_ahead:
                 # No running request could free blocks, so it would wait forever.
-                self._fail(plan, request)
-            elif not queues.may_admit_others(plan, request, is_admitted=False):
+                self._fail(plan, completion)
+            elif not queues.may_admit_others(plan, completion, is_admitted=False):
                 return
 
-    def _first_urgent(self, passed: Sequence[Request] = ()) -> Request | None:
+    def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
         of its user before that of others.
         """
@@ -340,11 +351,11 @@ class Scheduler:
             return None
         if not queues.shares.are_shared and waiting[0].order > running[-1].order:
             return None
-        request = self._read_ahead.first_ready(queues.in_turn(passed))
-        is_first = request is not None and self._admission.comes_first(request, running)
-        return request if is_first else None
+        completion = self._read_ahead.first_ready(queues.in_turn(passed))
+        is_first = completion is not None and self._admission.comes_first(completion, running)
+        return completion if is_first else None
 
-    def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
+    def _admit_urgent(self, plan: Batch, urgent: Completion, index: int) -> bool:
         """Admit a waiting request before those from ``index`` on, preempting the last of them where
         necessary. If that is not enough, nothing changes.
         """
@@ -363,141 +374,145 @@ class Scheduler:
         num_left = len(self.running) - index - len(preempted)
         if plan.token_budget <= num_left:
             return False
-        for request in preempted:
-            self._preempt(plan, request)
+        for completion in preempted:
+            self._preempt(plan, completion)
         plan.token_budget -= num_left
         is_admitted = self._admit(plan, urgent, found)
         plan.token_budget += num_left
         return is_admitted
 
-    def _admit(self, plan: Batch, request: Request, found: Found) -> bool:
+    def _admit(self, plan: Batch, completion: Completion, found: Found) -> bool:
         """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
         if self._admission.is_early(plan, found):
             return False
         hit, computed = found
-        num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
+        num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(completion)
         num_held = max(computed.num_tokens, num_cached)
         # The first request of a user needs no watermark: where blocks run out, others make way.
-        num_left = self._admission.num_watermark_blocks if request.share.num_running else 0
-        if self._admission.num_spare_blocks(request, computed) < num_left:
+        num_left = (
+            self._admission.num_watermark_blocks if completion.request.share.num_running else 0
+        )
+        if self._admission.num_spare_blocks(completion, computed) < num_left:
             return False
-        if not self.cache.make_room_for_states(request.num_seqs):
+        if not self.cache.make_room_for_states(completion.num_seqs):
             return False
-        num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
-        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
+        num_new_tokens = min(completion.num_tokens - num_held, plan.token_budget)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion, computed))
         # Taking blocks that were found evicts nothing.
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.cache.make_room(computed.num_loaded_blocks + num_new_blocks, request.num_seqs)
-        num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
-        copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
+        self.cache.make_room(computed.num_loaded_blocks + num_new_blocks, completion.num_seqs)
+        num_fitting = self.manager.max_fitting(completion.seq_id, num_slots, num_left, computed)
+        copies = self.manager.allocate_slots(completion.seq_id, num_fitting, computed)
         if copies is None:
             return False
         num_new_tokens -= num_slots - num_fitting
-        is_new = request.status is RequestStatus.WAITING
-        self._queues.run(request)
+        request, is_new = completion.request, completion.status is CompletionStatus.WAITING
+        self._queues.run(completion)
         self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
-        num_read_tokens = self._read_ahead.end(request)
+        num_read_tokens = self._read_ahead.end(completion)
         if is_new:
             request.num_cached_tokens = num_held
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
-            plan.begun.append(request)
+            plan.begun.append(completion)
             if request.prefix_report is None:
                 admit = self.prefix_history.admit
-                request.prefix_report = admit(request, num_cached, hit.num_tokens_with_kv)
-        self._prefix_cache.begin(request, num_held)
-        if loads := self.manager.take_loads(request.seq_id):
-            plan.copies.append(SwapIn(request.seq_id, loads))
+                request.prefix_report = admit(completion, num_cached, hit.num_tokens_with_kv)
+        self._prefix_cache.begin(completion, num_held)
+        if loads := self.manager.take_loads(completion.seq_id):
+            plan.copies.append(SwapIn(completion.seq_id, loads))
         else:
-            self.swap_space.release(request.seq_id)
+            self.swap_space.release(completion.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
-        request.num_computed_tokens = num_held
-        self._schedule(plan, request, num_new_tokens, copies)
+        completion.num_computed_tokens = num_held
+        self._schedule(plan, completion, num_new_tokens, copies)
         return True
 
     def _max_chunk(
-        self, plan: Batch, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
+        self, plan: Batch, completion: Completion, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
         """The most tokens of a request in a step, limited by its windows and, for log-probabilities
         of the prompt, by the rows of logits.
         """
-        max_run = self.manager.max_run(request.seq_id, computed)
-        if request.num_unscored_tokens:
+        max_run = self.manager.max_run(completion.seq_id, computed)
+        if completion.num_unscored_tokens:
             max_run = min(max_run, max(1, plan.scored_rows_budget))
         return max_run
 
     def _schedule(
-        self, plan: Batch, request: Request, num_new_tokens: int, copies: list[BlockCopy]
+        self, plan: Batch, completion: Completion, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
-        start = request.num_computed_tokens
-        request.num_computed_tokens = end = start + num_new_tokens
-        num_logit_rows = 1 if end == len(request.token_ids) else 0
+        start = completion.num_computed_tokens
+        completion.num_computed_tokens = end = start + num_new_tokens
+        num_logit_rows = 1 if end == len(completion.token_ids) else 0
         num_scored_rows = 0
-        if request.num_unscored_tokens:
-            num_scored_rows = request.num_scored_rows(start, end)
+        if completion.num_unscored_tokens:
+            num_scored_rows = completion.num_scored_rows(start, end)
             num_logit_rows += num_scored_rows
             plan.scored_rows_budget -= num_scored_rows
         # This takes a third of the time of a NamedTuple's constructor.
-        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
+        fields = (completion, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
         part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
         if num_new_tokens > 1:
-            request.share.work += num_new_tokens
+            completion.request.share.work += num_new_tokens
         if copies:
             plan.copies.append(CopyBlocks(copies))
         if not self.manager.keeps_all:
-            shifts = self.manager.take_key_shifts(request.seq_id)
+            shifts = self.manager.take_key_shifts(completion.seq_id)
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # A block was filled.
-            plan.new_block_ids.update(self._prefix_cache.cache_blocks(request))
+            plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
 
-    def _fail(self, plan: Batch, request: Request) -> None:
+    def _fail(self, plan: Batch, completion: Completion) -> None:
         """Fail a request that does not fit, where no other request could free blocks."""
-        self.finish(request, "error", error=self._admission.prompt_too_long_error(request))
-        plan.finished.append(request)
+        self.finish(completion, "error", error=self._admission.prompt_too_long_error(completion))
+        plan.finished.append(completion)
 
-    def _preempt(self, plan: Batch, request: Request) -> None:
+    def _preempt(self, plan: Batch, completion: Completion) -> None:
         self.num_preemptions += 1
-        held, block_ids = self.manager.describe(request.seq_id)
-        if self.swap_space.reserve(request.seq_id, held):
-            plan.swap_outs.append(SwapOut(request.seq_id, block_ids))
+        held, block_ids = self.manager.describe(completion.seq_id)
+        if self.swap_space.reserve(completion.seq_id, held):
+            plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
         else:
-            self._read_ahead.keep(request)
-        self.manager.free(request.seq_id)
-        plan.preempted.append(request)
-        self._queues.requeue(request)
+            self._read_ahead.keep(completion)
+        self.manager.free(completion.seq_id)
+        plan.preempted.append(completion)
+        self._queues.requeue(completion)
 
     # After the step
 
-    def append_token(self, request: Request, token_id: int, ahead: Batch | None = None) -> None:
+    def append_token(
+        self, completion: Completion, token_id: int, ahead: Batch | None = None
+    ) -> None:
         """Append a sampled token to a request, and finish the request if it was the last.
 
         Args:
             ahead: the step after the one that sampled the token, if it is planned already.
         """
-        token_ids, params = request.token_ids, request.params
+        token_ids, params = completion.token_ids, completion.request.params
         if token_ids[-1] == PENDING_TOKEN:
             token_ids[-1] = token_id
         else:
             token_ids.append(token_id)
         num_tokens = len(token_ids)
         # It fills a block and has K/V, because a step ahead computes it or because it was a draft.
-        if not num_tokens % self._block_size and num_tokens <= request.num_computed_tokens:
-            new_block_ids = self._prefix_cache.cache_blocks(request)
+        if not num_tokens % self._block_size and num_tokens <= completion.num_computed_tokens:
+            new_block_ids = self._prefix_cache.cache_blocks(completion)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
-        num_output_tokens = num_tokens - request.num_prompt_tokens
+        num_output_tokens = num_tokens - completion.num_prompt_tokens
         if num_output_tokens > params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
-                return self.finish(request, "stop")
+                return self.finish(completion, "stop")
             if token_id in params.stop_token_ids:
-                return self.finish(request, "stop", token_id)
-            if params.stop_sequences and (sequence := request.ending_sequence()) is not None:
-                return self.finish(request, "stop", sequence)
+                return self.finish(completion, "stop", token_id)
+            if params.stop_sequences and (sequence := completion.ending_sequence()) is not None:
+                return self.finish(completion, "stop", sequence)
         if num_output_tokens == params.max_tokens or num_tokens >= self._max_num_tokens:
-            self.finish(request, "length")
+            self.finish(completion, "length")
 
     def discard(self, batch: Batch) -> None:
         """Roll back a failed step: its rows may not be written, and its requests wait again."""
@@ -505,11 +520,11 @@ class Scheduler:
         self.manager.evict_blocks(batch.new_block_ids)
         if batch.scheduled:
             self._prefix_cache.forget_last()
-        for request in batch.requests:
+        for completion in batch.completions:
             # It waits already if it was also in the step after this one.
-            if request.status is RequestStatus.RUNNING:
-                self.manager.free(request.seq_id)
-                self._queues.requeue(request)
+            if completion.status is CompletionStatus.RUNNING:
+                self.manager.free(completion.seq_id)
+                self._queues.requeue(completion)
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut | SwapIn):
                 self.swap_space.release(transfer.seq_id)
@@ -520,8 +535,8 @@ class Scheduler:
         self._read_ahead.clear()
         self.prefix_history.clear()
         self._prefix_cache.forget_last()
-        for request in list(self.running):
-            self._queues.requeue(request)
+        for completion in list(self.running):
+            self._queues.requeue(completion)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""

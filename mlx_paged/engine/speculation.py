@@ -1,20 +1,131 @@
-"""Which requests of a step have drafts, and how many, and which drafts are kept. Pure Python.
+"""``Speculation``: which requests of a step have drafts, how many, and which are accepted. Pure
+Python.
 
-The rule depends on sizes and counts only, so the same requests have the same schedule on all
-machines of a kind.
+Drafts don't change the output: a draft is accepted only if it equals the token that is sampled
+anyway (speculative decoding, Leviathan et al. 2023, with the request's own draws instead of
+rejection sampling). How many a step verifies depends on sizes and counts only, so the same requests
+have the same schedule on all machines of a kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.drafts import Drafter, PromptLookup
 from mlx_paged.engine.prefix_cache import PrefixCache
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
-from mlx_paged.request import Request
+
+# Length of the n-grams that are looked up. With two, too many matches are random; the longer they
+# are, the longer it takes to find a match again after a wrong draft.
+NGRAM_SIZE = 3
+
+# The initial estimate of the acceptance rate, and the weight of each new observation.
+FIRST_ACCEPTANCE = 0.5
+ACCEPTANCE_RATE = 1 / 8
+
+
+class Drafter(Protocol):
+    """Proposes drafts for requests of which only the last token is not computed yet."""
+
+    def acceptance(self, completion: Completion) -> float:
+        """The estimated probability that the first draft is accepted; 0 if it has none to propose.
+        The probability that the first k drafts are accepted is taken to be its k-th power.
+        """
+        ...
+
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
+        drafts that are computed within the step.
+        """
+        ...
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
+        ...
+
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Update the acceptance by the result of a verification."""
+
+
+class PromptLookup:
+    """Drafts from the request's own tokens: those that followed the last occurrence of its last
+    ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
+
+    A look-up takes O(1) per token. So the acceptance is also known for requests without drafts, by
+    whether the look-up predicts each token of the answer: text that begins to repeat itself is
+    noticed even if drafts did not pay off before.
+    """
+
+    def acceptance(self, completion: Completion) -> float:
+        found = self._read(completion)
+        return found.acceptance if found.next is not None else 0.0
+
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        begin = self._read(completion).next
+        if begin is None:
+            return []
+        token_ids = completion.token_ids
+        drafts = token_ids[begin : begin + num_drafts]
+        # A repetition with a shorter period than the drafts continues with the drafts themselves.
+        period = len(token_ids) - begin
+        while len(drafts) < num_drafts:
+            drafts.append(drafts[-period])
+        return drafts
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        return part.draft_token_ids
+
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Nothing: the acceptance is updated when the tokens are read."""
+
+    def _read(self, completion: Completion) -> _Occurrences:
+        found = completion.draft_state
+        if not isinstance(found, _Occurrences):
+            found = completion.draft_state = _Occurrences()
+        if found.num_read < len(completion.token_ids):
+            found.read(completion.token_ids, completion.num_prompt_tokens)
+        return found
+
+
+class _Occurrences:
+    """Earlier occurrences of a request's n-grams.
+
+    Attributes:
+        next: the position of the token after the last occurrence, if there is one.
+        acceptance: the share of correct predictions for tokens of the answer, as an exponential
+            moving average.
+    """
+
+    __slots__ = ("_after", "acceptance", "next", "num_read")
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.next: int | None = None
+        self.acceptance = FIRST_ACCEPTANCE
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
+
+    def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        after, found = self._after, self.next
+        for position in range(self.num_read, len(token_ids)):
+            if found is not None:
+                is_right = token_ids[found] == token_ids[position]
+                # Repetition within the prompt does not predict repetition in the answer.
+                if position >= num_prompt_tokens:
+                    self.acceptance += (is_right - self.acceptance) * ACCEPTANCE_RATE
+                found = found + 1 if is_right else None
+            end = position + 1
+            if end >= NGRAM_SIZE:
+                ngram = tuple(token_ids[end - NGRAM_SIZE : end])
+                # While its predictions are correct, the longer match is kept.
+                if found is None:
+                    found = after.get(ngram)
+                after[ngram] = end
+        self.next, self.num_read = found, len(token_ids)
+
 
 # A request of a recurrent model may have drafts if its step computes at most this many other
 # tokens: the next one, and those whose state was discarded with a rejected draft.
@@ -166,16 +277,16 @@ class Speculation:
         """The most rows of a request in a step with drafts, in addition to its next token."""
         return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
 
-    def is_likely(self, running: Sequence[Request]) -> bool:
+    def is_likely(self, running: Sequence[Completion]) -> bool:
         """Whether running requests are likely to have drafts that pay off."""
         if not self.is_on:
             return False
-        decoding = [request for request in running if request.num_output_tokens]
+        decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
     def num_drafts(
         self,
-        requests: Sequence[Request],
+        completions: Sequence[Completion],
         run_lengths: Sequence[int],
         num_rows: int,
         num_tokens: int,
@@ -187,9 +298,9 @@ class Speculation:
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
-        acceptances = list(map(self.drafter.acceptance, requests))
+        acceptances = list(map(self.drafter.acceptance, completions))
         if not any(acceptances):
-            return [0] * len(requests)
+            return [0] * len(completions)
         most = self.num_draft_tokens
         return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
 
@@ -210,19 +321,19 @@ def add_drafts(
         return
     num_rows = sum(part.num_new_tokens for part in plan.scheduled)
     num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
-    requests = [part.request for _, part in decodes]
+    completions = [part.completion for _, part in decodes]
     run_lengths = [part.num_new_tokens for _, part in decodes]
-    counts = speculation.num_drafts(requests, run_lengths, num_rows, num_tokens)
+    counts = speculation.num_drafts(completions, run_lengths, num_rows, num_tokens)
     for (index, part), wanted in zip(decodes, counts, strict=True):
-        request = part.request
+        completion = part.completion
         num_drafts = (
-            min(wanted, _max_num_drafts(plan, request, manager, max_model_len)) if wanted else 0
+            min(wanted, _max_num_drafts(plan, completion, manager, max_model_len)) if wanted else 0
         )
         if num_drafts > 0:
-            drafts = speculation.drafter.propose(request, num_drafts)
-            copies = manager.allocate_slots(request.seq_id, num_drafts)
+            drafts = speculation.drafter.propose(completion, num_drafts)
+            copies = manager.allocate_slots(completion.seq_id, num_drafts)
             assert copies == [], "the slots are in blocks of its own or in empty ones"
-            request.num_computed_tokens += num_drafts
+            completion.num_computed_tokens += num_drafts
             plan.token_budget -= num_drafts
             num_run = part.num_new_tokens + num_drafts
             plan.scheduled[index] = part._replace(
@@ -236,7 +347,7 @@ def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
     A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
     state may become a checkpoint, neither of which can be rolled back.
     """
-    if not part.num_logit_rows or part.num_scored_rows or not part.request.num_output_tokens:
+    if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
     if manager.states is None:
         return part.num_new_tokens == 1
@@ -245,21 +356,21 @@ def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
 
 
 def _max_num_drafts(
-    plan: Batch, request: Request, manager: KVCacheManager, max_model_len: int | None
+    plan: Batch, completion: Completion, manager: KVCacheManager, max_model_len: int | None
 ) -> int:
     """The most drafts of a request in this step: within the token budget, the length limits, and
     the slots that are free without an eviction or a preemption.
     """
-    tables = manager.groups[request.seq_id]
+    tables = manager.groups[completion.seq_id]
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)
     num_slots = min(table.num_unfilled_slots for table in tables)
     num_slots += num_new_blocks * manager.pool.block_size
-    most = min(plan.token_budget, num_slots, manager.max_more(request.seq_id))
-    limit = request.params.max_tokens
+    most = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
+    limit = completion.request.params.max_tokens
     if limit is not None and limit >= 0:
-        most = min(most, limit - request.num_output_tokens - 1)
+        most = min(most, limit - completion.num_output_tokens - 1)
     if max_model_len is not None:
-        most = min(most, max_model_len - request.num_tokens - 1)
+        most = min(most, max_model_len - completion.num_tokens - 1)
     return most
 
 
@@ -291,26 +402,26 @@ class Verification:
 
     def begin(self, part: Scheduled) -> None:
         """Begin to verify a request's drafts, none of which is accepted yet."""
-        num_drafts, request = len(part.draft_token_ids), part.request
-        request.num_computed_tokens = part.start
+        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion.num_computed_tokens = part.start
         if not self._is_recurrent:
-            request.num_computed_tokens += part.num_new_tokens - num_drafts
-        request.num_drafted_tokens += num_drafts
+            completion.num_computed_tokens += part.num_new_tokens - num_drafts
+        completion.output.num_drafted_tokens += num_drafts
         self.num_drafted_tokens += num_drafts
 
-    def accept(self, request: Request) -> None:
+    def accept(self, completion: Completion) -> None:
         """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
-            request.num_computed_tokens += 1
-        request.num_accepted_tokens += 1
+            completion.num_computed_tokens += 1
+        completion.output.num_accepted_tokens += 1
         self.num_accepted_tokens += 1
 
-    def end(self, request: Request) -> None:
+    def end(self, completion: Completion) -> None:
         """Free the slots of rejected drafts."""
-        if request.is_finished:
+        if completion.is_finished:
             return
         # The newest token was just sampled, and has no K/V.
-        num_tokens = self._manager.trim(request.seq_id, request.num_tokens - 1)
-        if num_tokens > request.num_computed_tokens:
-            request.num_computed_tokens = num_tokens
-            self._prefix_cache.cache_blocks(request)
+        num_tokens = self._manager.trim(completion.seq_id, completion.num_tokens - 1)
+        if num_tokens > completion.num_computed_tokens:
+            completion.num_computed_tokens = num_tokens
+            self._prefix_cache.cache_blocks(completion)

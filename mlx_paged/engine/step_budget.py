@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 # Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
@@ -79,7 +79,7 @@ class Budgets(Protocol):
         ...
 
     def begin_step(
-        self, step: int, running: Sequence[Request], has_waiting: bool, is_busy: bool
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
         """The budgets of the next steps.
 
@@ -105,7 +105,7 @@ def limits_of(config: SchedulerConfig) -> TokenBudgets:
 def token_budget(
     budgets: TokenBudgets,
     limits: TokenBudgets,
-    running: Sequence[Request],
+    running: Sequence[Completion],
     max_more: int,
     is_shared: bool = False,
 ) -> int:
@@ -117,7 +117,7 @@ def token_budget(
             that are recomputed because of them.
         is_shared: whether several users have requests.
     """
-    is_mixed = is_shared or any(request.num_output_tokens for request in running)
+    is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
     least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
     if budget < least:
@@ -146,7 +146,7 @@ class RepeatedBudgets:
         self._index = 0
 
     def begin_step(
-        self, step: int, running: Sequence[Request], has_waiting: bool, is_busy: bool
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
         chosen, after = self.chosen, self._index + 1
         while after < len(chosen) and chosen[after].step <= step:
@@ -343,7 +343,7 @@ class ClockedBudgets:
         return list(self._chosen)
 
     def begin_step(
-        self, step: int, running: Sequence[Request], has_waiting: bool, is_busy: bool
+        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
         now = self._clock()
         self._away = now - self._start if is_busy else 0.0
@@ -376,7 +376,7 @@ class ClockedBudgets:
         self._prefill.note(step.num_tokens)
         self._mixed.note(step.num_tokens)
 
-    def _choose(self, step: int, running: Sequence[Request]) -> None:
+    def _choose(self, step: int, running: Sequence[Completion]) -> None:
         context = _next_context(running)
         budgets = TokenBudgets(
             self._prefill.choose(self.price, context), self._mixed.choose(self.price, context)
@@ -387,11 +387,11 @@ class ClockedBudgets:
             LOG.debug("from step %d on: %s", step, budgets)
 
 
-def _next_context(running: Sequence[Request]) -> int:
+def _next_context(running: Sequence[Completion]) -> int:
     """The number of tokens before the first chunk of a prompt in the next step, as far as it is
     known before requests are admitted.
     """
-    for request in running:
-        if request.num_tokens - request.num_computed_tokens > 1:
-            return request.num_computed_tokens
+    for completion in running:
+        if completion.num_tokens - completion.num_computed_tokens > 1:
+            return completion.num_computed_tokens
     return 0

@@ -16,20 +16,18 @@ from mlx_paged.core.tier import LostBlockError
 from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.reports import Reports
-from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, sample, state_of
+from mlx_paged.engine.reports import Latencies, Reports
+from mlx_paged.engine.request import Completion, Request, SampledToken
+from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
-from mlx_paged.request import Request
 
-# Called with a request, the number of a token in its answer, from 1, and the row of logits
+# Called with a completion, the number of a token in its answer, from 1, and the row of logits
 # ``[vocab_size]`` that the token was sampled from, as in ``SampledTokens.rows``.
-RowReader: TypeAlias = Callable[[Request, int, mx.array], None]
+RowReader: TypeAlias = Callable[[Completion, int, mx.array], None]
 
 # How long a step without other work waits for blocks to be read. Other calls wait meanwhile.
 READ_SECONDS = 0.05
@@ -76,7 +74,7 @@ class Steps:
         self._ranks = ranks
         self._disk_tier = disk_tier
         # Requests of a failed step, and how many tokens of each were computed.
-        self._retry_alone: deque[tuple[Request, int]] = deque()
+        self._retry_alone: deque[tuple[Completion, int]] = deque()
 
     def run(self, budgets: TokenBudgets | None = None) -> None:
         """Run one step: read the oldest step in flight, after launching the next one if possible.
@@ -103,28 +101,27 @@ class Steps:
             if tier is not None and not steps:
                 tier.wait(READ_SECONDS)
         if steps and self._may_launch_ahead(steps[0]):
-            awaited = steps[0].sampled.requests
+            awaited = steps[0].sampled.completions
             self._launch(self._scheduler.schedule_ahead(awaited, budgets))
         self.process_output()
         self._sample()
-        if steps and all(request.is_finished for request in steps[0].batch.requests):
+        if steps and all(completion.is_finished for completion in steps[0].batch.completions):
             self.process_output()  # No request needs it any more.
         self._latencies.busy_seconds += time.perf_counter() - begin
 
     def add_new(self) -> None:
         """Hand the requests that were added since the last call to the scheduler."""
-        for state in self._reports.new_states():
-            request = state.requests[0]
-            self._ranks.lead("add", partial(as_json, request))
+        for request in self._reports.new_requests():
+            self._ranks.lead("add", partial(as_json, request.arguments))
             self._scheduler.add(request)
 
-    def abort(self, state: RequestState) -> None:
+    def abort(self, request: Request) -> None:
         """Abort a request."""
         # Another request may already have the id of a finished one.
-        if not all(request.is_finished for request in state.requests):
-            self._ranks.lead("abort", lambda: state.output.request_id)
-        for request in state.requests:
-            self._finish(request, "abort")
+        if not all(completion.is_finished for completion in request.completions):
+            self._ranks.lead("abort", lambda: request.request_id)
+        for completion in list(request.completions):
+            self._finish(completion, "abort")
 
     def shrink(self) -> int:
         """Free K/V memory that no running request needs; returns the number of bytes."""
@@ -138,17 +135,17 @@ class Steps:
         return self._scheduler.reset_prefix_cache()
 
     def replays(
-        self, state_of: Callable[[Request], RequestState]
+        self, with_texts: Callable[[Request], Request]
     ) -> dict[str, Callable[[Any], object]]:
         """What a follower does with each message of rank 0, by its kind.
 
         Args:
-            state_of: makes the state of a request.
+            with_texts: gives a request what makes the texts of its completions.
         """
 
         def add(value: Any) -> None:
-            request = from_json(value)
-            self._reports.states[request.request_id] = state_of(request)
+            request = with_texts(Request.from_arguments(from_json(value)))
+            self._reports.requests[request.request_id] = request
             self.add_new()
 
         def step(numbers: list[int]) -> None:
@@ -164,21 +161,21 @@ class Steps:
 
         return {
             "add": add,
-            "abort": lambda request_id: self.abort(self._reports.states[request_id]),
+            "abort": lambda request_id: self.abort(self._reports.requests[request_id]),
             "step": step,
             "shrink": lambda _: self.shrink(),
             "reset_prefix_cache": lambda _: self.reset_prefix_cache(),
         }
 
-    def num_computed_tokens(self, request: Request) -> int:
+    def num_computed_tokens(self, completion: Completion) -> int:
         """The computed tokens of a request, without those of steps in flight; from any thread."""
         starts = (
             part.start
             for step in list(self.in_flight)
             for part in step.batch.scheduled
-            if part.request is request
+            if part.completion is completion
         )
-        return min((request.num_computed_tokens, *starts))
+        return min((completion.num_computed_tokens, *starts))
 
     def _may_launch_ahead(self, step: StepInFlight) -> bool:
         """Whether the next step is planned before this one is read. With drafts it is not, because
@@ -196,10 +193,10 @@ class Steps:
         """Launch a step, after the one in flight if there is one."""
         if batch is None:
             return
-        for request in batch.finished:
-            self._reports.note(request)
-        for request in batch.begun:
-            request.first_scheduled_time = time.perf_counter()
+        for completion in batch.finished:
+            self._reports.note(completion)
+        for completion in batch.begun:
+            completion.request.first_scheduled_time = time.perf_counter()
         if not batch.scheduled:
             # The planned swap-outs are dropped, and a request to retry does not fit.
             self._scheduler.discard(batch)
@@ -217,17 +214,15 @@ class Steps:
         if not self.in_flight:
             return
         step = self.in_flight[-1]
-        rows, requests, num_before = self._completions(step.batch)
+        rows, completions, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = self._draw(step.logits, rows, requests, num_before)
+            step.sampled = self._draw(step.logits, rows, completions, num_before)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
-        known = self._scheduler.requests
-        for request in step.sampled.requests:
-            if request.seq_id not in known:
-                state = self._reports.states[request.request_id]
-                self._scheduler.add_fork(state.requests[0], request)
-                state.requests.append(request)
-                step.forks.append(request)
+        known = self._scheduler.completions
+        for completion in step.sampled.completions:
+            if completion.seq_id not in known:
+                self._scheduler.add_fork(completion)
+                step.forks.append(completion)
 
     def process_output(self) -> None:
         """Wait for the oldest step in flight, and append its tokens."""
@@ -236,7 +231,7 @@ class Steps:
         step = self.in_flight[0]
         with self._device_work():
             results = self._read(step.sampled)
-            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
+            scores = [(prompt.completion, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. The last step in flight leaves nothing
             # lazy: with a pending read of a slab, the next write would copy it.
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
@@ -249,14 +244,16 @@ class Steps:
             return
         self.in_flight.popleft()
         self._latencies.note_step(num_tokens)
-        for request, entries in scores:
-            if not request.is_finished:
-                self._reports.states[request.request_id].add_prompt_logprobs(request, entries)
-        verified = {part.request for part in drafted}
+        for completion, entries in scores:
+            if not completion.is_finished:
+                completion.request.add_prompt_logprobs(entries)
+        verified = {part.completion for part in drafted}
         sampled = step.sampled
-        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
-            if request not in verified:
-                self._append(request, result, sampled, entry)
+        for entry, (completion, result) in enumerate(
+            zip(sampled.completions, results, strict=True)
+        ):
+            if completion not in verified:
+                self._append(completion, result, sampled, entry)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
@@ -264,15 +261,15 @@ class Steps:
         self,
         logits: mx.array,  # [num_rows, vocab_size]
         rows: Sequence[int],
-        requests: Sequence[Request],
+        completions: Sequence[Completion],
         num_before: Sequence[int] | None = None,
     ) -> SampledTokens:
         """As :func:`mlx_paged.engine.sampler.sample`; a follower samples nothing."""
         if self._ranks.is_leader:
-            sampled = sample(logits, rows, requests, num_before)
+            sampled = sample(logits, rows, completions, num_before)
         else:
-            sampled = SampledTokens(requests, (), mx.zeros((len(requests),), dtype=mx.int32))
-        if self._ranks.size == 1 or not self._run_ahead or not requests:
+            sampled = SampledTokens(completions, (), mx.zeros((len(completions),), dtype=mx.int32))
+        if self._ranks.size == 1 or not self._run_ahead or not completions:
             return sampled
         # The next step is launched before these tokens are read, so they also travel in the graph.
         token_ids = mx.distributed.all_sum(sampled.token_ids, group=self._ranks.group)
@@ -301,8 +298,8 @@ class Steps:
             scheduler.num_steps,
             len(scheduler.running),
             len(scheduler.waiting),
-            sum(request.num_computed_tokens for request in scheduler.running),
-            sum(len(request.token_ids) for request in scheduler.running),
+            sum(completion.num_computed_tokens for completion in scheduler.running),
+            sum(len(completion.token_ids) for completion in scheduler.running),
             pool.num_blocks,
             pool.num_free_blocks,
             scheduler.swap_space.num_used_tokens,
@@ -320,22 +317,22 @@ class Steps:
         Where sampling reads the previous tokens (penalties, logits processors, custom samplers),
         tokens are sampled one by one.
         """
-        known: dict[Request, list[SampledToken | Exception]] = {}
-        for request, result in zip(step.sampled.requests, results, strict=True):
-            known.setdefault(request, []).append(result)
+        known: dict[Completion, list[SampledToken | Exception]] = {}
+        for completion, result in zip(step.sampled.completions, results, strict=True):
+            known.setdefault(completion, []).append(result)
         for part in drafted:
-            request, num_accepted = part.request, 0
-            if request.is_finished:
+            completion, num_accepted = part.completion, 0
+            if completion.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[request], self._scheduler.speculation.drafter.made(part)
-            sampled, first_entry = step.sampled, step.sampled.requests.index(request)
+            drawn, drafts = known[completion], self._scheduler.speculation.drafter.made(part)
+            sampled, first_entry = step.sampled, step.sampled.completions.index(completion)
             verification = self._scheduler.verification
             verification.begin(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
                     with self._device_work():
-                        sampled = self._draw(step.logits, [row], [request])
+                        sampled = self._draw(step.logits, [row], [completion])
                         drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
@@ -347,14 +344,14 @@ class Steps:
                     and result.token_id == drafts[number]
                 )
                 if is_accepted:
-                    verification.accept(request)
+                    verification.accept(completion)
                     num_accepted += 1
-                self._append(request, result, sampled, first_entry + number)
-                if not is_accepted or request.is_finished:
+                self._append(completion, result, sampled, first_entry + number)
+                if not is_accepted or completion.is_finished:
                     break
-            verification.end(request)
+            verification.end(completion)
             self._scheduler.speculation.drafter.note(
-                request, len(part.draft_token_ids), num_accepted
+                completion, len(part.draft_token_ids), num_accepted
             )
         return True
 
@@ -380,30 +377,30 @@ class Steps:
         request is at fault: all of the step wait again, and have no blocks to swap in any more.
         """
         steps = list(self.in_flight)
-        requests = {
-            request: request.num_computed_tokens
+        completions = {
+            completion: completion.num_computed_tokens
             for step in steps
-            for request in step.batch.requests
-            if not request.is_finished
+            for completion in step.batch.completions
+            if not completion.is_finished
         }
         self._roll_back()
         if isinstance(error, LostBlockError):
             return
-        if len(steps) == len(requests) == 1 and not steps[0].batch.drafted:
-            self._finish(steps[0].batch.requests[0], "error", error)
+        if len(steps) == len(completions) == 1 and not steps[0].batch.drafted:
+            self._finish(steps[0].batch.completions[0], "error", error)
         else:
-            self._retry_alone.extend(requests.items())
+            self._retry_alone.extend(completions.items())
 
     def _roll_back(self) -> None:
         """Roll back the steps in flight, the newest first."""
         while self.in_flight:
             step = self.in_flight.pop()
-            for request in step.sampled.requests:
-                request.forget_awaited_token()
+            for completion in step.sampled.completions:
+                completion.forget_awaited_token()
             for fork in step.forks:
                 if not fork.is_finished:
                     self._scheduler.finish(fork, "abort")
-                    self._reports.states[fork.request_id].requests.remove(fork)
+                    fork.request.completions.remove(fork)
             self._scheduler.discard(step.batch)
         self._runner.cache.close_step()
         try:
@@ -414,44 +411,47 @@ class Steps:
             self._runner.cache.reset()
             self._scheduler.start_over()
 
-    def _next_to_retry(self) -> Request | None:
+    def _next_to_retry(self) -> Completion | None:
         while self._retry_alone:
-            request, num_tokens = self._retry_alone[0]
-            if not request.is_finished and request.num_computed_tokens < num_tokens:
-                return request
+            completion, num_tokens = self._retry_alone[0]
+            if not completion.is_finished and completion.num_computed_tokens < num_tokens:
+                return completion
             self._retry_alone.popleft()
         return None
 
-    def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
+    def _completions(self, batch: Batch) -> tuple[list[int], list[Completion], list[int]]:
         """The row of logits and the request of each token that this step samples, and the number
         of drafts before it.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
         rows: list[int] = []
-        requests: list[Request] = []
+        completions: list[Completion] = []
         num_before: list[int] = []
         first_row = 0
         for part in batch.scheduled:
-            request, num_rows = part.request, part.num_logit_rows - part.num_scored_rows
+            completion, num_rows = part.completion, part.num_logit_rows - part.num_scored_rows
             first_row += part.num_scored_rows
-            if num_rows and not request.is_finished:
-                if num_rows > 1 and state_of(request, self._runner.vocab_size).draws_rows_together:
+            if num_rows and not completion.is_finished:
+                if (
+                    num_rows > 1
+                    and state_of(completion, self._runner.vocab_size).draws_rows_together
+                ):
                     rows += range(first_row, first_row + num_rows)
-                    requests += [request] * num_rows
+                    completions += [completion] * num_rows
                     num_before += range(num_rows)
                 else:
-                    forks = [request.fork(index) for index in range(1, request.num_seqs)]
-                    for each in (request, *forks):
+                    forks = [completion.fork(index) for index in range(1, completion.num_seqs)]
+                    for each in (completion, *forks):
                         rows.append(first_row)
-                        requests.append(each)
+                        completions.append(each)
                         num_before.append(0)
             first_row += num_rows
-        return rows, requests, num_before
+        return rows, completions, num_before
 
     def _append(
         self,
-        request: Request,
+        completion: Completion,
         result: SampledToken | Exception,
         sampled: SampledTokens,
         entry: int,
@@ -459,35 +459,34 @@ class Steps:
         """Append a token to a request, or fail the request: ``result`` is that of this entry of
         ``sampled``.
         """
-        if request.is_finished:
+        if completion.is_finished:
             return  # finished since it was sampled
         if isinstance(result, Exception):
-            self._finish(request, "error", result)
+            self._finish(completion, "error", result)
             return
-        state = self._reports.states[request.request_id]
         if self.row_reader is not None and sampled.rows is not None:
-            number = len(state.completions[request.index].output.token_ids) + 1
-            self.row_reader(request, number, sampled.rows[entry])
+            number = len(completion.output.token_ids) + 1
+            self.row_reader(completion, number, sampled.rows[entry])
         ahead = self.in_flight[0].batch if self.in_flight else None
-        self._scheduler.append_token(request, result.token_id, ahead)
+        self._scheduler.append_token(completion, result.token_id, ahead)
         stop_text = None
         try:
-            stop_text = state.add_token(request, result)
+            stop_text = completion.add_token(result)
         except BaseException as error:  # A panic in Rust's tokenizers is not an Exception.
             # It fails the request, even if this token was the last one.
             forget_frames(error, "In a step of the engine")
-            self._scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason = "error", None
-            request.error = request_error(error)
+            self._scheduler.finish(completion, "error")
+            completion.finish_reason, completion.stop_reason = "error", None
+            completion.error = request_error(error)
         if stop_text is not None:
-            self._scheduler.finish(request, "stop")
+            self._scheduler.finish(completion, "stop")
             # The stop text takes precedence if this token was also the last one.
-            request.finish_reason, request.stop_reason = "stop", stop_text
-        self._reports.note(request)
+            completion.finish_reason, completion.stop_reason = "stop", stop_text
+        self._reports.note(completion)
 
-    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        if not request.is_finished:
+    def _finish(self, completion: Completion, reason: str, error: Exception | None = None) -> None:
+        if not completion.is_finished:
             if error is not None:
                 forget_frames(error, "In a step of the engine")
-            self._scheduler.finish(request, reason, error=error)
-            self._reports.note(request)
+            self._scheduler.finish(completion, reason, error=error)
+            self._reports.note(completion)

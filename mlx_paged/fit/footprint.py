@@ -17,8 +17,8 @@ from mlx_paged.config import (
     KVBits,
 )
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.draft_options import num_parameters_of
-from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD
+from mlx_paged.engine.budget import NUM_COPIES_AHEAD
+from mlx_paged.engine.draft_model import num_parameters_of
 from mlx_paged.models.activations import activation_nbytes, num_experts_per_token
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_cache import stored_as, weight_nbytes

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from tokenizers import Tokenizer
 
-from mlx_paged.engine.token_texts import decoder_of
+from mlx_paged.engine.text_stream import decoder_of
 from mlx_paged.loading.folder import load_errors, without_marks
 
 # The cache size of a tokenizer that does not split texts into words, instead of 10,000 texts.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_paged.request import PENDING_TOKEN
+from mlx_paged.engine.request import PENDING_TOKEN
 from mlx_paged.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -40,12 +40,13 @@ def counts_of(engine: AsyncEngine) -> Counts:
     running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
     num_new = 0
     by_user: dict[str | None, tuple[int, int]] = {}
-    for request in (*running, *waiting):
+    for completion in (*running, *waiting):
         # The pending token of the step in flight does not count yet.
-        is_new = request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
+        is_new = completion.num_output_tokens == (completion.token_ids[-1] == PENDING_TOKEN)
         num_new += is_new
-        num_of_user, num_new_of_user = by_user.get(request.user, (0, 0))
-        by_user[request.user] = num_of_user + 1, num_new_of_user + is_new
+        user = completion.request.user
+        num_of_user, num_new_of_user = by_user.get(user, (0, 0))
+        by_user[user] = num_of_user + 1, num_new_of_user + is_new
     return Counts(len(running), len(waiting), num_new, by_user)
 
 

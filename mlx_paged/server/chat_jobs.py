@@ -14,7 +14,7 @@ from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.conversation_encoder import Prompt
-from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams

@@ -15,9 +15,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.grammar import PLACE_IN_GRAMMAR
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.request import TokenRules
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.errors import ArgumentError, PromptTooLongError
-from mlx_paged.request import RequestOutput, TokenRules
+from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import ReadAnswer
 from mlx_paged.server.fair_threads import FairThreads, Work

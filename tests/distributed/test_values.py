@@ -10,11 +10,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from mlx_paged.core.prefix_report import PrefixReport
 from mlx_paged.distributed import RanksError
 from mlx_paged.distributed.values import as_json, from_json
+from mlx_paged.engine.request import Request
 from mlx_paged.errors import ArgumentError, PromptTooLongError
-from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
+from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
 
 
 def arrived(value: object) -> Any:
@@ -68,8 +68,16 @@ def test_a_request_arrives_with_its_user_and_all_else_that_plans_depend_on():
     request = Request(
         "a", [1, 2], SamplingParams(n=2), seed=5, priority=-3, cache_salt="s", user="ann"
     )
-    told = arrived(request)
-    for name in ("request_id", "token_ids", "params", "seed", "priority", "cache_salt", "user"):
+    told = Request.from_arguments(arrived(request.arguments))
+    for name in (
+        "request_id",
+        "prompt_token_ids",
+        "params",
+        "seed",
+        "priority",
+        "cache_salt",
+        "user",
+    ):
         assert getattr(told, name) == getattr(request, name)
 
 

@@ -31,7 +31,7 @@ class SimulatedSteps:
         rng, launch = random.Random(0), engine.runner.launch
 
         def timed_launch(batch: Any, awaited: Any) -> Any:
-            parts = [(part.request.request_id, *part[1:4]) for part in batch.scheduled]
+            parts = [(part.completion.request_id, *part[1:4]) for part in batch.scheduled]
             self.batches.append(tuple(parts))
             self.now += batch.num_tokens * self.per_token * rng.uniform(0.8, 1.2)
             return launch(batch, awaited)
@@ -92,7 +92,7 @@ def test_an_answer_goes_on_beside_a_long_prompt_on_a_slow_device(model: qwen3.Mo
     engine.step()
     engine.add_request("prompt", prompt(1500, 1), greedy(2))
     times = []
-    while "prompt" in engine.reports.states:
+    while "prompt" in engine.reports.requests:
         times.append(clock.now)
         engine.step()
     gaps = np.diff(times)
@@ -114,12 +114,12 @@ def test_a_device_that_becomes_much_slower_is_believed_after_two_steps(
     engine.step()
     for number in range(2):
         engine.add_request(str(number), prompt(1500, number), greedy(2))
-        while str(number) in engine.reports.states:
+        while str(number) in engine.reports.requests:
             engine.step()
     clock.per_token *= factor
     engine.add_request("slow", prompt(1500, 2), greedy(2))
     begin = len(clock.batches)
-    while "slow" in engine.reports.states:
+    while "slow" in engine.reports.requests:
         engine.step()
     counts = [sum(part[2] for part in batch) for batch in clock.batches[begin:]]
     over = [number for number, count in enumerate(counts) if count * clock.per_token > 2 * 0.2]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from helpers.completions import new_completion
+
 from mlx_paged.core import BlockHash, Checkpoint, Checkpoints, hash_token_blocks, state_key
 from mlx_paged.core.tier import STATES
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
-from mlx_paged.request import Request, SamplingParams
 
 SIZE = 4
 # A state weighs as much as 6 tokens of K/V, so 12 of them outweigh it.
@@ -26,7 +27,7 @@ class Engine:
         """A request that begins with the longest state there is and leaves others after these
         numbers of tokens; after how many tokens states were written.
         """
-        request = Request("a", tokens, SamplingParams())
+        request = new_completion("a", tokens)
         request.num_prompt_tokens = num_prompt_tokens
         request.block_hashes = hash_token_blocks(tokens, SIZE)
         found = [each for each in request.block_hashes if each in self.checkpoints]

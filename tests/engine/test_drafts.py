@@ -5,22 +5,23 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers.completions import new_completion
 
-from mlx_paged.engine.drafts import FIRST_ACCEPTANCE, PromptLookup
-from mlx_paged.engine.speculation import ALWAYS, DraftGate, StepCost
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.engine.request import Completion
+from mlx_paged.engine.speculation import ALWAYS, FIRST_ACCEPTANCE, DraftGate, PromptLookup, StepCost
+from mlx_paged.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 
 
-def request_of(prompt: str, answer: str = "") -> Request:
-    request = Request("r", list(map(LETTERS.index, prompt)), SamplingParams())
-    request.token_ids += map(LETTERS.index, answer)
-    return request
+def request_of(prompt: str, answer: str = "") -> Completion:
+    completion = new_completion("r", list(map(LETTERS.index, prompt)), SamplingParams())
+    completion.token_ids += map(LETTERS.index, answer)
+    return completion
 
 
-def proposed(request: Request, num_drafts: int = 7) -> str:
-    return "".join(LETTERS[token] for token in PromptLookup().propose(request, num_drafts))
+def proposed(completion: Completion, num_drafts: int = 7) -> str:
+    return "".join(LETTERS[token] for token in PromptLookup().propose(completion, num_drafts))
 
 
 def test_what_followed_the_last_three_tokens_is_proposed():
@@ -34,12 +35,12 @@ def test_of_several_places_the_last_one_counts():
 
 def test_a_match_that_was_right_goes_on_where_it_began():
     # "_abc" came in the first word only; a later "abc" was followed by y.
-    request = request_of("p_abcx_q_rabcy_")
+    completion = request_of("p_abcx_q_rabcy_")
     lookup = PromptLookup()
-    request.token_ids += map(LETTERS.index, "p_a")
-    assert lookup.propose(request, 2) == [LETTERS.index("b"), LETTERS.index("c")]
-    request.token_ids += map(LETTERS.index, "bc")
-    assert lookup.propose(request, 1) == [LETTERS.index("x")]
+    completion.token_ids += map(LETTERS.index, "p_a")
+    assert lookup.propose(completion, 2) == [LETTERS.index("b"), LETTERS.index("c")]
+    completion.token_ids += map(LETTERS.index, "bc")
+    assert lookup.propose(completion, 1) == [LETTERS.index("x")]
 
 
 def test_a_period_shorter_than_the_drafts_goes_on():
@@ -51,13 +52,13 @@ def test_the_index_is_kept_up_with_tokens_one_by_one():
     rng = random.Random(0)
     for _ in range(50):
         text = "".join(rng.choices("abc", k=60))
-        request, lookup = request_of(text[:10]), PromptLookup()
+        completion, lookup = request_of(text[:10]), PromptLookup()
         for length in range(10, 60):
-            request.token_ids = list(map(LETTERS.index, text[:length]))
-            drafts = lookup.propose(request, 3)
+            completion.token_ids = list(map(LETTERS.index, text[:length]))
+            drafts = lookup.propose(completion, 3)
             assert bool(drafts) == (text[length - 3 : length] in text[: length - 1])
             if drafts:
-                begin = lookup._read(request).next
+                begin = lookup._read(completion).next
                 assert begin is not None
                 # What stands before the place is what the request ends with.
                 assert text[begin - 3 : begin] == text[length - 3 : length]
@@ -65,18 +66,18 @@ def test_the_index_is_kept_up_with_tokens_one_by_one():
 
 def test_the_acceptance_is_known_without_any_drafts():
     lookup = PromptLookup()
-    request = request_of("abcdefgh_" * 3)
-    assert lookup.acceptance(request) == FIRST_ACCEPTANCE, "a prompt says nothing"
+    completion = request_of("abcdefgh_" * 3)
+    assert lookup.acceptance(completion) == FIRST_ACCEPTANCE, "a prompt says nothing"
     for letter in "abcdefgh_" * 3:
-        request.token_ids.append(LETTERS.index(letter))
-        lookup.acceptance(request)
-    assert lookup.acceptance(request) > 0.95
+        completion.token_ids.append(LETTERS.index(letter))
+        lookup.acceptance(completion)
+    assert lookup.acceptance(completion) > 0.95
     for letter in "abcx" * 2 + "abcyabcz" * 2:
-        request.token_ids.append(LETTERS.index(letter))
-    request.token_ids += map(LETTERS.index, "abc")
-    assert 0 < lookup.acceptance(request) < 0.9
-    request.token_ids.append(LETTERS.index("q"))
-    assert lookup.acceptance(request) == 0, "there is nothing to propose"
+        completion.token_ids.append(LETTERS.index(letter))
+    completion.token_ids += map(LETTERS.index, "abc")
+    assert 0 < lookup.acceptance(completion) < 0.9
+    completion.token_ids.append(LETTERS.index("q"))
+    assert lookup.acceptance(completion) == 0, "there is nothing to propose"
 
 
 # The gate

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.token_rules import read_token_rules
+from mlx_paged.engine.input_processor import read_token_rules
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.request import CompletionOutput

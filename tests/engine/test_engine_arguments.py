@@ -13,8 +13,8 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged import LLM, AsyncEngine
+from mlx_paged.engine.request import Request
 from mlx_paged.models import qwen3
-from mlx_paged.request import Request
 from mlx_paged.sampling_params import MAX_COMPLETIONS, SamplingParams
 
 
@@ -135,18 +135,19 @@ def test_a_number_of_completions_that_no_machine_holds_is_refused_before_they_ar
 def test_finishing_a_request_that_was_never_added_takes_out_no_other(model: qwen3.Model):
     engine = make_engine(model)
     scheduler = engine.scheduler
-    waiting = [Request(name, prompt(5), greedy(2)) for name in "abc"]
-    for request in waiting:
+    requests = [Request(name, prompt(5), greedy(2)) for name in "abc"]
+    for request in requests:
         scheduler.add(request)
-    stranger = Request("stranger", prompt(5), greedy(2))
+    waiting = [request.completions[0] for request in requests]
+    (stranger,) = Request("stranger", prompt(5), greedy(2)).completions
     scheduler.finish(stranger, "abort")
     assert scheduler.waiting == waiting and stranger.is_finished
     # The same name, but not the one that is there.
-    twin = Request("b", prompt(5), greedy(2))
+    (twin,) = Request("b", prompt(5), greedy(2)).completions
     scheduler.finish(twin, "abort")
     assert scheduler.waiting == waiting and not waiting[1].is_finished
     # And it is not taken on when its turn in the inbox comes.
-    scheduler.add(stranger)
+    scheduler.add(stranger.request)
     assert scheduler.waiting == waiting
     check_scheduler(scheduler)
 

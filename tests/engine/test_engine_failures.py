@@ -24,7 +24,7 @@ from paged_testing.integrity import check_scheduler
 from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     texts = TokenTexts(tokenizer)
     texts._backend, texts.tokenizer = None, BrokenTokenizer(tokenizer)
     texts._known_bytes.clear()
-    engine.reports.states["fails"]._texts = texts
+    engine.reports.requests["fails"].texts = texts
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}

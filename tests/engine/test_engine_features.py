@@ -22,8 +22,10 @@ from helpers.engine_runs import (
 from helpers.fast_lane import mostly_slow
 
 from mlx_paged.engine import steps as steps_module
+from mlx_paged.engine.request import Completion
 from mlx_paged.models import qwen3
-from mlx_paged.request import CompletionOutput, Request, SamplingParams
+from mlx_paged.request import CompletionOutput
+from mlx_paged.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
@@ -48,12 +50,12 @@ def completion_alone(
     engine = make_engine(model, enable_prefix_caching=False)
     sample = steps_module.sample
 
-    def sample_with_index(logits: Any, rows: Any, requests: list[Request], *args: Any) -> Any:
-        for request in requests:
-            request.index = index
-        results = sample(logits, rows, requests, *args)
-        for request in requests:
-            request.index = 0
+    def sample_with_index(logits: Any, rows: Any, completions: list[Completion], *args: Any) -> Any:
+        for completion in completions:
+            completion.index = index
+        results = sample(logits, rows, completions, *args)
+        for completion in completions:
+            completion.index = 0
         return results
 
     one = SamplingParams(

@@ -102,7 +102,7 @@ def test_the_outputs_of_an_interrupted_wait_come_with_the_next_one(model: qwen3.
         engine.step()
     assert engine.has_unfinished_requests()
     slow.may_end.set()
-    while engine.reports.states:  # It was the last step of all.
+    while engine.reports.requests:  # It was the last step of all.
         time.sleep(0.001)
     assert engine.has_unfinished_requests()
     (output,) = engine.step()

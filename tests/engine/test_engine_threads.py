@@ -161,16 +161,16 @@ def test_what_is_asked_for_during_a_step_is_done_when_the_step_ends(model: qwen3
     engine.stats()
     # None of them waits for the step, which would have given up first.
     assert not gave_up.is_set() and stepping.are_running
-    assert ("goes", 0) in engine.scheduler.requests and (
+    assert ("goes", 0) in engine.scheduler.completions and (
         "comes",
         0,
-    ) not in engine.scheduler.requests
+    ) not in engine.scheduler.completions
     go_on.set()
     stepping.join()
-    assert ("goes", 0) not in engine.scheduler.requests and (
+    assert ("goes", 0) not in engine.scheduler.completions and (
         "comes",
         0,
-    ) in engine.scheduler.requests
+    ) in engine.scheduler.completions
     assert engine.manager.tables.keys() == set()
     reasons = {output.request_id: output.outputs[0].finish_reason for output in reported}
     assert reasons == {"slow": "length", "goes": "abort"}

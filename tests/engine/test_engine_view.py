@@ -11,7 +11,7 @@ from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.view import CACHED, MAX_HOLDERS, EngineView
+from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
 
 
 def tally(view: EngineView) -> dict[int, int]:

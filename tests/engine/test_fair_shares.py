@@ -15,8 +15,8 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.engine import admission, request_queues
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.request_queues import MAX_PASSING
-from mlx_paged.request import Request
 
 MAX_LAG, MIN_LEAD = 200, 100
 
@@ -87,7 +87,7 @@ def test_whatever_one_user_asks_for_the_small_request_of_another_has_its_token_i
     assert [chat(engine, number) for number in range(5)] == [1] * 5
     # One sequence made way for each where no place was free, and returned.
     assert engine.counts["preempted"] == (0 if load == "long prompts" else 5)
-    assert max(each.num_preemptions for each in engine.scheduler.requests.values()) <= 2
+    assert max(each.num_preemptions for each in engine.scheduler.completions.values()) <= 2
     for name in list(engine.completions):
         engine.abort(name)
     engine.check_whole()
@@ -153,7 +153,7 @@ def test_no_place_is_taken_from_a_user_with_an_equal_share_or_by_one_of_whom_som
     assert names(engine.step().preempted) == ["ann4"]
     for _ in range(20):
         assert engine.step().preempted == []
-    counts = Counter(request.user for request in engine.scheduler.running)
+    counts = Counter(each.request.user for each in engine.scheduler.running)
     assert counts == {"ann": 2, "bob": 3, "cid": 1}
     engine.run()
     engine.check_answers()
@@ -171,7 +171,7 @@ def test_places_that_become_free_go_to_the_user_who_had_less():
     for step in range(150):
         engine.step()
         if step > 25:
-            counts.update(request.user for request in engine.scheduler.running)
+            counts.update(each.request.user for each in engine.scheduler.running)
     assert counts["ann"] == pytest.approx(counts["bob"], rel=0.1)
     engine.run()
     engine.check_answers()
@@ -242,10 +242,10 @@ def test_the_priority_of_one_user_is_nothing_to_another():
         engine.add(f"b{number}", tokens(3, 1000 + 100 * number), 4, user="bob", priority=5 - number)
         engine.add(f"a{number}", tokens(3, 100 * number), 4, user="ann", priority=-(2**31 - 1))
     order = []
-    while engine.scheduler.requests:
+    while engine.scheduler.completions:
         output = engine.step()
         order += [each for each in ran(output) if each not in order]
-        assert all(each.user == "ann" for each in output.preempted)
+        assert all(each.request.user == "ann" for each in output.preempted)
     # Ann's urgent ones preempt her own; Bob's come in his order, one place each.
     assert [name for name in order if name[0] == "b"] == ["b0", "b3", "b2", "b1"]
     assert engine.completions["b0"][0].num_preemptions == 0
@@ -261,7 +261,7 @@ def test_completions_without_a_place_wait_while_others_have_requests():
     output = engine.step()
     assert ran(output)["b0"] == 6
     # Two have a place; the others have their first token.
-    counts = Counter(request.user for request in engine.scheduler.running)
+    counts = Counter(each.request.user for each in engine.scheduler.running)
     assert counts == {"ann": 6, "bob": 2}
     assert [each.num_output_tokens for each in engine.completions["b"]] == [1] * 8
     steps = engine.run()
@@ -324,19 +324,21 @@ def test_no_user_starves_and_none_has_more_than_a_share_for_long(seed: int):
         swap_blocks=rng.choice([0, 40]),
         watermark=0.05,
     )
-    patient: list[Request] = []
+    patient: list[Completion] = []
     done: Counter[str] = Counter()
     for step in range(1500):
         if len(engine.scheduler.waiting) < 12:
             n = rng.choice([1, 1, 3])
             engine.add(f"h{step}", tokens(rng.randint(1, 30), 50 * step), 25, n, user="heavy")
         for user in ("bob", "cid"):
-            own = [each for each in engine.scheduler.requests.values() if each.user == user]
+            own = [
+                each for each in engine.scheduler.completions.values() if each.request.user == user
+            ]
             if not own:
                 first = 10**6 + 100 * step + 50 * (user == "bob")
                 patient.append(engine.add(f"{user}{step}", tokens(10, first), 5, user=user))
         output = engine.step()
-        done.update(part.request.user for part in output.scheduled)
+        done.update(part.completion.request.user for part in output.scheduled)
     finished = [each for each in patient if each.is_finished]
     # 5 tokens take 5 steps and few of waiting.
     assert len(finished) > 1500 / 5 * 2 * 0.6

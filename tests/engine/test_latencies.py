@@ -11,7 +11,7 @@ import pytest
 from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.latencies import Histogram, Latencies, one_two_five
+from mlx_paged.engine.reports import Histogram, Latencies, one_two_five
 from mlx_paged.request import RequestOutput
 
 HISTOGRAMS = (
@@ -163,6 +163,7 @@ def test_completions_of_one_prompt_share_what_concerns_the_prompt(
     assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 3) | once
     assert engine.stats().num_generation_tokens == 12
     assert engine.latencies.inter_token_latency.sum == engine.latencies.decode_time.sum == 9
+    assert engine.latencies.params_n.sum == 3
 
 
 def test_what_was_aborted_or_failed_counts_by_its_reason_only(model: nn.Module, clock: Clock):

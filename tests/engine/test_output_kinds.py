@@ -10,9 +10,10 @@ import pytest
 from helpers.fast_lane import mostly_slow
 
 from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams, load
-from mlx_paged.engine.deltas import NOTHING_REPORTED, merge_parts, new_part
+from mlx_paged.engine.reports import Latencies, Reports
+from mlx_paged.engine.request import Request, merge_parts
 from mlx_paged.loading import demo_model_path
-from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
+from mlx_paged.request import Logprob
 
 LONG = "<|im_start|>user\nCount from 20 to 60.<|im_end|>\n<|im_start|>assistant\n"
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -102,10 +103,12 @@ def test_the_last_part_has_all_completions_and_those_before_only_what_changed(de
 def test_parts_that_are_merged_are_one_part_in_any_grouping():
     draws = random.Random(0)
     for _ in range(200):
-        output = RequestOutput("a", None, [1], [CompletionOutput(i) for i in range(2)])
-        handed_over, parts = [NOTHING_REPORTED] * 2, []
+        request = Request("a", [1], SamplingParams(n=2, output_kind=DELTA))
+        request.completions.append(request.completions[0].fork(1))
+        reports, parts = Reports(Latencies(None)), []
+        reports.requests["a"] = request
         for number in range(6):
-            for completion in output.outputs:
+            for completion in request.output.outputs:
                 if draws.random() < 0.5 and completion.finish_reason is None:
                     completion.text += f"{number}ä"
                     completion.token_ids.append(number)
@@ -113,8 +116,8 @@ def test_parts_that_are_merged_are_one_part_in_any_grouping():
                         *(completion.logprobs or []), {number: Logprob(-1.0, 1)}
                     ]  # fmt: skip
                     completion.finish_reason = "stop" if draws.random() < 0.2 else None
-            part, handed_over = new_part(output, handed_over)
-            parts.append(part)
+            reports.note(request.completions[0])
+            parts += reports.report()
         expected = joined(parts)
         while len(parts) > 1:
             at = draws.randrange(len(parts) - 1)

@@ -276,7 +276,7 @@ def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):
     )
     for n in range(6):
         engine.add_request(str(n), prompt(16, seed=n), greedy(80))
-    first = engine.scheduler.requests["0", 0]
+    first = engine.scheduler.completions["0", 0]
     run(engine)
     assert engine.scheduler.num_preemptions > 5 and first.num_preemptions == 0
 

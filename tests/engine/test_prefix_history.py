@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import random
-import types
 
 import pytest
+from helpers.completions import new_completion
 from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import lose_all_kv
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.core.prefix_report import Change, change_between
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.request import Change, change_between
 
 BLOCK = 8
 
 
-def request(name, prompt, answer=(), salt=None):
-    """What the history reads of a request."""
-    tokens = [*prompt, *answer]
-    return types.SimpleNamespace(
-        request_id=name,
-        seq_id=(name, 0),
-        cache_salt=salt,
-        token_ids=tokens,
-        num_tokens=len(tokens),
-        num_prompt_tokens=len(prompt),
-        num_read_tokens=0,
-        num_unscored_tokens=0,
-        awaits_token=False,
-        block_hashes=hash_token_blocks(tokens, BLOCK, extra_hash_keys(salt)),
-    )
+def completion(name, prompt, answer=(), salt=None):
+    found = new_completion(name, prompt, cache_salt=salt)
+    found.token_ids += answer
+    found.block_hashes = hash_token_blocks(found.token_ids, BLOCK, extra_hash_keys(salt))
+    return found
 
 
 def remember(history, name, prompt, answer=(), salt=None):
-    history.admit(request(name, prompt, salt=salt), 0)
-    history.finish(request(name, prompt, answer, salt))
+    history.admit(completion(name, prompt, salt=salt), 0)
+    history.finish(completion(name, prompt, answer, salt))
 
 
 def ask(history, prompt, num_cached=0, salt=None, name="new"):
-    return history.admit(request(name, prompt, salt=salt), num_cached)
+    return history.admit(completion(name, prompt, salt=salt), num_cached)
 
 
 A, B, C = list(range(100, 140)), list(range(200, 240)), list(range(300, 310))
@@ -131,7 +121,7 @@ def test_random_histories_agree_with_a_look_at_all_sequences():
                     (expected, common), ("changed", common)
                 ]  # fmt: skip
             answer = [draws.randint(0, 2) for _ in range(draws.randint(0, 12))]
-            history.finish(request(str(number), prompt, answer))
+            history.finish(completion(str(number), prompt, answer))
             sequences[number] = [*prompt, *answer]
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.engine.prompts import EncodedPrompt, read_prompt, split_prompts
+from mlx_paged.engine.input_processor import EncodedPrompt, read_prompt, split_prompts
 
 VOCAB_SIZE = 50
 BOS = "<s>"

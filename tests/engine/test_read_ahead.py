@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from helpers.completions import new_completion
 from helpers.scheduler_helpers import FakeSupply
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import AbsentBlock, BlockHash, hash_token_blocks
 from mlx_paged.engine.read_ahead import MAX_READ_AHEAD
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams, SeqId
+from mlx_paged.request import SeqId
+from mlx_paged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -29,7 +32,7 @@ class FakeTier:
         self.reading: dict[SeqId, list[AbsentBlock]] = {}
         self.num_brought: dict[SeqId, int] = {}
         self.num_asked = 0
-        self.kept: list[Request] = []
+        self.kept: list[Completion] = []
 
     def has(self, block_hash: BlockHash) -> bool:
         self.num_asked += 1
@@ -46,8 +49,8 @@ class FakeTier:
         self.reading.pop(seq_id, None)
         return self.num_brought.pop(seq_id, 0) * BLOCK_SIZE
 
-    def keep(self, request: Request) -> None:
-        self.kept.append(request)
+    def keep(self, completion: Completion) -> None:
+        self.kept.append(completion)
 
     def clear(self) -> None:
         self.reading.clear()
@@ -67,9 +70,9 @@ def tokens(seed: int, num_tokens: int = 10) -> list[int]:
     return [100 * seed + index for index in range(num_tokens)]
 
 
-def request(seed: int, num_tokens: int = 10, **params: int) -> Request:
+def completion_of(seed: int, num_tokens: int = 10, **params: int) -> Completion:
     sampling = SamplingParams(**{"max_tokens": 30, **params})
-    return Request(str(seed), tokens(seed, num_tokens), sampling)
+    return new_completion(str(seed), tokens(seed, num_tokens), sampling)
 
 
 def make(
@@ -85,13 +88,13 @@ def make(
 
 
 def names(scheduler: Scheduler) -> list[str]:
-    return [each.request_id for each in scheduler.schedule().requests]
+    return [each.request_id for each in scheduler.schedule().completions]
 
 
 def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
     scheduler, tier, _ = make(tokens(1))
-    one = request(1)
-    scheduler.add(one)
+    one = completion_of(1)
+    scheduler.add(one.request)
     assert names(scheduler) == []
     assert [block.block_hash for block in tier.reading[one.seq_id]] == (
         hash_token_blocks(tokens(1), BLOCK_SIZE)
@@ -100,15 +103,15 @@ def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
     tier.bring(one.seq_id)
     (part,) = scheduler.schedule().scheduled
     assert (part.start, part.num_new_tokens) == (8, 2)
-    assert (one.num_cached_tokens, one.num_read_tokens) == (8, 8)
+    assert (one.request.num_cached_tokens, one.request.num_read_tokens) == (8, 8)
     check_scheduler(scheduler)
 
 
 def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
     scheduler, tier, _ = make(tokens(1))
-    one = request(1)
-    scheduler.add(one)
-    scheduler.add(request(2))
+    one = completion_of(1)
+    scheduler.add(one.request)
+    scheduler.add(completion_of(2).request)
     assert names(scheduler) == ["2"]
     tier.bring(one.seq_id)
     assert "1" in names(scheduler)
@@ -117,25 +120,24 @@ def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
 
 def test_nothing_is_asked_twice_in_a_stay_and_nothing_is_read_that_is_there() -> None:
     scheduler, tier, supply = make(tokens(1))
-    one, again = request(1), request(1, num_tokens=9)
-    again.seq_id = again.request_id = "again"
-    scheduler.add(one)
+    one, again = completion_of(1), new_completion("again", tokens(1, 9))
+    scheduler.add(one.request)
     names(scheduler)
     num_asked = tier.num_asked
     names(scheduler)
     assert tier.num_asked == num_asked
     tier.bring(one.seq_id)
     names(scheduler)
-    scheduler.add(again)
+    scheduler.add(again.request)
     assert "again" in names(scheduler), "what it needs is in the pool"
-    assert again.num_read_tokens == 0 < again.num_cached_tokens
+    assert again.request.num_read_tokens == 0 < again.request.num_cached_tokens
     assert supply.manager.pool.num_used_blocks
 
 
 def test_the_last_token_is_computed_even_if_all_blocks_are_there() -> None:
     scheduler, tier, _ = make(tokens(1, 8))
-    one = request(1, num_tokens=8)
-    scheduler.add(one)
+    one = completion_of(1, num_tokens=8)
+    scheduler.add(one.request)
     names(scheduler)
     assert len(tier.reading[one.seq_id]) == 1
 
@@ -146,21 +148,21 @@ MANY = range(1, 3 * MAX_READ_AHEAD)
 def test_everybody_whose_turn_it_is_is_read_for() -> None:
     scheduler, tier, _ = make(*map(tokens, MANY))
     for seed in MANY:
-        scheduler.add(request(seed))
+        scheduler.add(completion_of(seed).request)
     assert names(scheduler) == []
     assert len(tier.reading) == len(MANY)
     for seq_id in list(tier.reading):
         tier.bring(seq_id)
     assert len(names(scheduler)) == len(MANY)
-    assert all(each.num_read_tokens == 8 for each in scheduler.running)
+    assert all(each.request.num_read_tokens == 8 for each in scheduler.running)
 
 
 def test_of_those_whose_turn_is_far_the_first_ones_are_read_for() -> None:
     scheduler, tier, _ = make(*map(tokens, MANY), max_num_seqs=1)
-    scheduler.add(request(99))
+    scheduler.add(completion_of(99).request)
     assert names(scheduler) == ["99"]
     for seed in MANY:
-        scheduler.add(request(seed))
+        scheduler.add(completion_of(seed).request)
     names(scheduler)
     assert len(tier.reading) == MAX_READ_AHEAD
 
@@ -168,7 +170,7 @@ def test_of_those_whose_turn_is_far_the_first_ones_are_read_for() -> None:
 def test_blocks_are_brought_while_blocks_are_free_and_not_taken_meanwhile() -> None:
     scheduler, tier, _ = make(*map(tokens, MANY), num_blocks=6, watermark=0.0)
     for seed in MANY:
-        scheduler.add(request(seed))
+        scheduler.add(completion_of(seed).request)
     assert names(scheduler) == []
     assert len(tier.reading) == 2, "ten tokens are three blocks"
     for seq_id in list(tier.reading):
@@ -182,21 +184,21 @@ def test_blocks_are_brought_while_blocks_are_free_and_not_taken_meanwhile() -> N
 
 def test_a_request_that_shares_what_runs_needs_no_room_for_it() -> None:
     scheduler, tier, _ = make(tokens(1, 20), num_blocks=9)
-    scheduler.add(request(1, 20))
+    scheduler.add(completion_of(1, 20).request)
     tier.stored.clear()
     assert names(scheduler) == ["1"]
     tier.stored |= set(hash_token_blocks(tokens(1, 20), BLOCK_SIZE))
-    again = Request("again", [*tokens(1, 20), 7], SamplingParams(max_tokens=2))
-    scheduler.add(again)
+    again = new_completion("again", [*tokens(1, 20), 7], SamplingParams(max_tokens=2))
+    scheduler.add(again.request)
     assert "again" in names(scheduler)
-    assert again.num_cached_tokens == 20
+    assert again.request.num_cached_tokens == 20
 
 
 @pytest.mark.parametrize("end", ["abort", "all K/V are lost"])
 def test_reading_ends_with_the_request(end: str) -> None:
     scheduler, tier, _ = make(tokens(1))
-    one = request(1)
-    scheduler.add(one)
+    one = completion_of(1)
+    scheduler.add(one.request)
     names(scheduler)
     if end == "abort":
         scheduler.finish(one, "abort")
@@ -209,16 +211,16 @@ def test_reading_ends_with_the_request(end: str) -> None:
     check_scheduler(scheduler)
 
 
-def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Request]:
+def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Completion]:
     """Of two requests that fill the pool, the second, which had to go."""
     scheduler, tier, supply = make(num_blocks=8, num_swap_blocks=num_swap_blocks)
     tier.pays_for_preempted = pays
-    first, second = request(1, 12), request(2, 12)
-    scheduler.add(first)
-    scheduler.add(second)
+    first, second = completion_of(1, 12), completion_of(2, 12)
+    scheduler.add(first.request)
+    scheduler.add(second.request)
     while not second.num_preemptions:
         batch = scheduler.schedule()
-        for each in batch.requests:
+        for each in batch.completions:
             if each.num_computed_tokens == each.num_tokens:
                 scheduler.append_token(each, 7)
     tier.stored |= set(second.block_hashes)

@@ -9,9 +9,9 @@ import pytest
 from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 
 from mlx_paged.engine import sampler
+from mlx_paged.engine.request import Completion
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
-from mlx_paged.request import Request
 
 
 class Rows:
@@ -21,10 +21,10 @@ class Rows:
         self.likeliest: dict[tuple[str, int, int], int] = {}
         self.num_rows = 0
 
-    def __call__(self, request: Request, number: int, row: mx.array) -> None:
+    def __call__(self, completion: Completion, number: int, row: mx.array) -> None:
         assert row.ndim == 1
         self.num_rows += 1
-        self.likeliest[request.request_id, request.index, number] = int(mx.argmax(row).item())
+        self.likeliest[completion.request_id, completion.index, number] = int(mx.argmax(row).item())
 
 
 def rotated(tokens: mx.array, logits: mx.array) -> mx.array:

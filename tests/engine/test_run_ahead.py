@@ -28,8 +28,9 @@ from paged_testing.integrity import check_scheduler
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.request import PENDING_TOKEN
 from mlx_paged.models import qwen3
-from mlx_paged.request import PENDING_TOKEN, RequestOutput
+from mlx_paged.request import RequestOutput
 
 
 @mostly_slow("seed", range(4))
@@ -113,10 +114,10 @@ def test_a_step_returns_its_tokens_while_the_next_one_is_in_flight(model: qwen3.
     engine.add_request("a", prompt(20), greedy(5))
     (output,) = engine.step()
     (step,) = engine.steps.in_flight
-    request = step.batch.requests[0]
+    request = step.batch.completions[0]
     assert len(output.outputs[0].token_ids) == 1 and request.num_computed_tokens == 21
     # Its sampler is launched already, from tokens that are known.
-    assert step.sampled.requests == [request] and PENDING_TOKEN not in request.token_ids
+    assert step.sampled.completions == [request] and PENDING_TOKEN not in request.token_ids
     assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
 
 
@@ -301,7 +302,7 @@ def test_an_answer_that_breaks_a_step_has_all_tokens_before_it(model: qwen3.Mode
         launch = engine.runner.launch
 
         def failing(batch: Any, awaited: Any, launch: Any = launch) -> Any:
-            if any(request.num_computed_tokens >= 24 for request in batch.requests):
+            if any(request.num_computed_tokens >= 24 for request in batch.completions):
                 raise ValueError("24 tokens are too many")
             return launch(batch, awaited)
 
@@ -317,7 +318,7 @@ class Unreadable:
 
     def __init__(self, engine: Engine):
         (step,) = engine.steps.in_flight
-        self.requests, self.token_ids = step.sampled.requests, step.sampled.token_ids
+        self.completions, self.token_ids = step.sampled.completions, step.sampled.token_ids
         self.num_in_flight = 0  # when they were asked for
         self._engine = engine
         step.sampled = self  # type: ignore[assignment]

@@ -9,24 +9,29 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.completions import new_completion
 from helpers.fast_lane import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.sampler import SampledToken, SamplingState
 from mlx_paged.engine.sampler import sample as sample_rows
 from mlx_paged.errors import ArgumentError
-from mlx_paged.request import Logprob, Request, SamplingParams
+from mlx_paged.request import Logprob
+from mlx_paged.sampling_params import SamplingParams
 
 VOCAB = 24
 INF = float("inf")
 
 
-def make_request(prompt=(1, 2, 3), output=(), seed=0, index=0, **params) -> Request:
-    request = Request(f"r{seed}", prompt, SamplingParams(**params), seed=seed, index=index)
-    request.token_ids.extend(output)
-    return request
+def make_request(prompt=(1, 2, 3), output=(), seed=0, index=0, **params) -> Completion:
+    completion = new_completion(
+        f"r{seed}", prompt, SamplingParams(**params), seed=seed, index=index
+    )
+    completion.token_ids.extend(output)
+    return completion
 
 
 def make_logits(num_rows=1, vocab=VOCAB, seed=0, scale=2.0) -> mx.array:
@@ -35,25 +40,25 @@ def make_logits(num_rows=1, vocab=VOCAB, seed=0, scale=2.0) -> mx.array:
     )
 
 
-def sample(logits: mx.array, *requests: Request, rows=None) -> list[SampledToken | Exception]:
-    rows = range(len(requests)) if rows is None else rows
-    return sample_rows(logits, rows, requests).read()
+def sample(logits: mx.array, *completions: Completion, rows=None) -> list[SampledToken | Exception]:
+    rows = range(len(completions)) if rows is None else rows
+    return sample_rows(logits, rows, completions).read()
 
 
-def sample_alone(row: mx.array, request: Request) -> SampledToken | Exception:
+def sample_alone(row: mx.array, completion: Completion) -> SampledToken | Exception:
     """Of a request like this one that the sampler has never seen."""
-    fresh = Request(
-        request.request_id,
-        request.token_ids[: request.num_prompt_tokens],
-        request.params,
-        seed=request.seed,
-        index=request.index,
+    fresh = new_completion(
+        completion.request_id,
+        completion.token_ids[: completion.num_prompt_tokens],
+        completion.request.params,
+        seed=completion.request.seed,
+        index=completion.index,
     )
-    fresh.token_ids.extend(request.output_token_ids)
+    fresh.token_ids.extend(completion.output_token_ids)
     return sample(row[None], fresh)[0]
 
 
-def adjusted_logits(logits: mx.array, *requests: Request) -> np.ndarray:
+def adjusted_logits(logits: mx.array, *completions: Completion) -> np.ndarray:
     """What the processors of these requests were given: the logits after bias and penalties."""
     seen = []
 
@@ -61,9 +66,9 @@ def adjusted_logits(logits: mx.array, *requests: Request) -> np.ndarray:
         seen.append(np.array(row[0]))
         return row
 
-    for request in requests:
-        object.__setattr__(request.params, "logits_processors", (look,))
-    sample(logits, *requests)
+    for completion in completions:
+        object.__setattr__(completion.request.params, "logits_processors", (look,))
+    sample(logits, *completions)
     return np.stack(seen)
 
 
@@ -197,8 +202,10 @@ def test_draws_have_the_frequencies_of_mlx_lms_sampler(name: str, dtype, monkeyp
     logits = filtered_logits().astype(dtype)
     expected = mlx_lm_probabilities(logits[0].astype(mx.float32), monkeypatch, **params)
     num_draws = 3000
-    requests = [make_request(seed=seed, **params) for seed in range(num_draws)]
-    counts = Counter(result.token_id for result in sample(logits, *requests, rows=[0] * num_draws))
+    completions = [make_request(seed=seed, **params) for seed in range(num_draws)]
+    counts = Counter(
+        result.token_id for result in sample(logits, *completions, rows=[0] * num_draws)
+    )
 
     kept = set(np.flatnonzero(expected).tolist())
     likely = {token for token in kept if expected[token] * num_draws > 20}
@@ -222,12 +229,12 @@ def test_the_logits_above_tell_the_order_of_the_filters(monkeypatch):
 
 def test_a_top_p_of_0_or_below_float32_keeps_the_most_likely_token():
     logits = make_logits(scale=0.1)
-    requests = [
+    completions = [
         make_request(temperature=1.0, top_p=top_p, seed=s)
         for s in range(9)
         for top_p in (0, 1e-40, 5e-324)
     ]
-    results = sample(logits, *requests, rows=[0] * 27)
+    results = sample(logits, *completions, rows=[0] * 27)
     assert [result.token_id for result in results] == [logits.argmax().item()] * 27
 
 
@@ -245,16 +252,17 @@ def test_a_draw_is_mlx_lms_with_the_key_of_the_request(name: str, monkeypatch):
     logits = filtered_logits()
     drawn_from = mlx_lm_logprobs(logits[0], monkeypatch, **params)
     for position in range(10):
-        request = make_request(output=[5] * position, seed=position * 31, **params)
-        key = mx.array(np.frombuffer(SamplingState(request, VOCAB).draw_key(position), "<u4"))
+        completion = make_request(output=[5] * position, seed=position * 31, **params)
+        key = mx.array(np.frombuffer(SamplingState(completion, VOCAB).draw_key(position), "<u4"))
         assert (
-            sample(logits, request)[0].token_id == mx.random.categorical(drawn_from, key=key).item()
+            sample(logits, completion)[0].token_id
+            == mx.random.categorical(drawn_from, key=key).item()
         )
 
 
-def xtc_coins(request: Request, num_positions: int) -> list[bool]:
+def xtc_coins(completion: Completion, num_positions: int) -> list[bool]:
     """At which positions of its answer XTC is applied to a request."""
-    state = SamplingState(request, VOCAB)
+    state = SamplingState(completion, VOCAB)
     return [state.xtc_threshold(position) < INF for position in range(num_positions)]
 
 
@@ -266,12 +274,12 @@ def test_xtc_is_mlx_lms_where_the_coin_of_the_position_says_so(probability: floa
     with_xtc = mlx_lm_logprobs(logits[0], monkeypatch, 1.0, xtc_probability=1.0, **xtc)
     without = mlx_lm_logprobs(logits[0], monkeypatch, 1.0)
     assert not mx.array_equal(with_xtc, without)
-    requests = [make_request(output=[5] * place, seed=7, **params) for place in range(30)]
-    coins = xtc_coins(requests[0], 30)
+    completions = [make_request(output=[5] * place, seed=7, **params) for place in range(30)]
+    coins = xtc_coins(completions[0], 30)
     assert {True, False} == set(coins)
-    tokens = [result.token_id for result in sample(logits, *requests, rows=[0] * 30)]
-    for place, (coin, request) in enumerate(zip(coins, requests, strict=True)):
-        key = mx.array(np.frombuffer(SamplingState(request, VOCAB).draw_key(place), "<u4"))
+    tokens = [result.token_id for result in sample(logits, *completions, rows=[0] * 30)]
+    for place, (coin, completion) in enumerate(zip(coins, completions, strict=True)):
+        key = mx.array(np.frombuffer(SamplingState(completion, VOCAB).draw_key(place), "<u4"))
         drawn_from = with_xtc if coin else without
         assert tokens[place] == mx.random.categorical(drawn_from, key=key).item()
 
@@ -296,8 +304,8 @@ def test_xtc_against_its_formula_in_float64():
     logits = make_logits(6, seed=3)
     for row in range(6):
         params = {"temperature": 1.0, "xtc_probability": 1, "xtc_threshold": 0.05}
-        requests = [make_request(seed=seed, **params) for seed in range(400)]
-        drawn = {result.token_id for result in sample(logits, *requests, rows=[row] * 400)}
+        completions = [make_request(seed=seed, **params) for seed in range(400)]
+        drawn = {result.token_id for result in sample(logits, *completions, rows=[row] * 400)}
         exact = np.exp(np.array(logits[row], np.float64))
         exact /= exact.sum()
         above = np.flatnonzero(exact > 0.05)
@@ -333,15 +341,15 @@ def test_settings_from_numpy_are_those_of_python():
 
 def test_different_seeds_completions_and_positions_draw_differently():
     logits = mx.zeros((1, 100_000))  # so that two draws hardly ever meet
-    requests = [
+    completions = [
         make_request(output=[7] * position, seed=seed, index=index, temperature=1.0)
         for seed in (0, 1, 256)
         for index in (0, 1, 2)
         for position in (0, 1, 2)
     ]
-    results = sample(logits, *requests, rows=[0] * len(requests))
-    assert len({result.token_id for result in results}) == len(requests)
-    assert sample(logits, *requests, rows=[0] * len(requests)) == results
+    results = sample(logits, *completions, rows=[0] * len(completions))
+    assert len({result.token_id for result in results}) == len(completions)
+    assert sample(logits, *completions, rows=[0] * len(completions)) == results
 
 
 def test_no_two_seeds_share_a_key_however_large():
@@ -357,15 +365,19 @@ def test_no_two_seeds_share_a_key_however_large():
     for seed in seeds:
         for index in (0, 1, 256):
             # The name is not made from the seed: Python refuses to print the longest.
-            request = Request("r", [1], SamplingParams(temperature=1.0), seed=seed, index=index)
-            keys |= {SamplingState(request, VOCAB).draw_key(position) for position in (0, 1, 256)}
+            completion = new_completion(
+                "r", [1], SamplingParams(temperature=1.0), seed=seed, index=index
+            )
+            keys |= {
+                SamplingState(completion, VOCAB).draw_key(position) for position in (0, 1, 256)
+            }
     assert len(keys) == len(seeds) * 9
 
 
 # Alone and in company
 
 
-def some_request(rng: random.Random, seed: int) -> Request:
+def some_request(rng: random.Random, seed: int) -> Completion:
     params = {}
     if rng.random() < 0.7:
         params |= {"temperature": rng.choice([0.7, 1.0]), "top_p": rng.choice([1.0, 0.9])}
@@ -402,21 +414,22 @@ def some_request(rng: random.Random, seed: int) -> Request:
 def test_a_request_gets_the_same_alone_as_in_any_company(seed: int):
     rng = random.Random(seed)
     logits = make_logits(8, seed=seed)
-    requests = [some_request(rng, number) for number in range(12)]
-    rows = [rng.randrange(8) for _ in requests]
+    completions = [some_request(rng, number) for number in range(12)]
+    rows = [rng.randrange(8) for _ in completions]
     alone = [
-        sample_alone(logits[row], request) for row, request in zip(rows, requests, strict=True)
+        sample_alone(logits[row], completion)
+        for row, completion in zip(rows, completions, strict=True)
     ]
     assert not any(isinstance(result, Exception) for result in alone)
     for _ in range(3):  # again in another order, and with some of them
         order = rng.sample(range(12), rng.randrange(5, 13))
-        results = sample(logits, *[requests[i] for i in order], rows=[rows[i] for i in order])
+        results = sample(logits, *[completions[i] for i in order], rows=[rows[i] for i in order])
         assert results == [alone[i] for i in order]
 
 
 def test_the_completions_of_one_prompt_share_a_row_and_draw_apart():
     logits = make_logits(2, vocab=100_000, scale=0.1)
-    parent = make_request(temperature=1.0, seed=3)
+    parent = make_request(temperature=1.0, seed=3, n=6)
     completions = [parent, *[parent.fork(index) for index in range(1, 6)]]
     results = sample(logits, *completions, rows=[1] * 6)
     assert len({result.token_id for result in results}) == 6
@@ -426,14 +439,14 @@ def test_the_completions_of_one_prompt_share_a_row_and_draw_apart():
 # Penalties
 
 
-def penalised(row: np.ndarray, request: Request) -> np.ndarray:
+def penalised(row: np.ndarray, completion: Completion) -> np.ndarray:
     """vLLM's formulas, token by token in float64."""
-    params, row = request.params, row.astype(np.float64)
+    params, row = completion.request.params, row.astype(np.float64)
     for token, bias in params.logit_bias.items():
         row[token] += bias
-    for token in set(request.token_ids):
+    for token in set(completion.token_ids):
         row[token] *= 1 / params.repetition_penalty if row[token] > 0 else params.repetition_penalty
-    for token, count in Counter(request.output_token_ids).items():
+    for token, count in Counter(completion.output_token_ids).items():
         row[token] -= params.frequency_penalty * count
         row[token] -= params.presence_penalty
     return row
@@ -454,21 +467,24 @@ penalised_requests = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(penalised_requests, min_size=1, max_size=4), st.integers(0, 99))
-def test_penalties_are_vllms_formulas(requests: list[Request], seed: int):
-    logits = make_logits(len(requests), vocab=12, seed=seed)
+def test_penalties_are_vllms_formulas(completions: list[Completion], seed: int):
+    logits = make_logits(len(completions), vocab=12, seed=seed)
     logits = mx.where(mx.abs(logits) < 0.3, 0.0, logits)
     expected = np.stack(
-        [penalised(row, request) for row, request in zip(np.array(logits), requests, strict=True)]
+        [
+            penalised(row, completion)
+            for row, completion in zip(np.array(logits), completions, strict=True)
+        ]
     )
     # Five roundings in float32 of numbers below 100.
     np.testing.assert_allclose(
-        adjusted_logits(logits, *requests), expected, rtol=0, atol=5 * 100 * 2**-24
+        adjusted_logits(logits, *completions), expected, rtol=0, atol=5 * 100 * 2**-24
     )
 
 
 def test_penalties_change_the_token_and_only_that_requests():
     logits = mx.array([[5.0, 4.9, 4.5, 1.0]] * 6)
-    requests = [
+    completions = [
         make_request([3]),
         make_request([0], repetition_penalty=1.1),  # of prompt and answer
         make_request([0], presence_penalty=3.0),  # of the answer only
@@ -476,31 +492,35 @@ def test_penalties_change_the_token_and_only_that_requests():
         make_request([3], [0, 0, 1], frequency_penalty=0.3),
         make_request([3], logit_bias={0: -0.2}),
     ]
-    assert [result.token_id for result in sample(logits, *requests)] == [0, 1, 0, 2, 1, 1]
+    assert [result.token_id for result in sample(logits, *completions)] == [0, 1, 0, 2, 1, 1]
 
 
 def test_a_sampled_request_is_drawn_from_its_penalised_logits():
     logits = mx.zeros((1, 4))
-    requests = [
+    completions = [
         make_request([0], [1], temperature=1.0, presence_penalty=50.0, seed=seed)
         for seed in range(60)
     ]
-    assert {result.token_id for result in sample(logits, *requests, rows=[0] * 60)} == {0, 2, 3}
+    assert {result.token_id for result in sample(logits, *completions, rows=[0] * 60)} == {0, 2, 3}
 
 
 def test_penalties_after_many_steps_are_those_of_a_request_seen_for_the_first_time():
     params = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4}
-    request = make_request([3, 3, 9], temperature=1.0, seed=5, **params)
+    completion = make_request([3, 3, 9], temperature=1.0, seed=5, **params)
     for step in range(40):
         logits = make_logits(seed=step)
-        fresh = make_request([3, 3, 9], request.output_token_ids, temperature=1.0, seed=5, **params)
-        assert adjusted_logits(logits, request).tolist() == adjusted_logits(logits, fresh).tolist()
+        fresh = make_request(
+            [3, 3, 9], completion.output_token_ids, temperature=1.0, seed=5, **params
+        )
+        assert (
+            adjusted_logits(logits, completion).tolist() == adjusted_logits(logits, fresh).tolist()
+        )
         if (
             step % 7 != 3
         ):  # in some steps it does not take part, and in some it takes several tokens at once
-            request.token_ids.append(sample(logits, request)[0].token_id)
+            completion.token_ids.append(sample(logits, completion)[0].token_id)
         if step % 11 == 5:
-            request.token_ids.extend([3, 20, 3])
+            completion.token_ids.extend([3, 20, 3])
 
 
 def test_a_token_is_read_once_however_long_the_context():
@@ -522,11 +542,11 @@ def test_a_token_is_read_once_however_long_the_context():
         ("repetition_penalty", 5009),
         ("presence_penalty", 9),
     ):  # which leaves the prompt alone
-        request = make_request(prompt, **{penalty: 1.1})
-        request.token_ids = CountedList(request.token_ids)
+        completion = make_request(prompt, **{penalty: 1.1})
+        completion.token_ids = CountedList(completion.token_ids)
         CountedList.num_reads = 0
         for _ in range(10):
-            request.token_ids.append(sample(make_logits(), request)[0].token_id)
+            completion.token_ids.append(sample(make_logits(), completion)[0].token_id)
         assert CountedList.num_reads == expected
 
 
@@ -567,12 +587,12 @@ def test_a_bias_beyond_float32_forces_a_token_and_bans_one():
 
 def test_tokens_of_infinite_logits_share_the_probability():
     force = lambda _, row: mx.where(mx.arange(VOCAB) % 10 == 3, INF, row).astype(mx.bfloat16)  # noqa: E731
-    requests = [
+    completions = [
         make_request(logits_processors=[force], temperature=1.0, seed=seed, **params)
         for seed in range(30)
         for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 3})
     ]
-    results = sample(make_logits(), *requests, rows=[0] * len(requests))
+    results = sample(make_logits(), *completions, rows=[0] * len(completions))
     assert [{result.token_id for result in results[kind::4]} for kind in range(4)] == [
         {3, 13, 23}
     ] * 4
@@ -592,10 +612,10 @@ def test_logprobs_are_of_the_models_own_logits_with_the_rank_among_all_tokens(k:
         "presence_penalty": 2.0,
         "logit_bias": {7: 2.0},
     }
-    requests = [make_request(output=[7, 8], seed=seed, **params) for seed in range(6)]
+    completions = [make_request(output=[7, 8], seed=seed, **params) for seed in range(6)]
     # Others that want fewer, more and none must not change that.
     others = [make_request(logprobs=3), make_request(), make_request(logprobs=20)]
-    results = sample(logits, *requests, *others, rows=[*range(6), 0, 0, 0])[:6]
+    results = sample(logits, *completions, *others, rows=[*range(6), 0, 0, 0])[:6]
     assert any(result.logprobs[result.token_id].rank > k for result in results)
     for row, result in zip(
         np.array(logits.astype(mx.float32)).astype(np.float64), results, strict=True
@@ -657,7 +677,7 @@ def test_a_processor_sees_the_tokens_so_far_and_decides_last():
         seen.append((tokens.tolist(), logits.shape))
         return mx.where(mx.arange(VOCAB) == 17, 0.0, -INF)[None]
 
-    requests = [
+    completions = [
         make_request(
             [4, 5],
             [6],
@@ -668,7 +688,7 @@ def test_a_processor_sees_the_tokens_so_far_and_decides_last():
         )
         for t in (0.0, 1.0)
     ]
-    results = sample(make_logits(2), *requests)
+    results = sample(make_logits(2), *completions)
     assert [result.token_id for result in results] == [17, 17] and seen == [
         ([4, 5, 6], (1, VOCAB))
     ] * 2
@@ -684,10 +704,13 @@ def test_processors_run_in_their_order_and_may_answer_in_another_float_type():
     add = lambda _, logits: (logits + 1.0).astype(mx.bfloat16)  # noqa: E731
     ban_all_but_2 = lambda _, logits: mx.where(mx.arange(3) == 2, logits, -1e9)  # noqa: E731
     double = lambda _, logits: logits * 2.0  # noqa: E731
-    request = make_request([1], logits_processors=[add, double, ban_all_but_2], logit_bias={0: 0.5})
+    completion = make_request(
+        [1], logits_processors=[add, double, ban_all_but_2], logit_bias={0: 0.5}
+    )
     other = make_request([1], logits_processors=[double, add], temperature=1.0)
     assert [
-        r.token_id for r in sample(mx.array([[5.0, 1.0, 2.0], [9.0, 500.0, 1.0]]), request, other)
+        r.token_id
+        for r in sample(mx.array([[5.0, 1.0, 2.0], [9.0, 500.0, 1.0]]), completion, other)
     ] == [2, 1]
     # (x + 1) * 2 against x * 2 + 1
     assert adjusted_after([add, double]) == [8.0] and adjusted_after([double, add]) == [7.0]
@@ -710,8 +733,8 @@ def test_a_processor_that_writes_into_its_logits_changes_no_other_row():
     before = np.array(logits)
     bystanders = [make_request(), make_request(temperature=1.0, seed=4), make_request(logprobs=3)]
     expected = [
-        sample_alone(logits[row], request)
-        for row, request in zip([0, 1, 0], bystanders, strict=True)
+        sample_alone(logits[row], completion)
+        for row, completion in zip([0, 1, 0], bystanders, strict=True)
     ]
     writer = make_request(logits_processors=[overwrite])
     results = sample(logits, writer, *bystanders, rows=[0, 0, 1, 0])
@@ -746,10 +769,10 @@ def test_mlx_lms_own_processors_do_here_what_they_do_there(params):
 
     seen = []
     look = lambda _, row: seen.append(np.array(row)) or row  # noqa: E731
-    request = make_request(
+    completion = make_request(
         tokens, logits_processors=[*sample_utils.make_logits_processors(**params), look]
     )
-    results = sample(logits, make_request(), request)
+    results = sample(logits, make_request(), completion)
     assert np.array_equal(seen[0], np.array(expected))
     assert [result.token_id for result in results] == [
         logits[0].argmax().item(),
@@ -811,7 +834,9 @@ def test_a_processor_that_fails_fails_its_request_and_no_other(name: str, temper
         make_request(seed=4, logit_bias={3: 4.0}, temperature=temperature, repetition_penalty=1.1),
     ]
     rows = [0, 1, 2, 1]
-    expected = [sample_alone(logits[row], request) for row, request in zip(rows, fine, strict=True)]
+    expected = [
+        sample_alone(logits[row], completion) for row, completion in zip(rows, fine, strict=True)
+    ]
     failing = make_request(
         logits_processors=processors, temperature=temperature, logprobs=1, presence_penalty=1.0
     )

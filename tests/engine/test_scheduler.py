@@ -16,8 +16,9 @@ from helpers.scheduler_helpers import (
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import KEEP_ALL, BlockPool, KVCacheManager, Retention
 from mlx_paged.engine.batch import Batch, CopyBlocks
+from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.request import Request, RequestStatus, SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 # Chunks and budgets
 
@@ -201,7 +202,7 @@ def test_the_first_chunk_of_a_windowed_request_leaves_the_watermark_free():
     scheduler.add(Request("a", tokens(3), SamplingParams(max_tokens=9)))
     batch = scheduler.schedule()
     assert batch is not None
-    scheduler.append_token(batch.requests[0], 0)
+    scheduler.append_token(batch.completions[0], 0)
     scheduler.add(Request("b", tokens(90, 200), SamplingParams(max_tokens=1)))
     batch = scheduler.schedule()
     assert batch is not None
@@ -345,13 +346,13 @@ def test_what_waits_runs_and_is_finished_is_told_by_its_status():
     engine = FakeEngine(10, max_num_seqs=1)
     first = engine.add("a", tokens(2), max_tokens=2)
     second = engine.add("b", tokens(2), max_tokens=2)
-    assert (first.status, second.status) == (RequestStatus.WAITING, RequestStatus.WAITING)
+    assert (first.status, second.status) == (CompletionStatus.WAITING, CompletionStatus.WAITING)
     engine.step()
-    assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
-    assert list(engine.scheduler.requests) == [("a", 0), ("b", 0)]
+    assert (first.status, second.status) == (CompletionStatus.RUNNING, CompletionStatus.WAITING)
+    assert list(engine.scheduler.completions) == [("a", 0), ("b", 0)]
     engine.step()
-    assert (first.status, second.status) == (RequestStatus.FINISHED, RequestStatus.WAITING)
-    assert list(engine.scheduler.requests) == [("b", 0)]
+    assert (first.status, second.status) == (CompletionStatus.FINISHED, CompletionStatus.WAITING)
+    assert list(engine.scheduler.completions) == [("b", 0)]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ def test_a_request_that_is_aborted_gives_back_everything_at_once_wherever_it_is(
     if where != "waiting":
         engine.step()
     if where in ("preempted", "swapped"):
-        while request.status is RequestStatus.RUNNING:
+        while request.status is CompletionStatus.RUNNING:
             engine.step()
         assert (engine.swap_space.num_used_tokens > 0) == (where == "swapped")
     if where == "finished":
@@ -378,7 +379,7 @@ def test_a_request_that_is_aborted_gives_back_everything_at_once_wherever_it_is(
         request.finish_reason == ("stop" if where == "finished" else "abort")
         and request.is_finished
     )
-    assert list(engine.manager.tables) == [("a", 0)] and list(engine.scheduler.requests) == [
+    assert list(engine.manager.tables) == [("a", 0)] and list(engine.scheduler.completions) == [
         ("a", 0)
     ]
     assert engine.pool.num_used_blocks == -(-engine.completions["a"][0].num_computed_tokens // 4)
@@ -426,20 +427,20 @@ def test_a_step_ahead_has_all_that_run_where_tokens_leave_windows(
         params = SamplingParams(max_tokens=16)
         scheduler.add(Request(str(index), tokens(num_prompt_tokens, 100 * index), params))
     ahead, num_ahead, num_short = None, 0, 0
-    while scheduler.requests:
+    while scheduler.completions:
         batch = scheduler.schedule() if ahead is None else ahead
-        awaited = [part.request for part in batch.scheduled if part.num_logit_rows]
+        awaited = [part.completion for part in batch.scheduled if part.num_logit_rows]
         ahead = scheduler.schedule_ahead(awaited)
         if ahead is None:
             num_short += 1
         else:
             # But one whose awaited token is its last.
-            assert set(ahead.requests) >= {
+            assert set(ahead.completions) >= {
                 request
                 for request in scheduler.running
                 if request.awaits_token or request.num_computed_tokens < request.num_tokens
             }
-            num_ahead += bool(ahead.requests)
+            num_ahead += bool(ahead.completions)
         for request in awaited:
             scheduler.append_token(request, 0, ahead)
     assert num_ahead > 5

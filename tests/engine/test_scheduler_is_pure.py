@@ -12,9 +12,9 @@ import pytest
 IMPORTS = """
 import sys
 import mlx_paged.engine.batch, mlx_paged.engine.scheduler, mlx_paged.engine.swap_space
-import mlx_paged.engine.drafts, mlx_paged.engine.speculation, mlx_paged.engine.request_queues
+import mlx_paged.engine.request, mlx_paged.engine.request_queues, mlx_paged.engine.speculation
 print(sorted({"mlx", "numpy", "transformers"} & {name.partition(".")[0] for name in sys.modules}))
-for name in ("batch", "scheduler", "swap_space", "drafts", "speculation", "request_queues"):
+for name in ("batch", "scheduler", "swap_space", "request_queues", "speculation"):
     assert not hasattr(sys.modules["mlx_paged.engine." + name], "time")
 """
 
@@ -32,7 +32,7 @@ for step in range(400):
         engine.add(f"r{step}", prompt, max_tokens=rng.randrange(1, 20), n=rng.choice([1, 1, 2]),
                    priority=rng.randrange(3))
     batch = engine.step()
-    plans.update(repr([(p.request.seq_id, *p[1:]) for p in batch.scheduled]).encode())
+    plans.update(repr([(p.completion.seq_id, *p[1:]) for p in batch.scheduled]).encode())
     plans.update(repr((batch.transfers, sorted(batch.new_block_ids))).encode())
 assert engine.counts["preempted"] and engine.counts["swap_ins"] and engine.counts["forks"]
 print(plans.hexdigest())

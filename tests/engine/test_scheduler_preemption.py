@@ -7,7 +7,7 @@ from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
-from mlx_paged.request import RequestStatus
+from mlx_paged.engine.request import CompletionStatus
 
 
 def until_preempted(engine: FakeEngine) -> Batch:
@@ -26,7 +26,7 @@ def test_the_newest_is_preempted_and_goes_on_before_those_that_came_later():
     assert (ran(output), names(output.preempted)) == ({"a": 1, "b": 1}, ["c"])
     (request,) = engine.completions["c"]
     assert (request.status, request.num_computed_tokens, request.num_preemptions) == (
-        RequestStatus.PREEMPTED,
+        CompletionStatus.PREEMPTED,
         0,
         1,
     )
@@ -103,13 +103,13 @@ def test_what_is_cached_of_a_preempted_request_is_not_computed_again():
     engine.add("b", tokens(14, 200), max_tokens=8)
     output = until_preempted(engine)
     assert names(output.preempted) == ["b"]
-    (request,) = engine.completions["b"]
-    num_tokens = request.num_tokens
+    (completion,) = engine.completions["b"]
+    num_tokens = completion.num_tokens
     step = ran(engine.step_until(lambda output: "b" in ran(output)))
     # Its blocks were freed tail first and a took the first of them.
     num_found = num_tokens - step["b"]
     assert num_found > 0 and num_found % 4 == 0
-    assert request.num_cached_tokens == 0, "of its first run"
+    assert completion.request.num_cached_tokens == 0, "of its first run"
     engine.run()
     engine.check_answers()
 

@@ -8,11 +8,13 @@ import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
 from mlx_paged.engine.batch import SwapIn, SwapOut
-from mlx_paged.request import RequestStatus
+from mlx_paged.engine.request import CompletionStatus
 
 
 def num_cached(engine: FakeEngine) -> dict[str, int]:
-    return {name: requests[0].num_cached_tokens for name, requests in engine.completions.items()}
+    return {
+        name: requests[0].request.num_cached_tokens for name, requests in engine.completions.items()
+    }
 
 
 def test_equal_beginnings_are_computed_once_in_whole_blocks():
@@ -92,7 +94,7 @@ def test_blocks_of_a_chunk_are_shared_and_those_still_to_come_are_not():
     output = engine.step()
     assert ran(output) == {"runs": 1, "long": 11, "b": 2}
     # All blocks of long, which are full now, but the last.
-    assert engine.completions["b"][0].num_cached_tokens == 20 and output.shares_new_blocks
+    assert engine.completions["b"][0].request.num_cached_tokens == 20 and output.shares_new_blocks
     engine.run()
     engine.check_answers()
 
@@ -166,7 +168,7 @@ def test_a_failed_step_gives_everything_back_and_its_requests_begin_again(fails:
     assert ran(output) == {"a": 1, "b0": 9, "c": 6}
     assert state(engine) == NOTHING
     requests = [engine.completions[name][0] for name in "abc"]
-    assert [request.status for request in requests] == [RequestStatus.PREEMPTED] * 3
+    assert [request.status for request in requests] == [CompletionStatus.PREEMPTED] * 3
     assert [request.num_computed_tokens for request in requests] == [0, 0, 0]
     assert [request.num_preemptions for request in requests] == [1, 1, 1]
     assert names(engine.scheduler.waiting) == ["a", "b0", "c"]

@@ -14,10 +14,10 @@ from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import SwapIn, SwapOut
-from mlx_paged.request import Request, RequestStatus
+from mlx_paged.engine.request import Completion, CompletionStatus
 
 
-def beside_sixteen(num_blocks: int, **options) -> tuple[FakeEngine, Request]:
+def beside_sixteen(num_blocks: int, **options) -> tuple[FakeEngine, Completion]:
     """Sixteen answers of 300 tokens run, as many as may, and an urgent request has come."""
     engine = FakeEngine(
         num_blocks, max_num_seqs=16, max_num_batched_tokens=64, watermark=0.05, **options
@@ -206,12 +206,12 @@ def test_for_a_step_ahead_no_request_makes_way_and_the_tokens_are_read_first():
     engine, urgent = beside_sixteen(2000)
     running = list(engine.scheduler.running)
     assert engine.scheduler.schedule_ahead(running) is None
-    assert urgent.status is RequestStatus.WAITING and engine.scheduler.running == running
+    assert urgent.status is CompletionStatus.WAITING and engine.scheduler.running == running
     assert not any(request.awaits_token for request in running)
     # Where it takes no other's place, it comes in a step ahead, too.
     engine.abort("a15")
     batch = engine.scheduler.schedule_ahead(running[:15])
-    assert batch is not None and batch.requests == [urgent, *running[:15]]
+    assert batch is not None and batch.completions == [urgent, *running[:15]]
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 40])

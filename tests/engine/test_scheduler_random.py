@@ -13,7 +13,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeEngine, predicted_tokens
 
 from mlx_paged.cache import PromptTooLongError
-from mlx_paged.request import Request
+from mlx_paged.engine.request import Completion
 
 # Prompts begin with one of these, so that prefixes are shared in whole and in part.
 STEMS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6, 30, 31], [20, 21, 22, 23, 24]]
@@ -57,7 +57,7 @@ class Driver:
 
     def act(self) -> None:
         action = self.random.random()
-        unfinished: list[Request] = list(self.engine.scheduler.requests.values())
+        unfinished: list[Completion] = list(self.engine.scheduler.completions.values())
         if action < 0.12 and len(unfinished) < 20:
             # Of those that come at once, some share a new beginning.
             new_stem = [100 + self.num_added] * 17
@@ -72,28 +72,28 @@ class Driver:
 
     def drain(self) -> None:
         """No more requests come: those that are there end within bounds."""
-        unfinished = list(self.engine.scheduler.requests.values())
+        unfinished = list(self.engine.scheduler.completions.values())
         limit = self.engine.scheduler.max_num_blocks * self.engine.pool.block_size + 1
         # In every step, the first in order goes on by a token at least, and it is not preempted.
         longest = [
-            min(limit, request.num_prompt_tokens + request.params.max_tokens)
-            if request.params.max_tokens > 0
+            min(limit, completion.num_prompt_tokens + completion.request.params.max_tokens)
+            if completion.request.params.max_tokens > 0
             else limit
-            for request in unfinished
-            for _ in range(request.num_seqs)
+            for completion in unfinished
+            for _ in range(completion.num_seqs)
         ]
         for _ in range(2 * sum(longest) + 10):
-            if not self.engine.scheduler.requests:
+            if not self.engine.scheduler.completions:
                 break
             self.step()
         self.engine.check_whole()
         self.engine.check_answers()
 
 
-def answer_of(request: Request) -> list[int]:
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    num_tokens = request.num_output_tokens + 7
-    return predicted_tokens(prompt, num_tokens, request.index, request.cache_salt)
+def answer_of(completion: Completion) -> list[int]:
+    prompt = completion.token_ids[: completion.num_prompt_tokens]
+    num_tokens = completion.num_output_tokens + 7
+    return predicted_tokens(prompt, num_tokens, completion.index, completion.request.cache_salt)
 
 
 DRAFTS = eager_speculation(VOCAB_SIZE, answer_of)
@@ -179,9 +179,9 @@ def test_on_a_device_that_gives_less_than_the_budget_no_request_waits_for_ever(s
     assert driver.engine.scheduler.max_num_blocks <= 8
     driver.drain()
     for completions in driver.engine.completions.values():
-        for request in completions:
-            assert request.finish_reason in ("stop", "length", "abort", "error")
-            assert (request.finish_reason == "error") == (request.error is not None)
+        for completion in completions:
+            assert completion.finish_reason in ("stop", "length", "abort", "error")
+            assert (completion.finish_reason == "error") == (completion.error is not None)
 
 
 @mostly_slow("name", TINY, quick=(1, 3, 10))

@@ -20,7 +20,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_with_the_sum(supply: dic
         "[kv cache] a prompt of 21 tokens needs 6 blocks of 4, the budget holds 5; "
         "raise kv_cache_bytes or shorten the prompt"
     )
-    assert list(engine.scheduler.requests) == [("fits", 0)]
+    assert list(engine.scheduler.completions) == [("fits", 0)]
     engine.run()
 
 

@@ -26,11 +26,11 @@ from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.models import qwen3
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 FACTS = "The code of apple is 4821. " * 6
 

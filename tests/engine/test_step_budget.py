@@ -298,7 +298,7 @@ def test_requests_end_under_any_budgets(seed: int):
         engine.add(str(number), [rng.randrange(9) for _ in range(rng.randrange(1, 90))])
     for _ in range(400):
         engine.step()
-    assert not engine.scheduler.requests
+    assert not engine.scheduler.completions
 
 
 def test_prices_are_found_from_steps_of_different_kinds():

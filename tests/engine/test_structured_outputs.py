@@ -49,9 +49,10 @@ from mlx_paged.engine.grammar import (
     StructuredOutputError,
     fill_masks,
 )
+from mlx_paged.engine.request import Completion, Request, TokenRules
 from mlx_paged.engine.sampler import sample
 from mlx_paged.errors import ArgumentError
-from mlx_paged.request import CompletionOutput, Request, RequestOutput, TokenRules
+from mlx_paged.request import CompletionOutput, RequestOutput
 
 in_all_ways = pytest.mark.usefixtures("run_ahead")
 
@@ -246,12 +247,11 @@ def compiler() -> GrammarCompiler:
 
 def request_of(
     grammar: CompiledGrammar | None, tokens: Sequence[int] = (), **params: Any
-) -> Request:
-    request = Request(
-        "r", [1, 2], SamplingParams(**params), token_rules=TokenRules(grammar=grammar)
-    )
-    request.token_ids.extend(tokens)
-    return request
+) -> Completion:
+    rules = TokenRules(grammar=grammar)
+    (completion,) = Request("r", [1, 2], SamplingParams(**params), token_rules=rules).completions
+    completion.token_ids.extend(tokens)
+    return completion
 
 
 def allowed_after(grammar: CompiledGrammar, tokens: Sequence[int]) -> set[int]:
@@ -316,7 +316,8 @@ def test_masks_of_a_batch_are_each_mask_alone(compiler: GrammarCompiler):
         return mx.argmax(row, axis=-1)
 
     batch = [requests[0], plain, *requests[1:]]
-    for request in batch:
+    for completion in batch:
+        request = completion.request
         request.params = dataclasses.replace(request.params, sampler=look)
     sampled_tokens = sample(logits, [0, 1, 2, 3], batch).read()
     everything = set(range(PADDED_SIZE))

@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_paged.engine import text_stream
-from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.engine.token_rules import special_token_ids
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.text_stream import TextStream, TokenTexts
 from mlx_paged.loading import demo_model_path
 
 PIECES = ("ab", "ba", "aab", " a", "b ", "  ", "\n\n", "é", "😀a", "你好", "a\n")

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from helpers.agent_models import make_agent_model
+from helpers.completions import new_completion
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, run, sampled
 
 from mlx_paged import StructuredOutputsParams, load
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING, ReasoningFormat, format_named
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
-from mlx_paged.engine.thinking_budget import ThinkingBudget
+from mlx_paged.engine.sampling_state import ThinkingBudget
 from mlx_paged.errors import ArgumentError
-from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 
 TIGHT = {"block_size": 8, "kv_cache_bytes": "14blocks", "swap_bytes": 0, "max_num_seqs": 6}
@@ -150,7 +150,7 @@ def limit_of(form: AnswerFormat, texts: dict[int, str], end: tuple[int, ...], bu
 
 def forced_tokens(limit: ReasoningLimit, prompt: list[int], tokens: list[int]) -> list[int | None]:
     """What is forced at each token of an answer, and after the last."""
-    request, budget, forced = Request("a", prompt, SamplingParams()), ThinkingBudget(limit), []
+    request, budget, forced = new_completion("a", prompt), ThinkingBudget(limit), []
     for token in tokens:
         forced.append(budget.forced_token(request))
         request.token_ids.append(token)

@@ -7,34 +7,39 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.completions import new_completion
 
+from mlx_paged.engine.request import Completion, TokenRules
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.sampler import sample as sample_rows
-from mlx_paged.engine.token_mask import TokenMask, mask_tokens, needs_mask
-from mlx_paged.request import Request, TokenRules
+from mlx_paged.engine.sampling_state import TokenMask, mask_tokens, needs_mask
 from mlx_paged.sampling_params import SamplingParams
 
 VOCAB = 24
 INF = float("inf")
 
 
-def make_request(output=(), *, eos=(), bad_words=(), **params) -> Request:
+def make_request(output=(), *, eos=(), bad_words=(), **params) -> Completion:
     rules = TokenRules(frozenset(eos), tuple(bad_words))
     params = {"bad_words": ["x"] if bad_words else ()} | params
-    request = Request("r", [1, 2, 3], SamplingParams(**params), token_rules=rules)
-    request.token_ids.extend(output)
-    return request
+    completion = new_completion("r", [1, 2, 3], SamplingParams(**params), token_rules=rules)
+    completion.token_ids.extend(output)
+    return completion
 
 
-def masked(request: Request) -> set[int]:
+def masked(completion: Completion) -> set[int]:
     """The tokens that a request can't draw."""
-    logits = mask_tokens(mx.zeros((1, VOCAB)), [request], [TokenMask(request, VOCAB)])
+    logits = mask_tokens(mx.zeros((1, VOCAB)), [completion], [TokenMask(completion, VOCAB)])
     return set(np.flatnonzero(np.array(logits[0]) == -INF).tolist())
 
 
-def expected_mask(request: Request) -> set[int]:
+def expected_mask(completion: Completion) -> set[int]:
     """vLLM's definition, token by token."""
-    params, rules, answer = request.params, request.token_rules, request.output_token_ids
+    params, rules, answer = (
+        completion.request.params,
+        completion.request.token_rules,
+        completion.output_token_ids,
+    )
     banned = set()
     for token in range(VOCAB):
         after = (*answer, token)
@@ -52,7 +57,7 @@ def expected_mask(request: Request) -> set[int]:
     return banned
 
 
-def some_masked_request(rng: random.Random) -> Request:
+def some_masked_request(rng: random.Random) -> Completion:
     def tokens(low: int, high: int) -> tuple[int, ...]:
         return tuple(rng.randrange(4) for _ in range(rng.randint(low, high)))
 
@@ -70,31 +75,33 @@ def some_masked_request(rng: random.Random) -> Request:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_the_mask_is_vllms_definition(seed: int):
-    request = some_masked_request(random.Random(seed))
-    assert masked(request) == expected_mask(request)
-    if not needs_mask(request):
-        assert masked(request) == set()
+    completion = some_masked_request(random.Random(seed))
+    assert masked(completion) == expected_mask(completion)
+    if not needs_mask(completion):
+        assert masked(completion) == set()
 
 
 def test_a_mask_goes_with_the_answer():
-    request = make_request(eos=[7], bad_words=[(5,), (8, 9)], min_tokens=3, stop_token_ids=[[1, 2]])
-    mask = TokenMask(request, VOCAB)
-    banned = [set(mask.banned(request))]
+    completion = make_request(
+        eos=[7], bad_words=[(5,), (8, 9)], min_tokens=3, stop_token_ids=[[1, 2]]
+    )
+    mask = TokenMask(completion, VOCAB)
+    banned = [set(mask.banned(completion))]
     for token in (8, 1, 8, 1):
-        request.token_ids.append(token)
-        banned.append(set(mask.banned(request)))
+        completion.token_ids.append(token)
+        banned.append(set(mask.banned(completion)))
     assert banned == [{5, 7}, {5, 7, 9}, {5, 7, 2}, {5, 9}, {5}]
 
 
 def test_a_batch_of_masks_is_each_mask_alone():
     rng = random.Random(3)
     for _ in range(40):
-        requests = [some_masked_request(rng) for _ in range(rng.randint(1, 5))]
-        masks = [TokenMask(each, VOCAB) if needs_mask(each) else None for each in requests]
-        logits = np.random.default_rng(0).normal(size=(len(requests), VOCAB)).astype(np.float32)
-        got = np.array(mask_tokens(mx.array(logits), requests, masks))
-        for row, request in enumerate(requests):
-            hidden = sorted(expected_mask(request)) if needs_mask(request) else []
+        completions = [some_masked_request(rng) for _ in range(rng.randint(1, 5))]
+        masks = [TokenMask(each, VOCAB) if needs_mask(each) else None for each in completions]
+        logits = np.random.default_rng(0).normal(size=(len(completions), VOCAB)).astype(np.float32)
+        got = np.array(mask_tokens(mx.array(logits), completions, masks))
+        for row, completion in enumerate(completions):
+            hidden = sorted(expected_mask(completion)) if needs_mask(completion) else []
             expected = logits[row].copy()
             expected[hidden] = -INF
             assert (got[row] == expected).all()
@@ -114,9 +121,11 @@ def test_masks_hold_with_bias_penalties_and_filters_and_leave_the_logprobs_alone
     ):
         params = {"temperature": temperature, "logprobs": 3} | options
         for seed in range(8):
-            request = make_request([5, 6], allowed_token_ids=[2, 4, 5], bad_words=[(5,)], **params)
-            request.seed = seed
-            (token,) = sample_rows(logits, [0], [request]).read()
+            completion = make_request(
+                [5, 6], allowed_token_ids=[2, 4, 5], bad_words=[(5,)], **params
+            )
+            completion.request.seed = seed
+            (token,) = sample_rows(logits, [0], [completion]).read()
             assert token.token_id in (2, 4)
             top = [each.logprob for each in list(token.logprobs.values())[:3]]
             assert top == [each.logprob for each in list(plain.logprobs.values())[:3]]
@@ -146,12 +155,12 @@ def test_own_samplers_and_processors_see_the_mask():
         return row
 
     logits = mx.zeros((1, VOCAB))
-    request = make_request(bad_words=[(3,)], sampler=look, logits_processors=[check])
-    sample_rows(logits, [0], [request]).read()
+    completion = make_request(bad_words=[(3,)], sampler=look, logits_processors=[check])
+    sample_rows(logits, [0], [completion]).read()
     assert seen == [{3}, {3}]
 
 
 def test_requests_without_masks_make_none():
-    request = make_request(stop_token_ids=[1, [2, 3]], max_tokens=5)
-    sample_rows(mx.zeros((1, VOCAB)), [0], [request]).read()
-    assert request.sampling_state.mask is None and request.sampling_state.is_plain
+    completion = make_request(stop_token_ids=[1, [2, 3]], max_tokens=5)
+    sample_rows(mx.zeros((1, VOCAB)), [0], [completion]).read()
+    assert completion.sampling_state.mask is None and completion.sampling_state.is_plain

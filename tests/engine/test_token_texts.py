@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import demo_model_path, load
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts
 
 TEXT = " Once upon\ta tíme, 東京 — 🙂 <b>\n\x7f"
 

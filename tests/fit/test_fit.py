@@ -25,7 +25,7 @@ from helpers.qwen3_helpers import save_folder
 from mlx_paged import memory
 from mlx_paged.config import KVBits
 from mlx_paged.core import BudgetSizes
-from mlx_paged.engine.recurrent_state import NUM_COPIES_AHEAD
+from mlx_paged.engine.budget import NUM_COPIES_AHEAD
 from mlx_paged.errors import ArgumentError
 from mlx_paged.fit import main, main_of_list
 from mlx_paged.fit.footprint import Footprint

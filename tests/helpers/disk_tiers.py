@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine, run
+from mlx_paged.engine.disk_tier import DiskTierStats
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.stats import DiskTierStats
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 
 @contextmanager

@@ -11,18 +11,18 @@ from typing import Any, TypeAlias
 
 from helpers.engine_runs import known_of
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.request import Completion
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.request import Request, SeqId
+from mlx_paged.request import SeqId
 
 # The tokens of an answer, as far as somebody knows them.
-Knows: TypeAlias = Callable[[Request], Sequence[int]]
+Knows: TypeAlias = Callable[[Completion], Sequence[int]]
 
 
 def knows(answers: Mapping[SeqId, Sequence[int]]) -> Knows:
-    return lambda request: answers.get(request.seq_id, ())
+    return lambda completion: answers.get(completion.seq_id, ())
 
 
 class Oracle:
@@ -34,34 +34,40 @@ class Oracle:
         self._model = model
         self._answers = known_of(model)
 
-    def __call__(self, request: Request) -> Sequence[int]:
-        limit = request.params.max_tokens
+    def __call__(self, completion: Completion) -> Sequence[int]:
+        limit = completion.request.params.max_tokens
         max_tokens = 60 if limit is None or limit < 0 else min(limit, 60)
         params = dataclasses.replace(
-            request.params, logits_processors=(), sampler=None, stop=(), max_tokens=max_tokens
+            completion.request.params,
+            logits_processors=(),
+            sampler=None,
+            stop=(),
+            max_tokens=max_tokens,
         )
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        key = "oracle", tuple(prompt), repr(params), request.seed
+        prompt = completion.token_ids[: completion.num_prompt_tokens]
+        key = "oracle", tuple(prompt), repr(params), completion.request.seed
         if key not in self._answers:
             engine = Engine(self._model, kv_cache_bytes="400blocks", seed=0, run_ahead=False)
             engine.scheduler.speculation = Speculation()
             self._answers[key] = ()
             # Without a window, some prompts are too long.
             with contextlib.suppress(PromptTooLongError):
-                engine.add_request("a", prompt, dataclasses.replace(params, seed=request.seed))
+                engine.add_request(
+                    "a", prompt, dataclasses.replace(params, seed=completion.request.seed)
+                )
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     self._answers[key] = [each.token_ids for each in output.outputs]
         answers: Sequence[Sequence[int]] = self._answers[key]
-        return answers[request.index] if request.index < len(answers) else ()
+        return answers[completion.index] if completion.index < len(answers) else ()
 
 
-def looks_up(request: Request) -> Sequence[int]:
+def looks_up(completion: Completion) -> Sequence[int]:
     """The answer so far, as the look-up goes on with it."""
-    return [*request.output_token_ids, *PromptLookup().propose(request, 7)]
+    return [*completion.output_token_ids, *PromptLookup().propose(completion, 7)]
 
 
-def nothing(request: Request) -> Sequence[int]:
+def nothing(completion: Completion) -> Sequence[int]:
     return ()
 
 
@@ -77,14 +83,14 @@ class RandomDrafter:
         self.answer = answer
         self.seed = seed
 
-    def acceptance(self, request: Request) -> float:
+    def acceptance(self, completion: Completion) -> float:
         return 0.5
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         # No state: a request that comes again gets the same ones.
-        rng = random.Random(f"{self.seed} {request.seq_id} {request.num_tokens}")
-        begin = request.num_output_tokens
-        right = list(self.answer(request))[begin : begin + num_drafts]
+        rng = random.Random(f"{self.seed} {completion.seq_id} {completion.num_tokens}")
+        begin = completion.num_output_tokens
+        right = list(self.answer(completion))[begin : begin + num_drafts]
         if rng.random() < 0.4:
             right = right[: rng.randrange(num_drafts)]
         wrong = rng.choices(range(self.vocab_size), k=num_drafts)
@@ -93,7 +99,7 @@ class RandomDrafter:
     def made(self, part: Scheduled) -> Sequence[int]:
         return part.draft_token_ids
 
-    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts
 
 
@@ -104,10 +110,10 @@ class EagerSpeculation(Speculation):
     num_draft_tokens: int = 7
     seed: int = 0
 
-    def num_drafts(self, requests: Sequence[Request], *_: Any) -> Sequence[int]:
+    def num_drafts(self, completions: Sequence[Completion], *_: Any) -> Sequence[int]:
         counts = []
-        for request in requests:
-            rng = random.Random(f"{self.seed} {request.seq_id} {request.num_tokens}")
+        for completion in completions:
+            rng = random.Random(f"{self.seed} {completion.seq_id} {completion.num_tokens}")
             counts.append(rng.randint(1, self.num_draft_tokens) * (rng.random() < 0.75))
         return counts
 

@@ -23,7 +23,8 @@ from mlx_paged import load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.loading import demo_model_path
-from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 VOCAB_SIZE = 61
 
@@ -143,8 +144,8 @@ def assert_nothing_held(engine: Engine) -> None:
     )
     assert stats.num_swapped_tokens == 0
     assert (
-        not engine.scheduler.requests
-        and not engine.reports.states
+        not engine.scheduler.completions
+        and not engine.reports.requests
         and not engine.reports._news
         and not engine.steps.in_flight
     )

@@ -209,7 +209,7 @@ class Play:
         elif kind < 0.75:
             engine.reset_prefix_cache()
         elif kind < 0.8 and engine.has_unfinished_requests():
-            engine.abort(self.rng.choice(list(engine.reports.states)))
+            engine.abort(self.rng.choice(list(engine.reports.requests)))
         else:
             self._steps(engine, self.rng.randrange(1, 12))
 

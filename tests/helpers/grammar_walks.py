@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from helpers.completions import new_completion
 from mlx_paged.engine.grammar import GrammarCompiler, GrammarState, fill_masks
-from mlx_paged.request import Request, TokenRules
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.engine.request import TokenRules
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
@@ -28,7 +28,7 @@ def random_answer(
     """
     grammar = compiler.compile(params)
     rules = TokenRules(grammar=grammar)
-    request, state = Request("r", [1], SamplingParams(), token_rules=rules), GrammarState(grammar)
+    request, state = new_completion("r", [1], token_rules=rules), GrammarState(grammar)
     while request.num_output_tokens < 2000:
         allowed, failed = fill_masks([state], [request])
         assert not failed, failed

@@ -14,12 +14,12 @@ from helpers.drafting import eager_speculation
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeSupply
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.request import Completion, Request
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 
 NUM_ACTIONS = 1500
@@ -77,9 +77,8 @@ class Planner:
         self.lines: list[str] = []
         self._users = users
         self._is_ahead = is_ahead
-        self._parents: dict[str, Request] = {}
         self._in_flight: Batch | None = None
-        self._drawn: list[Request] = []  # of the step in flight
+        self._drawn: list[Completion] = []  # of the step in flight
         self._num_added = 0
 
     def run(self, num_actions: int = NUM_ACTIONS) -> str:
@@ -87,22 +86,22 @@ class Planner:
         for _ in range(num_actions):
             self.act()
         for _ in range(3000):
-            if not self.scheduler.requests:
+            if not self.scheduler.completions:
                 break
             self.step()
-        assert not self.scheduler.requests
+        assert not self.scheduler.completions
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:32]
 
     def act(self) -> None:
-        action, unfinished = self.random.random(), list(self.scheduler.requests.values())
+        action, unfinished = self.random.random(), list(self.scheduler.completions.values())
         if action < 0.14 and len(unfinished) < 20:
             for _ in range(self.random.choice([1, 1, 2, 5])):
                 self.add()
         elif action < 0.18 and unfinished and self._in_flight is None:
             name = self.random.choice(unfinished).request_id
-            for request in unfinished:
-                if request.request_id == name:
-                    self.scheduler.finish(request, "abort")
+            for completion in unfinished:
+                if completion.request_id == name:
+                    self.scheduler.finish(completion, "abort")
         else:
             self.step(fails=action > 0.97)
 
@@ -126,7 +125,6 @@ class Planner:
             self.scheduler.check(request)
         except PromptTooLongError:
             return
-        self._parents[request.request_id] = request
         self.scheduler.add(request)
 
     def step(self, fails: bool = False) -> None:
@@ -158,50 +156,50 @@ class Planner:
         """Sample the tokens of a step, without reading them."""
         self._drawn = []
         for part in batch.scheduled:
-            request = part.request
-            if part.num_logit_rows and not request.is_finished:
-                self._drawn += [request, *map(request.fork, range(1, request.num_seqs))]
-        for request in self._drawn:
-            if request.seq_id not in self.scheduler.requests:
-                self.scheduler.add_fork(self._parents[request.request_id], request)
+            completion = part.completion
+            if part.num_logit_rows and not completion.is_finished:
+                self._drawn += [completion, *map(completion.fork, range(1, completion.num_seqs))]
+        for completion in self._drawn:
+            if completion.seq_id not in self.scheduler.completions:
+                self.scheduler.add_fork(completion)
 
     def _append(self, batch: Batch, ahead: Batch | None) -> None:
         for part in batch.drafted:
             self._verify(part)
-        drafted = {part.request for part in batch.drafted}
-        for request in self._drawn:
-            if request not in drafted and not request.is_finished:
-                self.scheduler.append_token(request, _next_token(request), ahead)
+        drafted = {part.completion for part in batch.drafted}
+        for completion in self._drawn:
+            if completion not in drafted and not completion.is_finished:
+                self.scheduler.append_token(completion, _next_token(completion), ahead)
 
     def _verify(self, part: Scheduled) -> None:
-        request, verification = part.request, self.scheduler.verification
+        completion, verification = part.completion, self.scheduler.verification
         verification.begin(part)
         for draft in (*part.draft_token_ids, None):
-            token = _next_token(request)
+            token = _next_token(completion)
             is_accepted = draft is not None and zlib.crc32(f"{token} {draft}".encode()) % 2 == 0
             if is_accepted:
-                verification.accept(request)
-            self.scheduler.append_token(request, draft if is_accepted else token)
-            if not is_accepted or request.is_finished:
+                verification.accept(completion)
+            self.scheduler.append_token(completion, draft if is_accepted else token)
+            if not is_accepted or completion.is_finished:
                 break
-        verification.end(request)
+        verification.end(completion)
 
     def _note(self, batch: Batch) -> None:
         parts = [
-            (*part.request.seq_id, *part[1:5], *part.draft_token_ids) for part in batch.scheduled
+            (*part.completion.seq_id, *part[1:5], *part.draft_token_ids) for part in batch.scheduled
         ]
         others = [
-            [request.seq_id for request in requests]
-            for requests in (batch.preempted, batch.finished, batch.begun)
+            [completion.seq_id for completion in completions]
+            for completions in (batch.preempted, batch.finished, batch.begun)
         ]
         blocks = [sorted(each) for each in (batch.new_block_ids, batch.hit_block_ids)]
-        queue = [request.seq_id for request in self.scheduler.waiting]
+        queue = [completion.seq_id for completion in self.scheduler.waiting]
         self.lines.append(repr((parts, others, batch.transfers, blocks, queue)))
 
 
-def _next_token(request: Request) -> int:
-    token_ids = [each for each in request.token_ids if each >= 0]
-    return zlib.crc32(repr((token_ids, request.index)).encode()) % VOCAB_SIZE
+def _next_token(completion: Completion) -> int:
+    token_ids = [each for each in completion.token_ids if each >= 0]
+    return zlib.crc32(repr((token_ids, completion.index)).encode()) % VOCAB_SIZE
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from paged_testing.soak import SoakRequest, make_request
 
 from helpers.engine_helpers import livelier_model
 from mlx_paged.distributed import launched_ranks
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -106,7 +105,7 @@ def run_workload(workload: Workload) -> dict[str, Any]:
         "steps": engine.scheduler.num_steps,
         "blocks": engine.scheduler.max_num_blocks,
         "blocks left in use": stats.num_used_blocks,
-        "requests left": len(engine.reports.states),
+        "requests left": len(engine.reports.requests),
     }
 
 

@@ -28,7 +28,7 @@ from mlx_paged.core import (
     SharedBudget,
     extend_block_hashes,
 )
-from mlx_paged.engine.recurrent_state import NUM_COPIES, sizes_of
+from mlx_paged.engine.budget import NUM_COPIES, sizes_of
 from mlx_paged.models.kv_cache import make_engine_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import StateStack

@@ -21,10 +21,12 @@ from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
+from mlx_paged.engine.request import Completion, Request
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams, SeqId
+from mlx_paged.request import SeqId
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 VOCAB_SIZE = 40
@@ -159,24 +161,28 @@ class SimulatedCache:
             for part in parts:
                 self.write(part)
             for part in parts:
-                self.check_context(part.request, part.draft_token_ids)
+                self.check_context(part.completion, part.draft_token_ids)
         else:
             for part in reversed(parts):
                 self.write(part)
-                self.check_context(part.request, part.draft_token_ids)
+                self.check_context(part.completion, part.draft_token_ids)
 
     def write(self, part: Scheduled) -> None:
-        request, begin, end = part.request, part.start, part.start + part.num_new_tokens
-        rows = context_rows([*request.token_ids, *part.draft_token_ids], request.cache_salt)
-        slots = self.slots(self.manager.tables[request.seq_id].block_ids, begin, end)
+        completion, begin, end = part.completion, part.start, part.start + part.num_new_tokens
+        rows = context_rows(
+            [*completion.token_ids, *part.draft_token_ids], completion.request.cache_salt
+        )
+        slots = self.slots(self.manager.tables[completion.seq_id].block_ids, begin, end)
         self.rows.update(zip(slots, rows[begin:end], strict=True))
 
-    def check_context(self, request: Request, drafts: Sequence[int] = ()) -> None:
-        num_tokens = request.num_computed_tokens
-        block_ids = self.manager.tables[request.seq_id].block_ids
+    def check_context(self, completion: Completion, drafts: Sequence[int] = ()) -> None:
+        num_tokens = completion.num_computed_tokens
+        block_ids = self.manager.tables[completion.seq_id].block_ids
         found = [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)]
-        expected = context_rows([*request.token_ids, *drafts][:num_tokens], request.cache_salt)
-        assert found == expected, f"{request} reads what is not its own, blocks {block_ids}"
+        expected = context_rows(
+            [*completion.token_ids, *drafts][:num_tokens], completion.request.cache_salt
+        )
+        assert found == expected, f"{completion} reads what is not its own, blocks {block_ids}"
 
     def written_slots(self, batch: Batch) -> list[int]:
         """The slots that a step writes; if it fails, their contents are unknown."""
@@ -185,8 +191,8 @@ class SimulatedCache:
         for swap_in in of_kind(batch, SwapIn):
             for load in swap_in.loads:
                 slots += self.slots(load.block_ids, 0, len(load.block_ids) * self.block_size)
-        for request, start, count, *_ in batch.scheduled:
-            slots += self.slots(tables[request.seq_id].block_ids, start, start + count)
+        for completion, start, count, *_ in batch.scheduled:
+            slots += self.slots(tables[completion.seq_id].block_ids, start, start + count)
         for _, destination in all_copies(batch):
             slots += range(destination * self.block_size, (destination + 1) * self.block_size)
         return slots
@@ -224,8 +230,8 @@ class FakeEngine:
             self.manager, self.supply, self.config, eos_token_ids, self.swap_space, speculation
         )
         self.cache = SimulatedCache(self.manager)
-        self.completions: dict[str, list[Request]] = {}
-        self.suspects: deque[Request] = deque()
+        self.completions: dict[str, list[Completion]] = {}
+        self.suspects: deque[Completion] = deque()
         self.counts: Counter[str] = Counter()
         self.ran_before: set[SeqId] = set()  # before the newest step
         self.has_users = False  # whether requests of different users came
@@ -242,23 +248,25 @@ class FakeEngine:
 
     def add(
         self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options
-    ) -> Request:
-        """Add a request; options are those of `Request`, and `ignore_eos` and `stop_token_ids`."""
+    ) -> Completion:
+        """Add a request, and return its first completion; options are those of `Request`, and
+        `ignore_eos` and `stop_token_ids`.
+        """
         request = self.request(name, prompt, max_tokens, n, **options)
-        known = [each[0].user for each in self.completions.values()]
+        known = [each[0].request.user for each in self.completions.values()]
         self.has_users = self.has_users or (bool(known) and known[0] != request.user)
         self.scheduler.check(request)
         self.scheduler.add(request)
-        self.completions[name] = [request]
-        return request
+        self.completions[name] = request.completions
+        return request.completions[0]
 
     def abort(self, name: str) -> None:
-        for request in self.completions[name]:
-            self.scheduler.finish(request, "abort")
+        for completion in self.completions[name]:
+            self.scheduler.finish(completion, "abort")
 
-    def step(self, only: Request | None = None, fails: str | None = None) -> Batch:
+    def step(self, only: Completion | None = None, fails: str | None = None) -> Batch:
         """One step; it may fail `"at once"`, or `"computing"` after the transfers."""
-        self.ran_before = {request.seq_id for request in self.scheduler.running}
+        self.ran_before = {completion.seq_id for completion in self.scheduler.running}
         output = self.scheduler.schedule(only)
         self.check_output(output, only)
         if not output.scheduled:
@@ -275,51 +283,50 @@ class FakeEngine:
             self.cache.rows.update(dict.fromkeys(written_slots, GARBAGE))
             self.scheduler.discard(output)
             self.counts["failed"] += 1
-            if len(output.requests) > 1:
-                self.suspects.extend(output.requests)
+            if len(output.completions) > 1:
+                self.suspects.extend(output.completions)
         self.check()
         return output
 
     def sample(self, batch: Batch) -> None:
-        sampled: list[Request] = []
+        sampled: list[Completion] = []
         for part in batch.scheduled:
             if part.draft_token_ids:
                 self.verify(part)
             elif part.num_logit_rows:
-                request = part.request
-                sampled += [request, *map(request.fork, range(1, request.num_seqs))]
-        for request in sampled:
-            if request.seq_id not in self.scheduler.requests:
+                completion = part.completion
+                sampled += [completion, *map(completion.fork, range(1, completion.num_seqs))]
+        for completion in sampled:
+            if completion.seq_id not in self.scheduler.completions:
                 self.counts["forks"] += 1
-                self.scheduler.add_fork(self.completions[request.request_id][0], request)
-                self.completions[request.request_id].append(request)
-        for request in sampled:
-            row = context_rows(request.token_ids, request.cache_salt)[-1]
-            self.scheduler.append_token(request, next_token(row, request.index))
+                self.scheduler.add_fork(completion)
+        for completion in sampled:
+            row = context_rows(completion.token_ids, completion.request.cache_salt)[-1]
+            self.scheduler.append_token(completion, next_token(row, completion.index))
 
     def verify(self, part: Scheduled) -> None:
-        request, num_accepted = part.request, 0
+        completion, num_accepted = part.completion, 0
         self.scheduler.verification.begin(part)
         for draft in (*part.draft_token_ids, None):
-            row = context_rows(request.token_ids, request.cache_salt)[-1]
-            token = next_token(row, request.index)
+            row = context_rows(completion.token_ids, completion.request.cache_salt)[-1]
+            token = next_token(row, completion.index)
             if token == draft:
-                self.scheduler.verification.accept(request)
+                self.scheduler.verification.accept(completion)
                 num_accepted += 1
-            self.scheduler.append_token(request, token)
-            if token != draft or request.is_finished:
+            self.scheduler.append_token(completion, token)
+            if token != draft or completion.is_finished:
                 break
-        self.scheduler.verification.end(request)
-        self.scheduler.speculation.drafter.note(request, len(part.draft_token_ids), num_accepted)
+        self.scheduler.verification.end(completion)
+        self.scheduler.speculation.drafter.note(completion, len(part.draft_token_ids), num_accepted)
         self.counts["drafted"] += len(part.draft_token_ids)
         self.counts["accepted"] += num_accepted
 
-    def check_output(self, output: Batch, only: Request | None) -> None:
+    def check_output(self, output: Batch, only: Completion | None) -> None:
         scheduler, counts = self.scheduler, self.counts
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        for request, start, count, num_logit_rows, num_scored_rows, drafts in output.scheduled:
-            assert count >= 1 and start + count == request.num_computed_tokens
-            num_left = request.num_tokens + len(drafts) - request.num_computed_tokens
+        for completion, start, count, num_logit_rows, num_scored_rows, drafts in output.scheduled:
+            assert count >= 1 and start + count == completion.num_computed_tokens
+            num_left = completion.num_tokens + len(drafts) - completion.num_computed_tokens
             assert num_logit_rows == (1 + len(drafts) if num_left == 0 else 0)
             assert num_scored_rows == 0  # Log-probabilities of a prompt are not wanted here.
             assert not drafts or (num_left == 0 and count == 1 + len(drafts) and only is None)
@@ -327,14 +334,14 @@ class FakeEngine:
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
         assert len(scheduler.running) <= self.config.max_num_seqs
         if not self.has_users:
-            num_seqs = sum(request.num_seqs for request in scheduler.running)
+            num_seqs = sum(completion.num_seqs for completion in scheduler.running)
             assert num_seqs <= self.config.max_num_seqs
-        scheduled = {request.seq_id for request in output.requests}
-        assert len(scheduled) == len(output.requests), "no request is in a step twice"
+        scheduled = {completion.seq_id for completion in output.completions}
+        assert len(scheduled) == len(output.completions), "no request is in a step twice"
         if only is None:
             # Decodes wait for no prompt: every running request is in the step.
-            assert scheduled == {request.seq_id for request in scheduler.running}
-            assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
+            assert scheduled == {completion.seq_id for completion in scheduler.running}
+            assert scheduled or output.finished or not scheduler.completions, "somebody goes on"
         else:
             assert scheduled <= {only.seq_id}
         if self.has_users:
@@ -348,8 +355,8 @@ class FakeEngine:
         counts["copies"] += len(all_copies(output))
         counts["shared_steps"] += output.shares_new_blocks
         counts["hit_tokens"] += len(output.hit_block_ids) * self.pool.block_size
-        for request in output.finished:
-            counts["cut" if request.finish_reason == "length" else "refused"] += 1
+        for completion in output.finished:
+            counts["cut" if completion.finish_reason == "length" else "refused"] += 1
 
     def check_preempted(self, output: Batch) -> None:
         """Who is sent away comes after all who run. Those who come in such a step are more urgent
@@ -359,44 +366,49 @@ class FakeEngine:
             return
         assert output.preempted[0].order == max(each.order for each in output.preempted)
         goes = {each.seq_id: each.num_computed_tokens == 0 for each in output.preempted}
-        assert all(goes.values()) and not goes.keys() & {each.seq_id for each in output.requests}
-        came = [each for each in output.requests if each.seq_id not in self.ran_before]
-        for request in came:
+        assert all(goes.values()) and not goes.keys() & {each.seq_id for each in output.completions}
+        came = [each for each in output.completions if each.seq_id not in self.ran_before]
+        for completion in came:
             assert any(
-                request.priority < each.priority and request.order < each.order
+                completion.request.priority < each.request.priority
+                and completion.order < each.order
                 for each in output.preempted
             ), "no request is admitted in a step in which blocks ran out"
-        for request in output.requests:
-            if request not in came and request.order > output.preempted[-1].order:
+        for completion in output.completions:
+            if completion not in came and completion.order > output.preempted[-1].order:
                 # It was passed over: none of those that came may take its place.
                 assert came
-                assert request.num_preemptions >= MAX_PREEMPTIONS or any(
-                    request.priority <= each.priority or request.order < each.order for each in came
+                assert completion.num_preemptions >= MAX_PREEMPTIONS or any(
+                    completion.request.priority <= each.request.priority
+                    or completion.order < each.order
+                    for each in came
                 )
 
     def check_taken(self, output: Batch) -> None:
         """Who is sent away is not in the step, and does not come back in it."""
-        ran = {each.seq_id for each in output.requests}
+        ran = {each.seq_id for each in output.completions}
         assert all(each.num_computed_tokens == 0 for each in output.preempted)
         assert not ran & {each.seq_id for each in output.preempted}
-        came = {each.user for each in output.requests if each.seq_id not in self.ran_before}
+        came = {
+            each.request.user for each in output.completions if each.seq_id not in self.ran_before
+        }
         # Places that another user's first request takes; others make way for more blocks.
-        gone = {each.user for each in output.preempted}
+        gone = {each.request.user for each in output.preempted}
         self.counts["taken"] += bool(came) and bool(gone - came)
 
     def check(self) -> None:
         """Every invariant, between two steps."""
         scheduler, swap_space = self.scheduler, self.swap_space
         check_scheduler(scheduler)
-        assert set(self.manager.tables) == {request.seq_id for request in scheduler.running}
-        for request in scheduler.running:
-            self.cache.check_context(request)
-            assert request.num_computed_tokens < request.num_tokens
+        assert set(self.manager.tables) == {completion.seq_id for completion in scheduler.running}
+        for completion in scheduler.running:
+            self.cache.check_context(completion)
+            assert completion.num_computed_tokens < completion.num_tokens
         keys = {
             header.block_hash for name in swap_space._held for header in swap_space.headers(name)[0]
         }
         assert isinstance(swap_space.tier, HostMemory) and set(swap_space.tier._blocks) == keys
-        assert set(swap_space._held) <= {request.seq_id for request in scheduler.waiting}
+        assert set(swap_space._held) <= {completion.seq_id for completion in scheduler.waiting}
         assert 0 <= swap_space.num_used_blocks <= swap_space.num_blocks
         for block in self.pool.blocks[1:]:
             # Nothing that others may hit holds less than it promises.
@@ -412,9 +424,9 @@ class FakeEngine:
     def run(self, max_steps: int = 1000) -> list[dict[str, int]]:
         """Step until no request is left; which requests ran in each step, with how many tokens."""
         steps = []
-        while self.scheduler.requests:
+        while self.scheduler.completions:
             assert len(steps) < max_steps, (
-                f"unfinished after {max_steps} steps: {list(self.scheduler.requests.values())}"
+                f"unfinished after {max_steps} steps: {list(self.scheduler.completions.values())}"
             )
             steps.append(ran(self.step()))
         self.check_whole()
@@ -433,7 +445,7 @@ class FakeEngine:
         assert (
             not self.scheduler.running
             and not self.scheduler.waiting
-            and not self.scheduler.requests
+            and not self.scheduler.completions
         )
         assert not self.manager.tables and self.pool.num_used_blocks == 0
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
@@ -444,32 +456,41 @@ class FakeEngine:
         beginning of it.
         """
         for completions in self.completions.values():
-            for request in completions:
-                prompt, params = request.token_ids[: request.num_prompt_tokens], request.params
+            for completion in completions:
+                prompt, params = (
+                    completion.token_ids[: completion.num_prompt_tokens],
+                    completion.request.params,
+                )
                 limit = params.max_tokens if params.max_tokens > 0 else 10**4
                 eos = self.scheduler.eos_token_ids
                 # Not all of it, where there is no limit.
-                num_tokens = min(limit, request.num_output_tokens + 1)
+                num_tokens = min(limit, completion.num_output_tokens + 1)
                 expected = predicted_tokens(
-                    prompt, num_tokens, request.index, request.cache_salt, eos
+                    prompt, num_tokens, completion.index, completion.request.cache_salt, eos
                 )
-                found = request.output_token_ids
-                assert found == expected[: len(found)], request
-                if request.finish_reason == "stop" and request.stop_reason is None:
+                found = completion.output_token_ids
+                assert found == expected[: len(found)], completion
+                if completion.finish_reason == "stop" and completion.stop_reason is None:
                     assert found[-1] in eos and found == expected
-                elif request.finish_reason == "length" and len(found) < limit:
-                    assert request.num_tokens > self.scheduler.max_num_blocks * self.pool.block_size
-                elif request.finish_reason == "length":
+                elif completion.finish_reason == "length" and len(found) < limit:
+                    assert (
+                        completion.num_tokens > self.scheduler.max_num_blocks * self.pool.block_size
+                    )
+                elif completion.finish_reason == "length":
                     assert len(found) == limit
 
 
-def name_of(request: Request) -> str:
-    return request.request_id if request.params.n == 1 else f"{request.request_id}{request.index}"
+def name_of(completion: Completion) -> str:
+    return (
+        completion.request_id
+        if completion.request.params.n == 1
+        else f"{completion.request_id}{completion.index}"
+    )
 
 
 def ran(batch: Batch) -> dict[str, int]:
     """Who is in a step, in order, with how many tokens."""
-    return {name_of(part.request): part.num_new_tokens for part in batch.scheduled}
+    return {name_of(part.completion): part.num_new_tokens for part in batch.scheduled}
 
 
 def of_kind(batch: Batch, kind: type[T]) -> list[T]:
@@ -481,8 +502,8 @@ def all_copies(batch: Batch) -> list[tuple[int, int]]:
     return [tuple(copy) for transfer in of_kind(batch, CopyBlocks) for copy in transfer.copies]
 
 
-def names(requests: Sequence[Request]) -> list[str]:
-    return [name_of(request) for request in requests]
+def names(completions: Sequence[Completion]) -> list[str]:
+    return [name_of(completion) for completion in completions]
 
 
 def tokens(num_tokens: int, first: int = 100) -> list[int]:

@@ -10,8 +10,8 @@ from paged_testing.registry_files import require
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.reader import read_answer
 from mlx_paged.answers.tokens import TokenPlaces
-from mlx_paged.engine.token_rules import special_token_ids
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.loading.tokenizer import read_tokenizer
 
 TOOLS = [

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from paged_testing.registry_files import TOKENIZERS, require
 
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.tokenizer import write_tokenizer

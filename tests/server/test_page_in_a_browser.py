@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
 from mlx_paged import SamplingParams
-from mlx_paged.engine.view import CACHED, MAX_HOLDERS
+from mlx_paged.engine.stats import CACHED, MAX_HOLDERS
 from mlx_paged.server.app import App
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings

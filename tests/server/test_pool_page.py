@@ -13,7 +13,7 @@ from helpers.servers import client_of, is_idle, make_service, wait_until
 from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
-from mlx_paged.engine.view import CACHED, EngineView
+from mlx_paged.engine.stats import CACHED, EngineView
 from mlx_paged.server.service import Service
 from mlx_paged.server.watching.pool_page import MAX_CELLS, cells_of, security_policy
 

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from mlx_paged.core import BlockPool, BlockTable, KVCacheBlock, KVCacheManager
+from mlx_paged.engine.request import CompletionStatus
 from mlx_paged.engine.request_queues import RequestQueues, _by_order, place_of
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.request import RequestStatus
 
 
 class IntegrityError(AssertionError):
@@ -40,24 +40,26 @@ def check_manager(manager: KVCacheManager) -> None:
 
 
 def _check_queues(queues: RequestQueues, manager: KVCacheManager) -> None:
-    running = {request.seq_id for request in queues.running}
+    running = {completion.seq_id for completion in queues.running}
     assert {
-        seq for seq, request in queues.requests.items() if request.status is RequestStatus.RUNNING
+        seq
+        for seq, completion in queues.completions.items()
+        if completion.status is CompletionStatus.RUNNING
     } == running
-    assert set(queues.requests) == running | {request.seq_id for request in queues.waiting}
+    assert set(queues.completions) == running | {each.seq_id for each in queues.waiting}
     assert running <= set(manager.tables), "a running request has a table"
     assert queues.running == sorted(queues.running, key=place_of)
     assert queues.waiting == sorted(queues.waiting, key=_by_order)
-    shares = {request.share for request in queues.requests.values()}
+    shares = {completion.request.share for completion in queues.completions.values()}
     assert len(shares) == queues.shares.num_active
     for share in shares:
-        assert share.waiting == [each for each in queues.waiting if each.share is share]
-        assert share.num_running == sum(each.share is share for each in queues.running)
-    for request in queues.waiting:
-        assert request.seq_id not in manager.tables, "a waiting request holds nothing"
-    for request in queues.running:
-        assert manager.num_tokens(request.seq_id) == request.num_computed_tokens
-        assert request.num_computed_tokens <= request.num_tokens
+        assert share.waiting == [each for each in queues.waiting if each.request.share is share]
+        assert share.num_running == sum(each.request.share is share for each in queues.running)
+    for completion in queues.waiting:
+        assert completion.seq_id not in manager.tables, "a waiting request holds nothing"
+    for completion in queues.running:
+        assert manager.num_tokens(completion.seq_id) == completion.num_computed_tokens
+        assert completion.num_computed_tokens <= completion.num_tokens
 
 
 def check_integrity(pool: BlockPool, requests: Mapping[Hashable, Sequence[BlockTable]]) -> None:

@@ -17,9 +17,8 @@ import mlx.core as mx
 
 from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from paged_testing.integrity import check_scheduler
@@ -258,8 +257,8 @@ class Soak:
         left = (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting)
         assert left == (0, 0, 0, 0) and stats.num_swapped_tokens == 0, left
         assert (
-            not engine.scheduler.requests
-            and not engine.reports.states
+            not engine.scheduler.completions
+            and not engine.reports.requests
             and not engine.reports._news
             and not engine.steps.in_flight
         )
@@ -327,19 +326,19 @@ class Soak:
 
     def _launch_or_fail(self, output: Batch, *args: Any) -> Any:
         breaking = [
-            request
-            for request in output.requests
-            for asked, _ in [self.in_flight[request.request_id]]
-            if asked.breaks_at is not None and request.num_computed_tokens >= asked.breaks_at
+            completion
+            for completion in output.completions
+            for asked, _ in [self.in_flight[completion.request_id]]
+            if asked.breaks_at is not None and completion.num_computed_tokens >= asked.breaks_at
         ]
         self._slack = slack_nbytes(
             self.model,
             self.engine.cache.config,
             # Completions that are forked in this step have rows of logits, too.
             [
-                part.request.num_computed_tokens
+                part.completion.num_computed_tokens
                 for part in output.scheduled
-                for _ in range(part.request.num_seqs + len(part.draft_token_ids))
+                for _ in range(part.completion.num_seqs + len(part.draft_token_ids))
             ],
             output.num_tokens,
         )

@@ -15,8 +15,8 @@ from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.reader import Reading, read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, same_message
-from mlx_paged.engine.token_rules import special_token_ids
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.request import CompletionOutput
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 from starlette.responses import Response
 
-from mlx_paged.engine.prompts import encode_prompt
+from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.answers.state import AnswerState, Usage

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.request import Logprob
 
 LEAST = -9999.0  # instead of minus infinity, which JSON can't represent

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import encode_prompt
+from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.fair_threads import Work

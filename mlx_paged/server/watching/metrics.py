@@ -26,9 +26,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from mlx_paged.engine.disk_tier import DiskTierStats
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.latencies import Histogram
-from mlx_paged.engine.stats import DiskTierStats, EngineStats
+from mlx_paged.engine.reports import Histogram
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.routes import Endpoint
 from mlx_paged.server.schemas import Body

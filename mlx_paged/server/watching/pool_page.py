@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from mlx_paged.engine.latencies import Histogram
-from mlx_paged.engine.view import CACHED, MAX_HOLDERS, EngineView
+from mlx_paged.engine.reports import Histogram
+from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
 from mlx_paged.errors import shown
 from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.core.prefix_report import REASONS, PrefixReport
+from mlx_paged.request import REASONS, PrefixReport
 
 # Tokens to show of each text, from the position on where a prompt differs from the cached one.
 NUM_TEXT_TOKENS = 48

@@ -44,7 +44,7 @@ def counted(self, batch, awaited):
         if fault == "leaves" and is_bad:
             os._exit(3)
     if fault == "other tokens" and is_bad and num_launched == NUM_STEPS:
-        batch.scheduled[0].request.num_computed_tokens -= 1
+        batch.scheduled[0].completion.num_computed_tokens -= 1
     return launch(self, batch, awaited)
 
 

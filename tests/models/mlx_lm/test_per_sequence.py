@@ -31,9 +31,8 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine import build
-from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation
+from mlx_paged.engine.speculation import PromptLookup, Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
@@ -166,7 +165,7 @@ def test_an_aborted_request_leaves_the_others_alone(name: str):
         engine.step()
     engine.abort("1")
     # An id is free again at once, for another prompt.
-    while "1" in engine.reports.states:
+    while "1" in engine.reports.requests:
         engine.step()
     again = prompt(31, 9)
     engine.add_request("1", again, greedy(12))

@@ -35,15 +35,15 @@ from paged_testing.lazy_metal import lazy_metal
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache.step_states import forget_before
 from mlx_paged.core import SequenceState, SequenceStates
-from mlx_paged.engine.draft_options import cost_of
+from mlx_paged.engine.draft_model import cost_of
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import MAX_RUN
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.ops import StateStack, StepState
-from mlx_paged.request import Request
 
 ARCHITECTURES = (
     "qwen3_5",
@@ -256,7 +256,7 @@ def test_computed_tokens_and_named_blocks_end_where_the_state_is():
             if part.draft_token_ids:
                 assert num_run <= MAX_RUN and end // 16 == part.start // 16
                 events["repeated beside drafts"] += num_run > 1
-            elif part.request.num_output_tokens:
+            elif part.completion.num_output_tokens:
                 events["folded"] += num_run > MAX_RUN
                 events["folded at the end of a block"] += 1 < num_run <= MAX_RUN
         return launch(batch, awaited)
@@ -264,13 +264,13 @@ def test_computed_tokens_and_named_blocks_end_where_the_state_is():
     engine.runner.launch = noted  # type: ignore[method-assign]
 
     def check() -> None:
-        for request in engine.scheduler.running:
-            num_computed = request.num_computed_tokens
-            assert manager.num_tokens(request.seq_id) == num_computed
-            assert states._states[request.seq_id].num_tokens == num_computed
-            (table,) = manager.groups[request.seq_id]
+        for completion in engine.scheduler.running:
+            num_computed = completion.num_computed_tokens
+            assert manager.num_tokens(completion.seq_id) == num_computed
+            assert states._states[completion.seq_id].num_tokens == num_computed
+            (table,) = manager.groups[completion.seq_id]
             assert table.num_cached_blocks * 16 <= num_computed
-            events["fell back"] += num_computed < request.num_tokens - 1
+            events["fell back"] += num_computed < completion.num_tokens - 1
         assert not states._before_drafts
 
     outputs = run(engine, check)
@@ -355,11 +355,11 @@ def test_states_of_answers_with_drafts_are_found_on_disk_after_a_restart(tmp_pat
         for name, (tokens, _) in asks.items()
     }
     expected = {name: ask_alone(model, *each) for name, each in turns.items()}
-    for requests, right in ((asks, answers), (turns, expected)):
+    for completions, right in ((asks, answers), (turns, expected)):
         engine = make_engine(model, cache_dir=tmp_path, block_size=8, kv_cache_bytes="4M")
         known = knows({(name, 0): answer for name, answer in right.items()})
         engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, known)
-        for name, (tokens, params) in requests.items():
+        for name, (tokens, params) in completions.items():
             engine.add_request(name, tokens, params)
         outputs = run(engine)
         assert {name: out.outputs[0].token_ids for name, out in outputs.items()} == right
@@ -375,10 +375,10 @@ class OneOfTwoIsWrong:
     def __init__(self, answers: dict[str, list[int]]):
         self.answers = answers
 
-    def propose(self, request: Request, num_drafts: int) -> list[int]:
-        begin = request.num_output_tokens
-        drafts = self.answers[request.request_id][begin : begin + num_drafts]
-        if int(request.request_id) % 2 and begin // 5 % 2:
+    def propose(self, completion: Completion, num_drafts: int) -> list[int]:
+        begin = completion.num_output_tokens
+        drafts = self.answers[completion.request_id][begin : begin + num_drafts]
+        if int(completion.request_id) % 2 and begin // 5 % 2:
             drafts[-1] = (drafts[-1] + 1) % 256
         return drafts
 
@@ -386,8 +386,8 @@ class OneOfTwoIsWrong:
 
 
 class ThreeDrafts(EagerSpeculation):
-    def num_drafts(self, requests: Any, *_: Any) -> list[int]:
-        return [3] * len(requests)
+    def num_drafts(self, completions: Any, *_: Any) -> list[int]:
+        return [3] * len(completions)
 
 
 @pytest.mark.slow
