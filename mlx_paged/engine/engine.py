@@ -530,10 +530,9 @@ class Engine:
             mx.random.seed(key)
         self._change("step", self.steps.run)
         key = None if key is None else random_key()
-        report = partial(self._change, "step", self._report)
         if self.thread.has_queued:
-            return self.thread.submit(report), key
-        report()
+            return self.thread.submit(partial(self._change, "step", self._report)), key
+        self._change("step", self._report)
         return None, key
 
     def _report(self) -> None:
