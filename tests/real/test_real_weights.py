@@ -174,21 +174,23 @@ def test_the_chat_answers_from_the_file(smollm_file):
     assert (done.returncode, "Paris" in done.stdout) == (0, True), done.stderr
 
 
-def test_the_server_answers_two_turns_with_tools(smollm):
+def test_the_server_answers_two_turns_with_tools(smollm, checked):
     """Its own template shows no tools, so one of Qwen2.5's kind is given."""
     template = (require("llama.cpp") / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
     client_of = partial(openai.OpenAI, api_key="none", max_retries=0, timeout=300)
-    fields = {"model": "demo", "temperature": 0, "max_tokens": 40}
+    fields = {"model": "demo", "temperature": 0}
     question = {"role": "user", "content": "What is the weather in Paris?"}
     with (
-        running_service(smollm[0]) as (service, url),
+        running_service(smollm[0], loaded=checked) as (service, url),
         client_of(base_url=f"{url}/v1") as client,
     ):
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="does not show tools"):
             create(**fields, messages=[question], tools=[TOOL], tool_choice="required")
         service.tokenizer.chat_template = template
-        first = create(**fields, messages=[question], tools=[TOOL], tool_choice="required")
+        first = create(
+            **fields, max_tokens=40, messages=[question], tools=[TOOL], tool_choice="required"
+        )
         [call] = first.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
@@ -197,7 +199,9 @@ def test_the_server_answers_two_turns_with_tools(smollm):
             first.choices[0].message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "21 degrees and sunny"},
         ]
-        second = create(**fields, messages=history, tools=[TOOL], tool_choice="none")
+        second = create(
+            **fields, max_tokens=4, messages=history, tools=[TOOL], tool_choice="none"
+        )
     assert second.choices[0].message.content
     # The first turn's prompt is read from the cache.
     assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens - 16
