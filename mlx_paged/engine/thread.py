@@ -82,7 +82,7 @@ class Call(Generic[T]):
         except BaseException as error:
             if not self._is_done:
                 self._error = error
-        thread.running = before  # Whoever waited finds an idle thread.
+        thread.running = before  # A caller that waited finds an idle thread.
         self._end()
 
     def fail(self, error: BaseException) -> None:

@@ -196,7 +196,9 @@ class Planner:
         ]
         blocks = [sorted(each) for each in (batch.new_block_ids, batch.hit_block_ids)]
         queue = [request.seq_id for request in self.scheduler.waiting]
-        self.lines.append(repr((parts, others, batch.transfers, blocks, queue)))
+        # The digests are from a version that called the sequence of a swap its name.
+        transfers = repr(batch.transfers).replace("seq_id=", "name=")
+        self.lines.append(f"({parts!r}, {others!r}, {transfers}, {blocks!r}, {queue!r})")
 
 
 def _next_token(request: Request) -> int:
