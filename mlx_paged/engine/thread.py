@@ -82,7 +82,7 @@ class Call(Generic[T]):
         except BaseException as error:
             if not self._is_done:
                 self._error = error
-        thread.running = before  # Whoever waited finds an idle thread.
+        thread.running = before  # A caller that waited finds an idle thread.
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -231,8 +231,8 @@ class EngineThread:
 
     def run_queued(self) -> None:
         """In the thread: run the calls that wait, until none does or the thread is to end."""
-        with contextlib.suppress(queue.Empty):
-            while not self.has_ended:
+        while self.has_queued and not self.has_ended:
+            with contextlib.suppress(queue.Empty):  # Another thread may have stopped this one.
                 self._calls.get_nowait().run()
 
     def run_in_background(

@@ -50,12 +50,12 @@ def kernel_model() -> qwen3.Model:
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
+def test_many_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
     kernel_model: qwen3.Model,
 ):
     reasons: set[str | None] = set()
     preemptions = 0
-    for seed in range(100, 108):
+    for seed in range(100, 104):
         workload = Workload(seed, 25, VOCAB_SIZE)
         waiting = workload.run(kernel_model, run_ahead=False)
         with lazy_metal(computes=True):

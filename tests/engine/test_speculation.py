@@ -56,9 +56,9 @@ def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_get_the_same_as_without(model: qwen3.Model):
+def test_many_requests_get_the_same_as_without(model: qwen3.Model):
     preemptions, reasons = 0, set[str | None]()
-    for seed in range(200, 208):
+    for seed in range(200, 205):
         workload = Workload(seed, 25, VOCAB_SIZE)
         plain = workload.run(model, run_ahead=False)
         speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers), seed)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import mlx.core as mx
 import uvicorn
 from mlx.nn import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
@@ -72,6 +73,7 @@ def make_service(
     folder: Path | None = None,
     *,
     model: Module | None = None,
+    loaded: tuple[Module, TokenizerWrapper] | None = None,
     model_names: Sequence[str] = ("demo",),
     takes_any_name: bool = False,
     **options: Any,
@@ -80,12 +82,13 @@ def make_service(
 
     Args:
         model: in the place of the folder's, whose tokenizer it gets.
+        loaded: what was loaded from the folder before.
         options: of the engine.
     """
     folder = folder or demo_model_path()
-    loaded, tokenizer = load(folder)
+    own_model, tokenizer = loaded or load(folder)
     engine = ScriptedEngine(
-        model or loaded, tokenizer, **{"kv_cache_bytes": "1000blocks", **options}
+        model or own_model, tokenizer, **{"kv_cache_bytes": "1000blocks", **options}
     )
     return Service(
         engine,

@@ -22,6 +22,7 @@ import mlx_lm
 import openai
 import pytest
 from helpers.servers import running_service
+from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from paged_testing.registry_files import require
@@ -58,10 +59,10 @@ TOOL = {
 }
 
 
-def folder_of(file: Path, folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """A GGUF file as a folder that mlx-lm loads, and the arrays that were read."""
-    with warnings.catch_warnings(action="ignore"):  # tensors of Q6_K are quantised again
-        model, _, config = load_gguf(file)
+def folder_of(
+    file: Path, model: Module, config: dict[str, Any], folder: Path
+) -> tuple[Path, dict[str, mx.array]]:
+    """What was read from a GGUF file as a folder that mlx-lm loads, and its arrays."""
     arrays = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -76,7 +77,8 @@ def smollm_file() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm(smollm_file, tmp_path_factory) -> tuple[Path, dict[str, mx.array]]:
-    return folder_of(smollm_file, tmp_path_factory.mktemp("smollm2"))
+    model, _, config = load_gguf(smollm_file)
+    return folder_of(smollm_file, model, config, tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture(scope="session")
@@ -174,21 +176,23 @@ def test_the_chat_answers_from_the_file(smollm_file):
     assert (done.returncode, "Paris" in done.stdout) == (0, True), done.stderr
 
 
-def test_the_server_answers_two_turns_with_tools(smollm):
+def test_the_server_answers_two_turns_with_tools(smollm, checked):
     """Its own template shows no tools, so one of Qwen2.5's kind is given."""
     template = (require("llama.cpp") / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
     client_of = partial(openai.OpenAI, api_key="none", max_retries=0, timeout=300)
-    fields = {"model": "demo", "temperature": 0, "max_tokens": 40}
+    fields = {"model": "demo", "temperature": 0}
     question = {"role": "user", "content": "What is the weather in Paris?"}
     with (
-        running_service(smollm[0]) as (service, url),
+        running_service(smollm[0], loaded=checked) as (service, url),
         client_of(base_url=f"{url}/v1") as client,
     ):
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="does not show tools"):
             create(**fields, messages=[question], tools=[TOOL], tool_choice="required")
         service.tokenizer.chat_template = template
-        first = create(**fields, messages=[question], tools=[TOOL], tool_choice="required")
+        first = create(
+            **fields, max_tokens=40, messages=[question], tools=[TOOL], tool_choice="required"
+        )
         [call] = first.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
@@ -197,7 +201,7 @@ def test_the_server_answers_two_turns_with_tools(smollm):
             first.choices[0].message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "21 degrees and sunny"},
         ]
-        second = create(**fields, messages=history, tools=[TOOL], tool_choice="none")
+        second = create(**fields, max_tokens=4, messages=history, tools=[TOOL], tool_choice="none")
     assert second.choices[0].message.content
     # The first turn's prompt is read from the cache.
     assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens - 16
@@ -206,7 +210,9 @@ def test_the_server_answers_two_turns_with_tools(smollm):
 def test_gemma_3_is_read_as_mlx_lm_computes_it_and_tokenised_as_by_its_own_tokenizer(
     gemma_file, tmp_path
 ):
-    folder, arrays = folder_of(gemma_file, tmp_path)
+    with warnings.catch_warnings(action="ignore"):  # tensors of Q6_K are quantised again
+        read, own_tokenizer, config = load(gemma_file, skip_check=True, return_config=True)
+    folder, arrays = folder_of(gemma_file, read.inner, config, tmp_path)
     model, tokenizer = mlx_lm.load(str(folder))
     assert_are_arrays(dict(tree_flatten(model.parameters())), arrays)
     theirs = read_tokenizer(require("gemma3"), None, None)
@@ -216,9 +222,6 @@ def test_gemma_3_is_read_as_mlx_lm_computes_it_and_tokenised_as_by_its_own_token
     prompt = tokenizer.encode("The capital of Italy is Rome. The capital of France is")
     expected = mlx_lm_tokens(model, tokenizer, prompt, 6)
     assert "Paris" in tokenizer.decode(expected)
-    with (
-        warnings.catch_warnings(action="ignore"),
-        opened(*load(gemma_file, skip_check=True)) as llm,
-    ):
+    with opened(read, own_tokenizer) as llm:
         [output] = llm.generate([prompt], SamplingParams(max_tokens=6))
     assert output.outputs[0].token_ids == expected
