@@ -102,11 +102,14 @@ def place_of(function: Any) -> Call:
     return Call(str(Path(code.co_filename).relative_to(PACKAGE)), function.__qualname__)
 
 
+def lines(calls: list[Call]) -> list[str]:
+    """The calls as they are printed, one for each line, and their numbers."""
+    listed = [f"{call.file:28} {call.name}" for call in calls]
+    return [*listed, f"{len(calls)} calls in {len({call.file for call in calls})} files"]
+
+
 def main() -> None:
-    calls = walk()
-    for call in calls:
-        print(f"{call.file:28} {call.name}")
-    print(f"{len(calls)} calls in {len({call.file for call in calls})} files")
+    print("\n".join(lines(walk())))
 
 
 if __name__ == "__main__":
