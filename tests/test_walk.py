@@ -1,4 +1,4 @@
-"""A token's way from ``LLM.generate`` to the backend and back to text is short enough to be read."""
+"""A token's way from ``LLM.generate`` to the backend and back to text can be read."""
 
 from __future__ import annotations
 
