@@ -110,13 +110,13 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
 
 def test_a_client_that_leaves_before_the_first_token_aborts(server_url, service, monkeypatch):
     going_on = threading.Event()
-    step = service.engine.engine._step
+    step = service.engine.engine.step
 
     def held():
         assert going_on.wait(20)
         return step()
 
-    monkeypatch.setattr(service.engine.engine, "_step", held)
+    monkeypatch.setattr(service.engine.engine, "step", held)
     client = RawClient(server_url, "/v1/completions", {**LONG, "stream": True})
     wait_until(lambda: service.engine.engine.has_unfinished_requests())
     client.leave()
@@ -129,13 +129,13 @@ def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
     monkeypatch.setattr(EventStream, "max_pause", 0.02)
     service = replace(make_service(), first_part_seconds=0.02)
     going_on = threading.Event()
-    step = service.engine.engine._step
+    step = service.engine.engine.step
 
     def held():
         assert going_on.wait(20)
         return step()
 
-    monkeypatch.setattr(service.engine.engine, "_step", held)
+    monkeypatch.setattr(service.engine.engine, "step", held)
     with service.engine, serving(App(service)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
         begin = client.read_until(b": the answer is on its way")
