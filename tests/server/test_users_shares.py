@@ -58,10 +58,10 @@ class Steps:
             arrived[request_id] = self.num_read
             add(request_id, *arguments, **options)
 
-        def noted_append(request: Any, *arguments: Any) -> None:
-            append(request, *arguments)
-            if request.user == "bob" and request.num_output_tokens == 1:
-                self.waited.append(self.num_read - arrived[request.request_id])
+        def noted_append(completion: Any, *arguments: Any) -> None:
+            append(completion, *arguments)
+            if completion.request.user == "bob" and completion.num_output_tokens == 1:
+                self.waited.append(self.num_read - arrived[completion.request_id])
 
         engine.runner.launch = slow_launch  # type: ignore[method-assign]
         engine.steps.budgets.end_step = counted_end  # type: ignore[method-assign]
