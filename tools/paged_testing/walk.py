@@ -10,9 +10,9 @@ counts once. DESIGN.md shows what is printed, and tests/test_walk.py holds its l
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ def stack_of(frame: FrameType | None) -> list[Call]:
     return calls[::-1]
 
 
+MOST_LOOKS = 10_000
 # Where the way is looked at.
 STATIONS: tuple[tuple[Any, str], ...] = (
     (RequestQueues, "add"),
@@ -73,12 +74,10 @@ def walk() -> list[Call]:
 
     def noting(station: tuple[Any, str]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            frames = [sys._getframe(1)]
-            if threading.get_ident() != caller:
-                frames.insert(0, sys._current_frames()[caller])
             # The newest time counts, which is in a decode.
-            stacks = itertools.chain.from_iterable(map(stack_of, frames))
-            met[station] = [*stacks, place_of(own[station])]
+            met[station] = [*stack_of(sys._getframe(1)), place_of(own[station])]
+            if threading.get_ident() != caller:
+                met[station] = [*waiting_stack(caller), *met[station]]
             return own[station](*args, **kwargs)
 
         return call
@@ -92,6 +91,18 @@ def walk() -> list[Call]:
         for station in STATIONS:
             setattr(*station, own[station])
     return list(dict.fromkeys(call for station in STATIONS for call in met[station]))
+
+
+def waiting_stack(thread: int) -> list[Call]:
+    """The package's functions on the stack of a thread that waits for the engine's, or is about to
+    wait.
+    """
+    for _ in range(MOST_LOOKS):
+        stack = stack_of(sys._current_frames()[thread])
+        if stack and stack[-1].name == "Call.wait":
+            return stack
+        time.sleep(0.001)
+    raise RuntimeError("[walk] the caller does not wait for the engine's thread")
 
 
 def place_of(function: Any) -> Call:
