@@ -45,17 +45,20 @@ def kinds_of(model: Module) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
 
 
-def whole(config: dict[str, Any]) -> dict[str, Any]:
-    return config | config.get("text_config", {})
-
-
-@pytest.mark.parametrize(
+of_published_models = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
         for name in FULL_SIZE
     ],
 )
+
+
+def whole(config: dict[str, Any]) -> dict[str, Any]:
+    return config | config.get("text_config", {})
+
+
+@of_published_models
 def test_a_published_model_has_a_small_copy_with_all_of_its_kinds_of_modules(name: str):
     """Without its weights, which nothing evaluates."""
     config = FULL_SIZE[name]
@@ -118,13 +121,7 @@ def test_a_configuration_that_its_class_does_not_know_has_no_copy():
     assert small_copy(make("llama"), {"model_type": "llama"}) is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
-        for name in FULL_SIZE
-    ],
-)
+@of_published_models
 def test_the_copy_of_a_published_model_runs_as_the_table_says(name: str):
     config = FULL_SIZE[name]
     model_class, args_class = _get_classes(config)
