@@ -220,9 +220,17 @@ class Engine:
     def drop(self, request_ids: Iterable[str]) -> None:
         """Abort requests without a last output, because their readers are gone."""
         self._interrupted_step = None  # Its caller does not wait any more.
-        requests = [self.reports.requests.get(request_id) for request_id in request_ids]
+        dropped = dict.fromkeys(request_ids)
+        requests = [each for name in dropped if (each := self.reports.requests.get(name))]
+
+        def drop() -> None:
+            for request in requests:
+                self.reports.drop(request)
+            # Outputs of a wait that was interrupted.
+            self._ready[:] = [each for each in self._ready if each.request_id not in dropped]
+
         with contextlib.suppress(ForkedError):
-            self._abort([each for each in requests if each is not None], self.reports.drop)
+            self._abort(requests, drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt are computed, and its length; zeros for an unknown
@@ -470,19 +478,15 @@ class Engine:
                 return True
         return False
 
-    def _abort(
-        self,
-        requests: Sequence[Request],
-        then: Callable[[Request], None] | None = None,
-    ) -> None:
+    def _abort(self, requests: Sequence[Request], then: Callable[[], None] | None = None) -> None:
         self.thread.check_process()
 
         def abort() -> None:
             self.steps.add_new()
             for request in requests:
                 self.steps.abort(request)
-                if then is not None:
-                    then(request)
+            if then is not None:
+                then()
 
         with contextlib.suppress(EngineStoppedError):
             aborting = self.thread.submit(abort, "abort")

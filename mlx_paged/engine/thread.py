@@ -379,8 +379,8 @@ class EngineThread:
                     while not self.has_ended:
                         with contextlib.suppress(queue.Empty):
                             self._calls.get(timeout=pause).run()
-                        self.run_queued()
-                        if self._background is not None and not self.has_ended:
+                        is_free = not self.has_queued and not self.has_ended
+                        if self._background is not None and is_free:
                             pause = self._background()
                     self._refuse_cuts()
                 except BaseException as error:
