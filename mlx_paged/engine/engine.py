@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
-from mlx_paged.engine.callers_thread import evaluate_arrays, random_key
 from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
 from mlx_paged.engine.prefix_cache import extra_hash_keys
@@ -33,6 +33,7 @@ from mlx_paged.engine.thread import (
     EngineStoppedError,
     EngineThread,
     ForkedError,
+    random_key,
     run_apart,
 )
 from mlx_paged.engine_options import EngineOptions
@@ -89,7 +90,7 @@ class Engine:
         refuse_unknown(Engine, options, EngineOptions.__annotations__)
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
-        evaluate_arrays(model, draft_model)
+        _evaluate_arrays(model, draft_model)
         parts = run_apart(
             partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
         )
@@ -517,3 +518,13 @@ class Engine:
             known = set(map(id, outputs))
             outputs = [*(each for each in self._ready if id(each) not in known), *outputs]
         self._ready = outputs
+
+
+def _evaluate_arrays(*trees: Module | None) -> None:
+    """Evaluate the arrays of modules: parameters, and others such as the frequencies of RoPE. Other
+    values are ignored; they are checked later.
+    """
+    for tree in trees:
+        if isinstance(tree, Module):
+            leaves = dict(tree_flatten(tree)).values()
+            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])

@@ -476,6 +476,18 @@ def end_before_python(thread: threading.Thread) -> None:
     _watch(thread.native_id, lambda: (it := alive()) is None or not it.is_alive())
 
 
+def random_key() -> int:
+    """The random state of this thread, for ``mx.random.seed`` in another one: that continues with
+    the same numbers.
+    """
+    here = threading.current_thread()
+    if here is not threading.main_thread():
+        end_before_python(here)
+    state: Any = mx.random.state  # Each thread has its own.
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
+
+
 def _watch(native_id: int | None, has_ended: Callable[[], bool]) -> None:
     if native_id is None:
         return
