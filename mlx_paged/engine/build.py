@@ -15,7 +15,6 @@ from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
-from mlx_paged.engine.admission import num_seqs
 from mlx_paged.engine.budget import (
     most_checkpoints,
     num_state_copies,
@@ -35,6 +34,7 @@ from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
 from mlx_paged.engine.reports import Latencies, Reports
+from mlx_paged.engine.request_queues import num_seqs
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets

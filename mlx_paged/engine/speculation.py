@@ -312,6 +312,8 @@ def add_drafts(
     plan: Batch, speculation: Speculation, manager: KVCacheManager, max_model_len: int | None
 ) -> None:
     """Add drafts to the decodes of a step, within its remaining token budget."""
+    if not speculation.is_on or plan.is_ahead or plan.only is not None:
+        return
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)

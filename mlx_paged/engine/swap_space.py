@@ -108,10 +108,6 @@ class SwapSpace:
         """The number of tokens whose K/V are here."""
         return sum(each.num_tokens for each in list(self._held.values()))
 
-    def num_tokens_of(self, seq_id: SeqId) -> int:
-        """The number of tokens of a sequence that are swapped out."""
-        return self._held[seq_id].num_tokens if seq_id in self._held else 0
-
     def reserve(self, seq_id: SeqId, held: SequenceTables) -> bool:
         """Reserve memory for a sequence until :meth:`release`; False if it doesn't fit, or if the
         tier has failed.
