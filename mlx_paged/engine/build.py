@@ -26,13 +26,13 @@ from mlx_paged.engine.draft_model import (
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request_queues import num_seqs
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
@@ -49,6 +49,7 @@ from mlx_paged.models.kv_cache import (
     make_engine_cache,
     make_states,
     num_state_copies,
+    num_swap_blocks,
     warn_unless_it_fits,
     weight_nbytes,
 )

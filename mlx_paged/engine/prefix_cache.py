@@ -1,9 +1,12 @@
-"""``PrefixCache``: the K/V that a waiting request begins with; ``PrefixHistory``: why there are no
-more of them. Pure Python, no arrays.
+"""``PrefixCache``: the K/V that a waiting request begins with; ``SwapSpace``: those of preempted
+requests; ``PrefixHistory``: why a prompt has no more. Pure Python, no arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Hashable, Sequence, Set
@@ -15,12 +18,13 @@ from mlx_paged.core import (
     AbsentBlock,
     ComputedBlocks,
     KVCacheManager,
+    SequenceTables,
     extend_block_hashes,
 )
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
+from mlx_paged.core.tier import BlockHeader, GuardedTier, HostMemory, Tier, private_key
 from mlx_paged.engine.request import Completion, CompletionStatus
-from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import REASONS, PrefixReport, Reason
+from mlx_paged.request import REASONS, PrefixReport, Reason, SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
@@ -180,6 +184,95 @@ def _num_findable_tokens(completion: Completion) -> int:
     if completion.num_unscored_tokens:
         return completion.num_prompt_tokens - completion.num_unscored_tokens
     return completion.num_tokens
+
+
+class SwapSpace:
+    """The K/V of preempted requests, in whole blocks, with their recurrent states. Requests that
+    don't fit are recomputed.
+
+    Args:
+        num_blocks: the most blocks to keep; 0 never swaps.
+        num_state_blocks: how many blocks a sequence's recurrent state counts as.
+        tier: stores the blocks, by default in host memory, until they are discarded. Requests whose
+            blocks it loses are recomputed.
+    """
+
+    def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
+        self.num_blocks = num_blocks
+        self.tier = tier or HostMemory()
+        self._has_said_why = False
+        self._num_state_blocks = num_state_blocks
+        self._held: dict[SeqId, SequenceTables] = {}
+        self._owners: dict[SeqId, bytes] = {}  # of the blocks, in the tier
+
+    @property
+    def tier(self) -> Tier:
+        return self._tier
+
+    @tier.setter
+    def tier(self, tier: Tier) -> None:
+        self._tier = tier if type(tier) is HostMemory else GuardedTier(tier)
+
+    def find(self, seq_id: SeqId) -> SequenceTables | None:
+        """The tables of a sequence whose K/V are here."""
+        return self._held.get(seq_id)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """The number of blocks in use."""
+        # Over a copy, because any thread may read the stats.
+        return sum(each.num_blocks + self._num_state_blocks for each in list(self._held.values()))
+
+    @property
+    def num_used_tokens(self) -> int:
+        """The number of tokens whose K/V are here."""
+        return sum(each.num_tokens for each in list(self._held.values()))
+
+    def reserve(self, seq_id: SeqId, held: SequenceTables) -> bool:
+        """Reserve memory for a sequence until :meth:`release`; False if it doesn't fit, or if the
+        tier has failed.
+        """
+        num_blocks = held.num_blocks + self._num_state_blocks
+        if num_blocks > self.num_blocks - self.num_used_blocks or self._has_failed():
+            return False
+        self._held[seq_id], self._owners[seq_id] = held, os.urandom(16)
+        return True
+
+    def headers(self, seq_id: SeqId) -> list[list[BlockHeader]]:
+        """The headers of the blocks of each group of layers, in order."""
+        owner = self._owners[seq_id]
+        return [
+            [
+                BlockHeader(private_key(owner, group, index), group=group)
+                for index in range(table.num_blocks + table.num_sinks)
+            ]
+            for group, table in enumerate(self._held[seq_id].tables)
+        ]
+
+    def release(self, seq_id: SeqId) -> None:
+        """Discard the K/V of a sequence, if there are any."""
+        if seq_id in self._held:
+            for headers in self.headers(seq_id):
+                self.tier.discard([header.block_hash for header in headers])
+            del self._held[seq_id], self._owners[seq_id]
+
+    def clear(self) -> None:
+        """Discard the K/V of all sequences."""
+        for seq_id in list(self._held):
+            self.release(seq_id)
+
+    def _has_failed(self) -> bool:
+        """Whether the tier has failed; warns once."""
+        failure = self.tier.failure
+        if failure is not None and not self._has_said_why:
+            self._has_said_why = True
+            # If warnings are errors, this one would stop the engine.
+            with contextlib.suppress(Warning):
+                warnings.warn(
+                    f"[engine] {failure}; from now on preempted requests are computed again",
+                    stacklevel=2,
+                )
+        return failure is not None
 
 
 class _Sequence:

@@ -20,13 +20,12 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import Found, PrefixCache
+from mlx_paged.engine.prefix_cache import Found, PrefixCache, SwapSpace
 from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.

@@ -17,7 +17,6 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -131,12 +130,6 @@ class _Occurrences:
 # tokens: the next one, and those whose state was discarded with a rejected draft.
 MAX_RUN = 7
 
-# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
-# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
-# once for each row: the benchmark `speculation` has the fit.
-CPU_WEIGHTS_PER_LAYER = 3e6
-CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
-
 # The share by which a step takes longer if it is not launched before the previous one is read:
 # vLLM-metal gains 10 to 50% from this on an M1 Ultra.
 WAITING_SHARE = 0.3
@@ -154,21 +147,6 @@ class StepCost:
 
     def of(self, num_rows: float) -> float:
         return self.fixed + self.per_row * num_rows
-
-    @classmethod
-    def on_gpu(cls, num_parameters: int, nbytes: int) -> StepCost:
-        """Weights are read once per step and multiplied once per row. This is an estimate, not
-        measured on a Mac.
-        """
-        return cls(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
-
-    @classmethod
-    def on_cpu(cls, num_parameters: int, num_layers: int) -> StepCost:
-        """Weights are multiplied once per row, in addition to the overhead of the operations."""
-        return cls(
-            CPU_WEIGHTS_PER_LAYER * num_layers,
-            num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * num_layers,
-        )
 
 
 NO_COST = StepCost(0, 0)

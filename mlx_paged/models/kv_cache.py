@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from mlx_paged.argument_values import as_integer
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -63,6 +64,12 @@ NUM_COPIES = 3
 NUM_COPIES_AHEAD = 4
 # And one more with drafts: some sequences are rolled back to the state before a step.
 NUM_COPIES_BEFORE_DRAFTS = 1
+
+# Floating-point operations per byte of memory bandwidth: an M1 has 2.6 TFLOPS and 68 GB/s, and its
+# successors are close to that.
+OPERATIONS_PER_BYTE = 38
+# The default swap space, as a share of the K/V budget.
+DEFAULT_SWAP_SHARE = 1 / 8
 
 REMEDIES = (
     "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
@@ -369,6 +376,48 @@ def make_states(
             stacklevel=3,
         )
     return states
+
+
+def is_moving_cheaper(num_parameters: int, nbytes_per_token: int, operations_per_byte: int) -> bool:
+    """Whether moving a token's K/V takes less time than computing them, which takes two operations
+    per parameter. The rule depends on sizes and no clock, so that all machines decide alike.
+
+    Args:
+        operations_per_byte: of the chip's speed and the bandwidth of the move.
+    """
+    return nbytes_per_token * operations_per_byte < 2 * num_parameters
+
+
+def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
+    """Whether copying K/V out and back takes less time than computing them."""
+    return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
+
+
+def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
+    """The number of blocks of a swap space of ``swap_bytes``, by default ``DEFAULT_SWAP_SHARE`` of
+    the budget if swapping is cheaper than computing.
+
+    Raises:
+        ArgumentError: it is neither a budget nor 0, or the cache can't swap.
+    """
+    config = cache.config
+    if swap_bytes is None:
+        is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
+        can_swap = cache.kind == "paged"
+        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if can_swap and is_cheaper else 0
+    is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
+    if is_zero or as_integer(swap_bytes) == 0:
+        return 0
+    budget = KVBudget.parse(swap_bytes, "swap_bytes")
+    if cache.kind != "paged":
+        raise ArgumentError(
+            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
+            f"{cache.kind} cache are recomputed; leave it out",
+            "swap_bytes",
+        )
+    if budget.num_blocks is not None:
+        return budget.num_blocks
+    return (budget.nbytes or 0) // config.nbytes_per_block
 
 
 def num_tokens_held(cache: KVCache, manager: KVCacheManager) -> int:

@@ -7,6 +7,7 @@ import random
 import pytest
 from helpers.completions import new_completion
 
+from mlx_paged.engine.draft_model import cost_on_gpu
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import ALWAYS, FIRST_ACCEPTANCE, DraftGate, PromptLookup, StepCost
 from mlx_paged.sampling_params import SamplingParams
@@ -154,5 +155,5 @@ def test_where_rows_cost_nothing_all_are_tried():
 
 @pytest.mark.parametrize("num_bits", [4, 16])
 def test_an_estimate_for_a_gpu_tries_more_the_more_bytes_a_weight_has(num_bits: int):
-    gate = DraftGate(StepCost.on_gpu(10**9, 10**9 * num_bits // 8))
+    gate = DraftGate(cost_on_gpu(10**9, 10**9 * num_bits // 8))
     assert counts(gate, *[0.7] * 8)[0] == {4: 0, 16: 3}[num_bits]
