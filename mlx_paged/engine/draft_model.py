@@ -24,9 +24,8 @@ from mlx_paged.engine.speculation import (
     ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,
+    PROMPT_LOOKUP,
     WAITING_SHARE,
-    DraftGate,
-    PromptLookup,
     Speculation,
     StepCost,
 )
@@ -237,13 +236,14 @@ def speculation_of(
                 "num_draft_tokens",
             )
         return NO_SPECULATION
-    gate = DraftGate(
+    return Speculation(
+        drafter or PROMPT_LOOKUP,
+        int(num_draft_tokens),
         cost_of(model),
         NO_COST if drafter is None else cost_of(drafter.model),
         WAITING_SHARE if run_ahead else 0.0,
         repeats_runs=model.state_nbytes > 0,
     )
-    return Speculation(drafter or PromptLookup(), int(num_draft_tokens), gate)
 
 
 def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> LanguageModel | None:

@@ -150,17 +150,21 @@ class StepCost:
 
 
 NO_COST = StepCost(0, 0)
+# The cost of a step does not depend on its rows, so all drafts are verified.
+FREE_ROWS = StepCost(1, 0)
+PROMPT_LOOKUP = PromptLookup()
 
 
 @dataclass(frozen=True)
-class DraftGate:
-    """Decides how many drafts each request of a step has.
+class Speculation:
+    """A drafter, and the rule for how many drafts each request of a step has.
 
     The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
     row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
     expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
 
     Args:
+        num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
         step: cost of a step of the model.
         draft_pass: cost of a pass of the draft model; k drafts take k passes.
         waiting_share: how much longer a step with drafts takes because it has to be read before the
@@ -169,30 +173,51 @@ class DraftGate:
             as for a recurrent model.
     """
 
-    step: StepCost
+    drafter: Drafter = PROMPT_LOOKUP
+    num_draft_tokens: int = 0
+    step: StepCost = FREE_ROWS
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
 
+    @property
+    def is_on(self) -> bool:
+        return self.num_draft_tokens > 0
+
+    @property
+    def max_more(self) -> int:
+        """The most rows of a request in a step with drafts, in addition to its next token."""
+        return self.num_draft_tokens + (MAX_RUN - 1 if self.repeats_runs else 0)
+
+    def is_likely(self, running: Sequence[Completion]) -> bool:
+        """Whether running requests are likely to have drafts that pay off."""
+        if not self.is_on:
+            return False
+        decoding = [completion for completion in running if completion.num_output_tokens]
+        return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
+
     def num_drafts(
         self,
-        acceptances: Sequence[float],
+        completions: Sequence[Completion],
         run_lengths: Sequence[int],
         num_rows: int,
         num_tokens: int,
-        most: int,
-    ) -> list[int]:
-        """The number of drafts of each candidate, 0 to ``most``.
+    ) -> Sequence[int]:
+        """How many drafts each request should have, 0 to ``num_draft_tokens``.
 
         Args:
-            acceptances: of the candidates.
-            run_lengths: rows of each candidate without drafts.
+            run_lengths: rows of each request without drafts.
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
+        acceptances = list(map(self.drafter.acceptance, completions))
+        if not any(acceptances):
+            return [0] * len(completions)
         plain_cost = self.step.of(num_rows)
         least_worth = self.step.per_row * num_tokens / plain_cost
-        worth = [_num_powers_above(each, least_worth, most) for each in acceptances]
+        worth = [
+            _num_powers_above(each, least_worth, self.num_draft_tokens) for each in acceptances
+        ]
         best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
         for longest in range(1, max(worth, default=0) + 1):
             counts = [min(each, longest) for each in worth]
@@ -206,10 +231,6 @@ class DraftGate:
             if rate > best_rate:
                 best, best_rate = longest, rate
         return [min(each, best) for each in worth]
-
-
-ALWAYS = DraftGate(StepCost(1, 0))
-"""The cost of a step does not depend on its rows, so all drafts are verified."""
 
 
 def _num_powers_above(base: float, least: float, most: int) -> int:
@@ -229,58 +250,6 @@ def _expected_accepted(acceptance: float, num_drafts: int) -> float:
 def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
     """The expected number of rows that are computed again: those before a rejected draft."""
     return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
-
-
-_PROMPT_LOOKUP = PromptLookup()
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """A drafter, and the rule for how many drafts a step verifies.
-
-    Args:
-        num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
-    """
-
-    drafter: Drafter = _PROMPT_LOOKUP
-    num_draft_tokens: int = 0
-    gate: DraftGate = ALWAYS
-
-    @property
-    def is_on(self) -> bool:
-        return self.num_draft_tokens > 0
-
-    @property
-    def max_more(self) -> int:
-        """The most rows of a request in a step with drafts, in addition to its next token."""
-        return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
-
-    def is_likely(self, running: Sequence[Completion]) -> bool:
-        """Whether running requests are likely to have drafts that pay off."""
-        if not self.is_on:
-            return False
-        decoding = [completion for completion in running if completion.num_output_tokens]
-        return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
-
-    def num_drafts(
-        self,
-        completions: Sequence[Completion],
-        run_lengths: Sequence[int],
-        num_rows: int,
-        num_tokens: int,
-    ) -> Sequence[int]:
-        """How many drafts each request should have.
-
-        Args:
-            run_lengths: rows of each request without drafts.
-            num_rows: rows of the step without drafts.
-            num_tokens: tokens that the step samples without drafts.
-        """
-        acceptances = list(map(self.drafter.acceptance, completions))
-        if not any(acceptances):
-            return [0] * len(completions)
-        most = self.num_draft_tokens
-        return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
 
 
 NO_SPECULATION = Speculation()
@@ -304,21 +273,22 @@ def add_drafts(
     completions = [part.completion for _, part in decodes]
     run_lengths = [part.num_new_tokens for _, part in decodes]
     counts = speculation.num_drafts(completions, run_lengths, num_rows, num_tokens)
-    for (index, part), wanted in zip(decodes, counts, strict=True):
+    for (index, part), num_drafts in zip(decodes, counts, strict=True):
         completion = part.completion
-        num_drafts = (
-            min(wanted, _max_num_drafts(plan, completion, manager, max_model_len)) if wanted else 0
+        if num_drafts:
+            num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
+        if num_drafts <= 0:
+            continue
+        drafts = speculation.drafter.propose(completion, num_drafts)
+        copies = manager.allocate_slots(completion.seq_id, num_drafts)
+        assert copies == [], "the slots are in blocks of its own or in empty ones"
+        completion.num_computed_tokens += num_drafts
+        plan.token_budget -= num_drafts
+        plan.scheduled[index] = part._replace(
+            num_new_tokens=part.num_new_tokens + num_drafts,
+            num_logit_rows=1 + num_drafts,
+            draft_token_ids=drafts,
         )
-        if num_drafts > 0:
-            drafts = speculation.drafter.propose(completion, num_drafts)
-            copies = manager.allocate_slots(completion.seq_id, num_drafts)
-            assert copies == [], "the slots are in blocks of its own or in empty ones"
-            completion.num_computed_tokens += num_drafts
-            plan.token_budget -= num_drafts
-            num_run = part.num_new_tokens + num_drafts
-            plan.scheduled[index] = part._replace(
-                num_new_tokens=num_run, num_logit_rows=1 + num_drafts, draft_token_ids=drafts
-            )
 
 
 def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
