@@ -40,9 +40,9 @@ from mlx_paged.ops import device
 # tries again later.
 FIRST_MODEL_ACCEPTANCE = 0.8
 FORGETTING_RATE = 1 / 256
-# The most tokens that the model may be behind when it makes drafts. They are computed in the first
+# The most tokens that lack K/V of the model when it makes drafts. They are computed in the first
 # pass, which delays the step.
-MAX_CATCH_UP = 512
+MAX_MISSING_TOKENS = 512
 # Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
 # the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
 # once for each row: the benchmark `speculation` has the fit.
@@ -55,9 +55,10 @@ class DraftModel:
     the same cache (speculative decoding, Leviathan et al. 2023).
 
     So prefix hits, forks, copies, swapping and trimming apply to both. The model computes prompts
-    together with the target. It computes answers only when it makes drafts: up to ``MAX_CATCH_UP``
-    tokens in the first pass, then one token per pass. Blocks from the prefix cache are assumed to
-    contain its K/V; if they don't, drafts are worse, and the output is the same.
+    together with the target. It computes answers only when it makes drafts: up to
+    ``MAX_MISSING_TOKENS`` tokens in the first pass, then one token per pass. Blocks from the prefix
+    cache are assumed to contain its K/V; if they don't, drafts are worse, and the output is the
+    same.
 
     Each draft is sampled with the same key and settings as the target's token will be, so that both
     tend to choose the same token if their distributions are similar.
@@ -79,8 +80,8 @@ class DraftModel:
     def acceptance(self, completion: Completion) -> float:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.forget(completion.num_tokens)
-        lacks = completion.num_tokens - min(state.num_computed, completion.num_tokens)
-        return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
+        num_missing = completion.num_tokens - min(state.num_computed, completion.num_tokens)
+        return state.acceptance if num_missing <= MAX_MISSING_TOKENS else 0.0
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""

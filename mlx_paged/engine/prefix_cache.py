@@ -200,7 +200,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
         self.num_blocks = num_blocks
         self.tier = tier or HostMemory()
-        self._has_said_why = False
+        self._has_warned = False
         self._num_state_blocks = num_state_blocks
         self._held: dict[SeqId, SequenceTables] = {}
         self._owners: dict[SeqId, bytes] = {}  # of the blocks, in the tier
@@ -264,8 +264,8 @@ class SwapSpace:
     def _has_failed(self) -> bool:
         """Whether the tier has failed; warns once."""
         failure = self.tier.failure
-        if failure is not None and not self._has_said_why:
-            self._has_said_why = True
+        if failure is not None and not self._has_warned:
+            self._has_warned = True
             # If warnings are errors, this one would stop the engine.
             with contextlib.suppress(Warning):
                 warnings.warn(

@@ -102,9 +102,9 @@ class RequestQueues:
         user = completion.request.user
         share = self._shares.get(user)
         if share is None or not share.is_active:
-            least = self._least_work
-            share = share or Share(user, next(self._numbers), least)
-            share.work = max(share.work, least)
+            min_work = self._min_work
+            share = share or Share(user, next(self._numbers), min_work)
+            share.work = max(share.work, min_work)
             self._shares[user] = share
             self.num_users += 1
         completion.request.share = share
@@ -167,15 +167,15 @@ class RequestQueues:
             return  # There is no other to compare with.
         for share in self._shares.values():
             share.work += share.num_running
-        least = self._least_work
+        min_work = self._min_work
         for user, share in list(self._shares.items()):
             if share.is_active:
-                share.work = max(share.work, least)
-            elif share.work <= least:
+                share.work = max(share.work, min_work)
+            elif share.work <= min_work:
                 del self._shares[user]  # The same as a new user.
 
     @property
-    def _least_work(self) -> int:
+    def _min_work(self) -> int:
         works = [share.work for share in self._shares.values() if share.is_active]
         return max(works) - MAX_LAG if works else 0
 
@@ -255,9 +255,9 @@ class RequestQueues:
         """The most tokens of one request, of which the last has no K/V."""
         num_blocks = self._cache.max_num_blocks()
         if num_blocks not in self._max_num_tokens:
-            most = self._block_need.max_num_tokens(num_blocks) + 1
+            fitting = self._block_need.max_num_tokens(num_blocks) + 1
             limit = self._config.max_model_len
-            self._max_num_tokens = {num_blocks: most if limit is None else min(most, limit)}
+            self._max_num_tokens = {num_blocks: fitting if limit is None else min(fitting, limit)}
         return self._max_num_tokens[num_blocks]
 
     def num_left_blocks(self, completion: Completion) -> int:
@@ -289,8 +289,8 @@ class RequestQueues:
         """Whether there are blocks for all running requests in the step after the one in flight."""
         manager, num_free = self._manager, self._num_free_blocks()
         budget = self._config.max_num_batched_tokens
-        num_most = len(self.running) + -(-budget // manager.pool.block_size)
-        if manager.keeps_all and num_most <= num_free:
+        max_needed = len(self.running) + -(-budget // manager.pool.block_size)
+        if manager.keeps_all and max_needed <= num_free:
             return True
         num_needed = 0
         for completion in self.running:
@@ -340,7 +340,7 @@ class RequestQueues:
             states = manager.states
             if num_missing_seqs <= 0 and states is not None and states.num_released:
                 return None  # The memory of those that made way is free soon.
-            return self._place_to_take(urgent, computed, num_missing_seqs > 0)
+            return self._preempted_for_fairness(urgent, computed, num_missing_seqs > 0)
         eligible = [each for each in reversed(running) if _is_preemptible(each, urgent)]
         for count in range(len(eligible) + 1):
             preempted = eligible[:count]
@@ -352,8 +352,8 @@ class RequestQueues:
                 return preempted
         return None
 
-    def _place_to_take(
-        self, urgent: Completion, computed: ComputedBlocks, lacks_place: bool
+    def _preempted_for_fairness(
+        self, urgent: Completion, computed: ComputedBlocks, needs_place: bool
     ) -> list[Completion] | None:
         """The running request that makes way for one of a user of whom nothing runs; ``None`` if
         none has to.
@@ -371,22 +371,21 @@ class RequestQueues:
             completions.setdefault(completion.request.share, []).append(completion)
         total = self._config.max_num_seqs
         amounts = {share: len(each) for share, each in completions.items()}
-        if not lacks_place:
+        if not needs_place:
             total = self._cache.max_num_blocks()
             amounts = {share: self._num_freed_blocks(each) for share, each in completions.items()}
-        least_work = urgent.request.share.work + MIN_LEAD
+        min_work = urgent.request.share.work + MIN_LEAD
         eligible = [
             share
             for share, each in completions.items()
-            if amounts[share] * self.num_users > total
-            and (len(each) > 1 or share.work >= least_work)
+            if amounts[share] * self.num_users > total and (len(each) > 1 or share.work >= min_work)
         ]
         freed = [completion for share in eligible for completion in completions[share]]
         num_freed = self._num_freed_blocks(freed, computed)
         if not eligible or self.num_spare_blocks(urgent, computed) + num_freed < 0:
             return None
-        most = max(eligible, key=lambda share: (amounts[share], share.work, share.number))
-        return [min(reversed(completions[most]), key=attrgetter("num_preemptions"))]
+        chosen = max(eligible, key=lambda share: (amounts[share], share.work, share.number))
+        return [min(reversed(completions[chosen]), key=attrgetter("num_preemptions"))]
 
     def _num_freed_blocks(
         self, completions: Sequence[Completion], computed: ComputedBlocks = NOTHING_COMPUTED

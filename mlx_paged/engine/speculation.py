@@ -111,11 +111,11 @@ class _Occurrences:
         after, found = self._after, self.next
         for position in range(self.num_read, len(token_ids)):
             if found is not None:
-                is_right = token_ids[found] == token_ids[position]
+                is_correct = token_ids[found] == token_ids[position]
                 # Repetition within the prompt does not predict repetition in the answer.
                 if position >= num_prompt_tokens:
-                    self.acceptance += (is_right - self.acceptance) * ACCEPTANCE_RATE
-                found = found + 1 if is_right else None
+                    self.acceptance += (is_correct - self.acceptance) * ACCEPTANCE_RATE
+                found = found + 1 if is_correct else None
             end = position + 1
             if end >= NGRAM_SIZE:
                 ngram = tuple(token_ids[end - NGRAM_SIZE : end])
@@ -214,13 +214,13 @@ class Speculation:
         if not any(acceptances):
             return [0] * len(completions)
         plain_cost = self.step.of(num_rows)
-        least_worth = self.step.per_row * num_tokens / plain_cost
-        worth = [
-            _num_powers_above(each, least_worth, self.num_draft_tokens) for each in acceptances
+        threshold = self.step.per_row * num_tokens / plain_cost
+        max_counts = [
+            _num_powers_above(each, threshold, self.num_draft_tokens) for each in acceptances
         ]
         best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
-        for longest in range(1, max(worth, default=0) + 1):
-            counts = [min(each, longest) for each in worth]
+        for longest in range(1, max(max_counts, default=0) + 1):
+            counts = [min(each, longest) for each in max_counts]
             gained = sum(map(_expected_accepted, acceptances, counts))
             cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
             cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
@@ -230,13 +230,13 @@ class Speculation:
             rate = (num_tokens + gained) / cost
             if rate > best_rate:
                 best, best_rate = longest, rate
-        return [min(each, best) for each in worth]
+        return [min(each, best) for each in max_counts]
 
 
-def _num_powers_above(base: float, least: float, most: int) -> int:
-    """How many of ``base ** 1, base ** 2, ...`` are above ``least``, at most ``most``."""
+def _num_powers_above(base: float, threshold: float, limit: int) -> int:
+    """How many of ``base ** 1, base ** 2, ...`` are above ``threshold``, at most ``limit``."""
     power, count = base, 0
-    while count < most and power > least:
+    while count < limit and power > threshold:
         power *= base
         count += 1
     return count
@@ -315,13 +315,13 @@ def _max_num_drafts(
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)
     num_slots = min(table.num_unfilled_slots for table in tables)
     num_slots += num_new_blocks * manager.pool.block_size
-    most = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
-    limit = completion.request.params.max_tokens
-    if limit is not None and limit >= 0:
-        most = min(most, limit - completion.num_output_tokens - 1)
+    limit = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
+    max_tokens = completion.request.params.max_tokens
+    if max_tokens is not None and max_tokens >= 0:
+        limit = min(limit, max_tokens - completion.num_output_tokens - 1)
     if max_model_len is not None:
-        most = min(most, max_model_len - completion.num_tokens - 1)
-    return most
+        limit = min(limit, max_model_len - completion.num_tokens - 1)
+    return limit
 
 
 class Verification:

@@ -32,7 +32,7 @@ FIRST_MIXED_BUDGET = 64
 FALL, RISE = 1.15, 0.85
 # If the caller spent more than this share of the time, and these seconds, between two steps, the
 # device may have been idle.
-AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
+OUTSIDE_SHARE, OUTSIDE_SECONDS = 0.25, 0.01
 # The number of changes that are kept, some 100 bytes each.
 MAX_CHANGES = 2**14
 # Before anything was measured, relative to the price of a new token: the price of a token of
@@ -72,8 +72,8 @@ class ChosenBudgets(NamedTuple):
 
 def limits_of(config: SchedulerConfig) -> TokenBudgets:
     """The largest budgets."""
-    most = config.max_num_batched_tokens
-    return TokenBudgets(most, min(most, config.max_num_mixed_tokens))
+    limit = config.max_num_batched_tokens
+    return TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
 
 
 def token_budget(
@@ -93,9 +93,9 @@ def token_budget(
     """
     is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
-    least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
-    if budget < least:
-        budget = max(SMALLEST_BUDGET, 1 << (least - 1).bit_length())
+    needed = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
+    if budget < needed:
+        budget = max(SMALLEST_BUDGET, 1 << (needed - 1).bit_length())
     return min(budget, limit)
 
 
@@ -239,7 +239,7 @@ def _dot(first: list[float], second: tuple[float, ...] | list[float]) -> float:
     return sum(map(float.__mul__, first, second))
 
 
-class Pace:
+class TimedBudget:
     """A budget that moves up and down the ladder, so that steps take a given time.
 
     Args:
@@ -272,13 +272,13 @@ class Pace:
         """
         if not price.is_known:
             return self.budget
-        most = max(self._seconds, 2 * price.seconds(0, context))
-        if price.seconds(self.budget, context) > FALL * most:
-            while self._index and price.seconds(self.budget, context) > most:
+        limit = max(self._seconds, 2 * price.seconds(0, context))
+        if price.seconds(self.budget, context) > FALL * limit:
+            while self._index and price.seconds(self.budget, context) > limit:
                 self._index -= 1
                 self._is_tried = False
         elif self._is_tried and self._index + 1 < len(self._ladder):
-            rises = price.seconds(self._ladder[self._index + 1], context) <= RISE * most
+            rises = price.seconds(self._ladder[self._index + 1], context) <= RISE * limit
             self._index += rises
             self._is_tried = not rises
         return self.budget
@@ -309,14 +309,14 @@ class ClockedBudgets(Budgets):
         clock: Clock = time.perf_counter,
     ):
         self.price = StepPrice()
-        self._prefill = Pace(prefill_seconds, limits.prefill, FIRST_PREFILL_BUDGET)
-        self._mixed = Pace(mixed_seconds, limits.mixed, FIRST_MIXED_BUDGET)
+        self._prefill = TimedBudget(prefill_seconds, limits.prefill, FIRST_PREFILL_BUDGET)
+        self._mixed = TimedBudget(mixed_seconds, limits.mixed, FIRST_MIXED_BUDGET)
         self._clock = clock
         self._budgets = TokenBudgets(self._prefill.budget, self._mixed.budget)
         super().__init__(self._budgets)
         self._had_prompt = False  # in the last step that was read
         self._start = 0.0  # of the oldest step in flight
-        self._away = 0.0  # how long the engine was not called since then
+        self._outside = 0.0  # how long the engine was not called since then
         # The faster of the last two steps of decodes, if it is newer than the price.
         self._decodes: Measured | None = None
         self._decode_seconds = math.inf  # of the last step of decodes
@@ -325,7 +325,7 @@ class ClockedBudgets(Budgets):
         self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
         now = self._clock()
-        self._away = now - self._start if is_busy else 0.0
+        self._outside = now - self._start if is_busy else 0.0
         if not is_busy:
             self._start = now
         if not has_waiting and not self._had_prompt:
@@ -346,11 +346,11 @@ class ClockedBudgets(Budgets):
 
     def end_step(self, batch: Batch, num_tokens: int) -> None:
         now = self._clock()
-        seconds, away = now - self._start, self._away
-        self._start, self._away = now, 0.0
+        seconds, outside = now - self._start, self._outside
+        self._start, self._outside = now, 0.0
         # Without drafts and prompts each request has a token.
         self._had_prompt = num_tokens > len(batch.scheduled)
-        if away > max(AWAY_SECONDS, AWAY_SHARE * seconds):
+        if outside > max(OUTSIDE_SECONDS, OUTSIDE_SHARE * seconds):
             return
         if not self._had_prompt:
             faster = min(seconds, self._decode_seconds)
