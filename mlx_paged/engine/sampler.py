@@ -21,13 +21,13 @@ from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.callers_thread import lazy_array_error
-from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling_state import (
     Filters,
     SamplingState,
     allow_tokens,
+    fill_masks,
     force_tokens,
     mask_tokens,
 )
