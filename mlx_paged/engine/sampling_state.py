@@ -218,11 +218,10 @@ class SamplingState:
 
     def __init__(self, completion: Completion, vocab_size: int):
         params = completion.request.params
-        self.num_logprobs = params.logprobs
         self.group: Filters | None = None
         self.filters = 0.0, 0.0, 0.0
         self._xtc_probability, self._xtc_threshold = params.xtc_probability, params.xtc_threshold
-        self.xtc_special_tokens = [int(token) for token in params.xtc_special_tokens]
+        self.xtc_spared = [int(token) for token in params.xtc_special_tokens]
         if not params.is_greedy:
             top_k = int(params.top_k) if 0 < params.top_k < vocab_size else 0
             has_xtc = params.xtc_probability > 0
@@ -256,7 +255,7 @@ class SamplingState:
             params.sampler is None
             and self.group is None
             and self.penalties is None
-            and self.num_logprobs is None
+            and params.logprobs is None
             and self.grammar is None
             and self.thinking_budget is None
             and not self.may_leave_nothing
