@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.batch import Scheduled
@@ -28,6 +27,7 @@ from mlx_paged.engine.sampling_state import (
     SamplingState,
     allow_tokens,
     fill_masks,
+    filter_logprobs,
     force_tokens,
     mask_tokens,
 )
@@ -452,7 +452,7 @@ def _draw(
             continue
         drawn = [(states[entry], positions[entry]) for entry in entries]
         keys = b"".join([state.draw_key(position) for state, position in drawn])
-        rows = _filter(log_softmax(rows), group, drawn)
+        rows = filter_logprobs(log_softmax(rows), group, drawn)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
@@ -460,49 +460,6 @@ def _draw(
 
 
 _categorical = mx.vmap(lambda key, row: mx.random.categorical(row, key=key))
-
-
-def _filter(
-    logprobs: mx.array,  # [num_requests, vocab_size]
-    group: Filters,
-    drawn: Sequence[tuple[SamplingState, int]],  # [num_requests], with their positions
-) -> mx.array:
-    """Apply the filters like mlx-lm's ``make_sampler``, in its order, with the temperature last.
-
-    The settings are arrays: mlx-lm compiles its filters, and compiling a kernel for each new value
-    would stall all requests.
-    """
-    values = np.array([state.filters for state, _ in drawn], np.float32)
-    scale, top_p, log_min_p = mx.array(values.T[:, :, None])
-    if group.has_top_p:
-        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
-    if group.has_min_p:  # mlx-lm's apply_min_p takes no array
-        logprobs = mx.where(
-            logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
-        )
-    if group.has_xtc:
-        logprobs = _exclude_top_choices(logprobs, drawn)
-    if group.top_k > 0:
-        logprobs = apply_top_k(logprobs, group.top_k)
-    return logprobs * scale
-
-
-def _exclude_top_choices(
-    logprobs: mx.array, drawn: Sequence[tuple[SamplingState, int]]
-) -> mx.array:
-    """mlx-lm's ``apply_xtc`` after the random decision for each row: remove the tokens above the
-    threshold, except for the least likely of them and special tokens.
-    """
-    # Infinity leaves a row unchanged.
-    thresholds = mx.array([[state.xtc_threshold(position)] for state, position in drawn])
-    probabilities = mx.softmax(logprobs, axis=-1)
-    above = mx.where(probabilities > thresholds, probabilities, mx.inf)
-    is_removed = probabilities > above.min(axis=-1, keepdims=True)
-    spared = [(row, token) for row, (state, _) in enumerate(drawn) for token in state.xtc_spared]
-    if spared:
-        rows, tokens = zip(*spared, strict=True)
-        is_removed[mx.array(rows), mx.array(tokens)] = False
-    return mx.where(is_removed, -mx.inf, logprobs)
 
 
 def _report_logprobs(
