@@ -13,9 +13,14 @@ from helpers.grammar_walks import random_answer
 from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
-from mlx_paged.engine.exact_integers import exact_json, with_exact_integers
+from mlx_paged.engine.exact_integers import (
+    exact_json,
+    has_exact_bounds,
+    is_rounded,
+    pattern_within_bounds,
+    with_exact_integers,
+)
 from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.json_schema import has_exact_bounds, is_rounded, pattern_within_bounds
 from mlx_paged.errors import ArgumentError
 
 BIG = 1234567890123456789  # in float64, ...768
