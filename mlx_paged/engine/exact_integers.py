@@ -15,9 +15,10 @@ from decimal import Decimal
 from json import JSONDecoder, dumps
 from typing import Any, NoReturn
 
-from mlx_paged.engine.json_schema import (
+from mlx_paged.answers.json_schema import (
     Schema,
     children_of,
+    constants_of,
     nodes,
     one_of_as_any_of,
     target_of,
@@ -34,6 +35,9 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_EXACT = 2**53
 _MAX_INT64 = 2**63 - 1
 _MAX_POWER = 10**18  # llguidance has no open ranges from here on
+# Characters of the JSON schemas in a rewritten one, each with the definitions that it refers to.
+# llguidance takes about a tenth of it.
+_MAX_LEN = 2**22
 
 # Keywords that apply to values of any type, and those of one type only.
 _OF_ALL = ("not", "if", "then", "else", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
@@ -126,12 +130,12 @@ def _rules_of(schema: Any, prefix: str) -> list[str]:
     llguidance keeps its integers, or will refuse it.
     """
     try:
-        if not isinstance(schema, Mapping) or not all(
-            map(_is_well_formed, nodes(schema, with_definitions=True))
-        ):
+        if not isinstance(schema, Mapping) or not _is_well_formed(schema):
             return []
         writer = _Writer(schema, prefix)
-        return writer.all_rules() if writer.is_rounded(writer.root) else []
+        reached = list(writer.reached(writer.root))
+        is_rewritten = all(map(_is_well_formed, reached)) and any(map(_rounds, reached))
+        return writer.all_rules() if is_rewritten else []
     except RecursionError:
         raise InexactError("is nested too deeply for its integers beyond 2^53") from None
 
@@ -150,6 +154,7 @@ class _Writer:
         self._is_lenient = self._guidance.get("lenient", False)
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of the rules of references
+        self._num_left = _MAX_LEN
         flexible = self._guidance.get("whitespace_flexible", True)
         space = self._guidance.get("whitespace_pattern") or r"[ \n\r\t]+" * flexible
         self._space = f"({space})?" if space else ""
@@ -170,13 +175,13 @@ class _Writer:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def is_rounded(self, schema: Any) -> bool:
+    def _is_rounded(self, schema: Any) -> bool:
         """Whether something in a schema, or in what it refers to, would be rounded."""
         return any(
-            _rounds(node) or node.get("$ref") in self._names for node in self._reached(schema)
+            _rounds(node) or node.get("$ref") in self._names for node in self.reached(schema)
         )
 
-    def _reached(self, schema: Any) -> Iterator[Schema]:
+    def reached(self, schema: Any) -> Iterator[Schema]:
         """The schemas in a schema, and in what it refers to."""
         references: set[str] = set()
         pending = [schema]
@@ -194,7 +199,7 @@ class _Writer:
         """What is valid for a schema."""
         if isinstance(schema, Mapping) and self._is_lenient:
             schema = {name: value for name, value in schema.items() if name not in _UNKNOWN}
-        if not self.is_rounded(schema):
+        if not self._is_rounded(schema):
             return self._json(schema)
         keyword = next((each for each in _OF_ALL if each in schema), None)
         if keyword is None:
@@ -220,7 +225,7 @@ class _Writer:
         if schema is False:
             raise InexactError("has integers beyond 2^53 beside a schema that nothing is valid for")
         piece = {} if schema is True else dict(schema)
-        for node in list(self._reached(piece)):
+        for node in list(self.reached(piece)):
             if not isinstance(reference := node.get("$ref"), str):
                 continue
             place, _, name = reference.removeprefix("#/").partition("/")
@@ -228,7 +233,11 @@ class _Writer:
             if place not in ("$defs", "definitions") or name not in self.root.get(place, {}):
                 self._refuse(f"the reference {reference[:80]!r}, which is not to $defs")
             piece[place] = {name: self.root[place][name], **piece.get(place, {})}
-        return "%json " + dumps({**piece, "x-guidance": self._guidance})
+        written = "%json " + dumps({**piece, "x-guidance": self._guidance})
+        self._num_left -= len(written)
+        if self._num_left < 0:
+            raise InexactError("has integers beyond 2^53 beside too many references")
+        return written
 
     def _refuse(self, beside: str) -> NoReturn:
         raise InexactError(
@@ -260,7 +269,7 @@ class _Writer:
 
     def _constants(self, schema: Schema) -> str:
         types = types_of({"type": schema.get("type")})
-        values = [each for each in _constants_of(schema) if types & types_of({"const": each})]
+        values = [each for each in constants_of(schema) or () if types & types_of({"const": each})]
         if not values:
             raise InexactError("has integers beyond 2^53 that are not of their schema's type")
         return _either(map(self._constant, values))
@@ -283,7 +292,7 @@ class _Writer:
         own = _OF_TYPES.get(kind, set())
         single = {name: schema[name] for name in schema if name in own or name not in _OF_SOME}
         single["type"] = kind
-        if not self.is_rounded(single):
+        if not self._is_rounded(single):
             return self._json(single)
         for keyword in single:
             if keyword in own - _REWRITTEN:
@@ -369,12 +378,8 @@ def _is_well_formed(schema: Schema) -> bool:
 
 def _rounds(schema: Schema) -> bool:
     """Whether llguidance would round a number of this schema itself."""
-    values = [inner for value in _constants_of(schema) for inner in _values(value)]
+    values = [inner for value in constants_of(schema) or () for inner in _values(value)]
     return any(map(is_rounded, values)) or not has_exact_bounds(schema)
-
-
-def _constants_of(schema: Schema) -> Sequence[Any]:
-    return [schema["const"]] if "const" in schema else schema.get("enum", [])
 
 
 def _values(value: Any) -> Iterator[Any]:

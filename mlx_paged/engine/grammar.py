@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 
+from mlx_paged.answers.json_schema import one_of_as_any_of
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials, light_vocabulary
-from mlx_paged.engine.json_schema import one_of_as_any_of
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
