@@ -22,7 +22,7 @@ from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 from mlx_paged.answers.json_schema import one_of_as_any_of
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
-from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials, light_vocabulary
+from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
@@ -103,7 +103,7 @@ class Vocabulary:
         bits[eos_token_ids] = False
         unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
         special = {str(added): token for token, added in inner.added_tokens_decoder.items()}
-        light = light_vocabulary(num_tokens, special, eos_token_ids)
+        light = {"num_tokens": num_tokens, "special": special, "eos": eos_token_ids}
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
         line_breaks = frozenset(
             tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] < vocab_size
@@ -216,39 +216,29 @@ def _remember(values: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar of a request in llguidance's notation."""
-    try:
-        return _exact_grammar_text(params)
-    except InexactError as error:
-        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
-
-
-def _exact_grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    if params.kind in ("json", "json_object"):
-        schema = '{"type": "object"}' if params.json is None else str(params.json)
-        if '"oneOf"' in schema:
-            schema = dumps(one_of_as_any_of(loads(schema)))
-        options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
-        exact = exact_json(loads(schema), options) if schema != "true" else None
+    try:
+        if params.choice is not None:
+            # The strings of Lark have the escapes of JSON.
+            return "start: " + " | ".join(map(dumps, params.choice))
+        if params.regex is not None:
+            return str(LLMatcher.grammar_from_regex(params.regex))
+        if params.grammar is not None:
+            return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar)))
+        schema = {"type": "object"} if params.json is None else loads(str(params.json))
+        schema = {} if schema is True else one_of_as_any_of(schema)
+        options: Any = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
+        exact = exact_json(schema, options)
         if exact is not None:
             return str(LLMatcher.grammar_from_lark(exact))
-        try:
-            text: str = LLMatcher.grammar_from_json_schema(
-                "{}" if schema == "true" else schema,
-                overrides=options,  # type: ignore[arg-type]
-            )
-        except ValueError as error:  # JSON in Rust has no lone surrogates.
-            raise ArgumentError(
-                f"[structured_outputs] json can't be compiled: {one_line(error)}", "json"
-            ) from error
-        return text
-    if params.choice is not None:
-        # The strings of Lark have the escapes of JSON.
-        return "start: " + " | ".join(map(dumps, params.choice))
-    if params.regex is not None:
-        return str(LLMatcher.grammar_from_regex(params.regex))
-    return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar or "")))
+        return str(LLMatcher.grammar_from_json_schema(dumps(schema), overrides=options))
+    except InexactError as error:
+        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
+    except ValueError as error:  # JSON in Rust has no lone surrogates.
+        raise ArgumentError(
+            f"[structured_outputs] {params.kind} can't be compiled: {one_line(error)}", params.kind
+        ) from error
 
 
 class _GrammarError(ArgumentError):
