@@ -72,7 +72,6 @@ def test_imports_go_one_way():
         "batch_generation",
         "generation",
         "llm",
-        "llm_arguments",
         "conversation_encoder",
         "chat_template",
         "loading",
