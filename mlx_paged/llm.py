@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import is_sequence, kind_of
+from mlx_paged.argument_values import BOOL, Domain, is_sequence, kind_of, or_none, such, whole
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
-from mlx_paged.domains import BOOL, Domain, or_none, such, whole
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mlx_paged.argument_values import is_sequence
-from mlx_paged.declarations import Flag, Param
-from mlx_paged.domains import (
+from mlx_paged.argument_values import (
     AT_LEAST_0,
     BOOL,
     SHARE,
@@ -23,12 +21,14 @@ from mlx_paged.domains import (
     Domain,
     Several,
     is_number,
+    is_sequence,
     number,
     or_none,
     refused,
     such,
     whole,
 )
+from mlx_paged.declarations import Flag, Param
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:

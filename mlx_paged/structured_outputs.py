@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from json import dumps, loads
 from typing import Any
 
-from mlx_paged.argument_values import is_sequence
-from mlx_paged.domains import BOOL, TOKEN, Domain, Several, or_none, such
+from mlx_paged.argument_values import BOOL, TOKEN, Domain, Several, is_sequence, or_none, such
 from mlx_paged.errors import ArgumentError, one_line, shown
 
 # Characters. The time and the stack that compiling a grammar takes grow with its text.

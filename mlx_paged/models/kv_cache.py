@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from mlx_paged.argument_values import AT_LEAST_1, BOOL
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -31,7 +32,6 @@ from mlx_paged.config import (
     KVBudget,
     StreamingWindow,
 )
-from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuse_unknown
