@@ -21,8 +21,8 @@ from mlx_paged.sampling_declarations import (
     LogitsProcessor,
     RequestOutputKind,
     Sampler,
+    StructuredOutputsParams,
 )
-from mlx_paged.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "MAX_COMPLETIONS",

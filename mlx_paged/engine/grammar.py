@@ -24,7 +24,7 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
-from mlx_paged.structured_outputs import StructuredOutputsParams
+from mlx_paged.sampling_declarations import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
