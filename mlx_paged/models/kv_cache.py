@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import as_integer
+from mlx_paged.argument_values import AT_LEAST_1, BOOL, as_integer
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -39,7 +39,6 @@ from mlx_paged.config import (
 )
 from mlx_paged.core import BudgetSizes, KVCacheManager, SequenceStates, SharedBudget
 from mlx_paged.core.checkpoints import MANY
-from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuse_unknown
