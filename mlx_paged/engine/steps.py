@@ -71,7 +71,6 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
-        self._sampler = sample if ranks.is_leader else sample_nothing
         self._disk_tier = disk_tier
         # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Completion, int]] = deque()
@@ -257,6 +256,10 @@ class Steps:
                 self._append(completion, result, sampled, entry)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
+
+    @property
+    def _sampler(self) -> Callable[..., SampledTokens]:
+        return sample if self._ranks.is_leader else sample_nothing
 
     def _shared(self, sampled: SampledTokens) -> SampledTokens:
         """The tokens, which followers have from rank 0 before they are read."""
