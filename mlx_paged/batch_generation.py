@@ -12,9 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
 
-from mlx_paged.argument_values import is_sequence
+from mlx_paged.argument_values import AT_LEAST_1, BOOL, is_sequence
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
-from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.request import Completion

@@ -6,8 +6,7 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.argument_values import as_integer
-from mlx_paged.domains import Domain, number, whole
+from mlx_paged.argument_values import Domain, as_integer, number, whole
 from mlx_paged.errors import ArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_paged.domains import Domain
+from mlx_paged.argument_values import Domain
 
 Program = Literal["chat", "server"]
 

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from mlx_paged import config
+from mlx_paged.argument_values import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BOOL,
+    number,
+    one_of,
+    or_none,
+    such,
+    whole,
+)
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.core.tier import Tier
 from mlx_paged.declarations import Flag, Option
-from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, number, one_of, or_none, such, whole
 
 # The server's default, for the explanations of /v1/cache: some 20 MB of memory.
 DEFAULT_SERVER_HISTORY_TOKENS = 2**20

@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.argument_values import AT_LEAST_1, BOOL, TokenIds, such
 from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
@@ -27,7 +27,6 @@ from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
-from mlx_paged.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

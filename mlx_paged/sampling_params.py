@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mlx_paged.argument_values import refused
 from mlx_paged.declarations import with_help
-from mlx_paged.domains import refused
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import constructor_refuses_unknown
 from mlx_paged.sampling_declarations import (
@@ -21,8 +21,8 @@ from mlx_paged.sampling_declarations import (
     LogitsProcessor,
     RequestOutputKind,
     Sampler,
+    StructuredOutputsParams,
 )
-from mlx_paged.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "MAX_COMPLETIONS",

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import regex
 
-from mlx_paged.answers.arguments import Parameters
 from mlx_paged.answers.cursor import Cursor, NotACallError, Steps, TruncatedError
 from mlx_paged.answers.formats import CallFormat, Headed, Tags
+from mlx_paged.answers.json_schema import Parameters
 from mlx_paged.answers.literals import (
     PYTHON,
     Literals,

@@ -231,7 +231,7 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
             os._exit(130)
         caught.append(number)
         while frame is not None:
-            if frame.f_code is Call.wait.__code__:
+            if frame.f_code is Call.result.__code__:
                 raise KeyboardInterrupt
             frame = frame.f_back
 

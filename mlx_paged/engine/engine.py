@@ -21,8 +21,7 @@ from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
 from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
-from mlx_paged.engine.prefix_cache import extra_hash_keys
-from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.engine.prefix_cache import PrefixHistory, extra_hash_keys
 from mlx_paged.engine.request import Request, TokenRules
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.stats import EngineStats, EngineView, stats_of, view_of

@@ -1,42 +1,46 @@
-"""Rewrites JSON schemas whose integers llguidance would round.
+"""Rewrites JSON schemas whose integers llguidance would round. Pure functions.
 
 llguidance compares numbers in float64, so it would keep an answer to another integer beyond 2^53
 than the schema says. Here the objects, lists and references on the way to such an integer become
 rules of Lark, the integers become literals and ranges of digits, and everything else stays a JSON
-schema. What can't be rewritten is refused. Pure functions.
+schema. What can't be rewritten is refused.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from json import JSONDecoder, dumps
 from typing import Any, NoReturn
 
-from mlx_paged.engine.json_schema import (
-    BOUNDS,
+from mlx_paged.answers.json_schema import (
     Schema,
     children_of,
-    has_exact_bounds,
-    has_fractions,
-    is_rounded,
+    constants_of,
+    nodes,
     one_of_as_any_of,
-    pattern_within_bounds,
     target_of,
+    types_of,
 )
 
 _LONG_NUMBER = re.compile(r"[0-9]{16}|[0-9][eE]\+?[0-9]")
 # What a grammar consists of, as far as it matters: texts, comments, patterns and JSON schemas.
 _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\b\s*')
+# A name in an object, as llguidance writes it.
+_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
-# Keywords that apply to values of any type, and those of one type only. llguidance does not know
-# the last ones of each, and refuses or ignores them.
-_UNKNOWN = {
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
-    "unevaluatedItems", "propertyNames", "dependentSchemas", "dependentRequired", "dependencies",
-    "unevaluatedProperties",
-}  # fmt: skip
-_OF_ALL = {"const", "enum", "anyOf", "oneOf", "allOf", "$ref", "not", "if", "then", "else"}
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MAX_EXACT = 2**53
+_MAX_INT64 = 2**63 - 1
+_MAX_POWER = 10**18  # llguidance has no open ranges from here on
+# Characters of the JSON schemas in a rewritten one, each with the definitions that it refers to.
+# llguidance takes about a tenth of it.
+_MAX_LEN = 2**22
+
+# Keywords that apply to values of any type, and those of one type only.
+_OF_ALL = ("not", "if", "then", "else", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 _OF_TYPES: dict[str, set[str]] = {
     "number": {*BOUNDS, "multipleOf"},
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -49,13 +53,30 @@ _OF_TYPES: dict[str, set[str]] = {
         "maxProperties", "propertyNames", "dependentSchemas", "dependentRequired", "dependencies",
         "unevaluatedProperties",
     },
-    "null": set(),
-    "boolean": set(),
 }  # fmt: skip
 _OF_TYPES["integer"] = _OF_TYPES["number"]
+_OF_SOME = set().union(*_OF_TYPES.values())
+# Those that are rewritten here, and those that llguidance does not know: it refuses or ignores
+# them.
+_REWRITTEN = {
+    *BOUNDS, "items", "prefixItems", "minItems", "maxItems", "properties", "required",
+    "additionalProperties",
+}  # fmt: skip
+_UNKNOWN = {
+    *_OF_ALL[:4], "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems",
+    "propertyNames", "dependentSchemas", "dependentRequired", "dependencies",
+    "unevaluatedProperties",
+}  # fmt: skip
+# The forms of keywords that are read here. llguidance refuses others.
+_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("properties", "$defs", "definitions", "x-guidance"), Mapping),
+    **dict.fromkeys(("required", "enum", "anyOf", "oneOf", "allOf", "prefixItems"), list),
+    **dict.fromkeys(("minItems", "maxItems"), int),
+    **dict.fromkeys(BOUNDS, int | float),
+    "type": str | list,
+    "$ref": str,
+}
 _EACH_TYPE = ("null", "boolean", "number", "string", "array", "object")
-# A name in an object, as llguidance writes it.
-_NAME = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
 class InexactError(ValueError):
@@ -96,10 +117,10 @@ def with_exact_integers(lark: str) -> str:
             schema, place = JSONDecoder().raw_decode(lark, place)
         except (ValueError, RecursionError):
             continue  # llguidance says what is wrong with it.
-        written = _rules_of(schema, f"exact_{len(rules)}_")
-        if written:
+        prefix = f"exact_{len(rules)}_"
+        if written := _rules_of(schema, prefix):
             rules += written
-            pieces += [lark[end : match.start()], f"exact_{len(rules) - len(written)}_start "]
+            pieces += [lark[end : match.start()], f"{prefix}start "]
             end = place
     return "\n".join(["".join(pieces) + lark[end:], *rules]) if rules else lark
 
@@ -109,10 +130,12 @@ def _rules_of(schema: Any, prefix: str) -> list[str]:
     llguidance keeps its integers, or will refuse it.
     """
     try:
-        if not isinstance(schema, Mapping) or not all(map(_is_well_formed, _all_nodes(schema))):
+        if not isinstance(schema, Mapping) or not _is_well_formed(schema):
             return []
         writer = _Writer(schema, prefix)
-        return writer.all_rules() if writer.is_rounded(writer.root) else []
+        reached = list(writer.reached(writer.root))
+        is_rewritten = all(map(_is_well_formed, reached)) and any(map(_rounds, reached))
+        return writer.all_rules() if is_rewritten else []
     except RecursionError:
         raise InexactError("is nested too deeply for its integers beyond 2^53") from None
 
@@ -125,24 +148,22 @@ class _Writer:
     """
 
     def __init__(self, schema: Schema, prefix: str):
-        root = dict(one_of_as_any_of(schema))
-        self.prefix = prefix
-        self._guidance = root.pop("x-guidance", {})
-        self.root = root
+        self.root = dict(one_of_as_any_of(schema))
+        self._prefix = prefix
+        self._guidance = self.root.pop("x-guidance", {})
+        self._is_lenient = self._guidance.get("lenient", False)
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of the rules of references
-        self._refs: dict[str, set[str]] = {}  # in the targets of references
-        self._rounded: dict[str, bool] = {}  # whether these targets would be
+        self._num_left = _MAX_LEN
         flexible = self._guidance.get("whitespace_flexible", True)
         space = self._guidance.get("whitespace_pattern") or r"[ \n\r\t]+" * flexible
         self._space = f"({space})?" if space else ""
         self._comma = self._pattern(self._guidance.get("item_separator", ","))
         self._colon = self._pattern(self._guidance.get("key_separator", ":"))
-        self._is_lenient = self._guidance.get("lenient", False)
 
     def all_rules(self) -> list[str]:
         start = self._of(self.root)
-        return [f"{self.prefix}start: {start}", *self._rules]
+        return [f"{self._prefix}start: {start}", *self._rules]
 
     def _pattern(self, pattern: str) -> str:
         """A regular expression with the white space that may be around it."""
@@ -150,34 +171,27 @@ class _Writer:
         return "/" + re.sub(r"(?<!\\)/", r"\\/", inner) + "/"
 
     def _rule(self, body: str) -> str:
-        name = f"{self.prefix}{len(self._rules)}"
+        name = f"{self._prefix}{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
-    # What llguidance would round
-
-    def is_rounded(self, schema: Any) -> bool:
+    def _is_rounded(self, schema: Any) -> bool:
         """Whether something in a schema, or in what it refers to, would be rounded."""
-        return any(map(_rounds, _nodes(schema))) or any(
-            self._is_target_rounded(ref) for ref in self._references(schema)
+        return any(
+            _rounds(node) or node.get("$ref") in self._names for node in self.reached(schema)
         )
 
-    def _is_target_rounded(self, ref: str) -> bool:
-        if ref not in self._rounded:
-            self._rounded[ref] = any(map(_rounds, _nodes(target_of(self.root, ref))))
-        return self._rounded[ref]
-
-    def _references(self, schema: Any) -> set[str]:
-        """The references in a schema, and in what they refer to."""
-        found: set[str] = set()
-        new = _refs_in(schema)
-        while new:
-            ref = new.pop()
-            found.add(ref)
-            if ref not in self._refs:
-                self._refs[ref] = _refs_in(target_of(self.root, ref))
-            new |= self._refs[ref] - found
-        return found
+    def reached(self, schema: Any) -> Iterator[Schema]:
+        """The schemas in a schema, and in what it refers to."""
+        references: set[str] = set()
+        pending = [schema]
+        while pending:
+            for node in nodes(pending.pop()):
+                yield node
+                reference = node.get("$ref")
+                if isinstance(reference, str) and reference not in references:
+                    references.add(reference)
+                    pending.append(target_of(self.root, reference))
 
     # Expressions of Lark
 
@@ -185,52 +199,45 @@ class _Writer:
         """What is valid for a schema."""
         if isinstance(schema, Mapping) and self._is_lenient:
             schema = {name: value for name, value in schema.items() if name not in _UNKNOWN}
-        if not self.is_rounded(schema):
+        if not self._is_rounded(schema):
             return self._json(schema)
-        for keyword in schema.keys() & _UNKNOWN & _OF_ALL:
-            self._refuse(keyword)
-        for keyword, write in (
-            ("$ref", self._ref),
-            ("anyOf", self._any_of),
-            ("oneOf", self._one_of),
-            ("allOf", self._all_of),
-            ("const", self._const),
-            ("enum", self._enum),
-        ):
-            if keyword in schema:
-                self._check_beside(schema, keyword, _OF_ALL | set().union(*_OF_TYPES.values()))
-                return write(schema)
-        types = schema.get("type", _EACH_TYPE)
-        types = [types] if isinstance(types, str) else types
-        return _either(self._typed(schema, str(each)) for each in types)
-
-    def _typed(self, schema: Schema, kind: str) -> str:
-        others = set().union(*_OF_TYPES.values()) - _OF_TYPES.get(kind, set())
-        single = {name: value for name, value in schema.items() if name not in others}
-        single["type"] = kind
-        if not self.is_rounded(single):
-            return self._json(single)
-        if kind == "object":
-            return self._object(single)
-        if kind == "array":
-            return self._array(single)
-        if kind not in ("number", "integer"):
-            self._refuse(f"the type {kind[:80]}")
-        return self._number(single)
+        keyword = next((each for each in _OF_ALL if each in schema), None)
+        if keyword is None:
+            types = schema.get("type", _EACH_TYPE)
+            types = [types] if isinstance(types, str) else types
+            return _either(self._typed(schema, str(kind)) for kind in types)
+        for beside in schema:
+            if keyword not in _UNKNOWN and beside != keyword and beside in {*_OF_ALL, *_OF_SOME}:
+                self._refuse(beside)
+        if keyword == "$ref":
+            return self._reference(schema)
+        if keyword in ("const", "enum"):
+            return self._constants(schema)
+        coerces = self._is_lenient or self._guidance.get("coerce_one_of")
+        if keyword == "anyOf" or (keyword == "oneOf" and coerces):
+            return _either(map(self._of, self._branches(schema, keyword)))
+        if keyword == "allOf" and len(schema["allOf"]) == 1 and "type" not in schema:
+            return self._of(schema["allOf"][0])
+        self._refuse(keyword)
 
     def _json(self, schema: Any) -> str:
-        """A schema that llguidance keeps."""
+        """A schema that llguidance keeps, with the definitions that it refers to."""
         if schema is False:
             raise InexactError("has integers beyond 2^53 beside a schema that nothing is valid for")
         piece = {} if schema is True else dict(schema)
-        for ref in self._references(piece):
-            place, _, name = ref.removeprefix("#/").partition("/")
+        for node in list(self.reached(piece)):
+            if not isinstance(reference := node.get("$ref"), str):
+                continue
+            place, _, name = reference.removeprefix("#/").partition("/")
             name = name.partition("/")[0].replace("~1", "/").replace("~0", "~")
             if place not in ("$defs", "definitions") or name not in self.root.get(place, {}):
-                self._refuse(f"the reference {ref[:80]!r}, which is not to $defs")
-            known = dict(piece.get(place, {}))
-            piece[place] = {name: self.root[place][name], **known}
-        return "%json " + dumps({**piece, "x-guidance": self._guidance})
+                self._refuse(f"the reference {reference[:80]!r}, which is not to $defs")
+            piece[place] = {name: self.root[place][name], **piece.get(place, {})}
+        written = "%json " + dumps({**piece, "x-guidance": self._guidance})
+        self._num_left -= len(written)
+        if self._num_left < 0:
+            raise InexactError("has integers beyond 2^53 beside too many references")
+        return written
 
     def _refuse(self, beside: str) -> NoReturn:
         raise InexactError(
@@ -238,49 +245,31 @@ class _Writer:
             "as a string, or by const, enum, minimum and maximum alone"
         )
 
-    def _check_beside(self, schema: Schema, keyword: str, relevant: set[str]) -> None:
-        for other in schema:
-            if other in relevant and other != keyword:
-                self._refuse(other)
-
-    def _ref(self, schema: Schema) -> str:
-        ref = schema["$ref"]
+    def _reference(self, schema: Schema) -> str:
+        reference = schema["$ref"]
         if "type" in schema:
             self._refuse("$ref and type")
-        if ref not in self._names:
+        if reference not in self._names:
             # It is named before it is written, since it may refer to itself.
-            self._names[ref] = f"{self.prefix}ref_{len(self._names)}"
-            self._rules.append(f"{self._names[ref]}: {self._of(target_of(self.root, ref))}")
-        return self._names[ref]
+            name = self._names[reference] = f"{self._prefix}ref_{len(self._names)}"
+            self._rules.append(f"{name}: {self._of(target_of(self.root, reference))}")
+        return self._names[reference]
 
-    def _any_of(self, schema: Schema) -> str:
-        kind = {"type": schema["type"]} if "type" in schema else {}
-        branches = []
-        for branch in schema["anyOf"]:
-            if kind and isinstance(branch, Mapping):
-                if "$ref" in branch or branch.get("type", kind["type"]) != kind["type"]:
-                    self._refuse("anyOf and type")
-                branch = {**branch, **kind}
-            branches.append(branch)
-        return _either(map(self._of, branches))
+    def _branches(self, schema: Schema, keyword: str) -> list[Any]:
+        """The branches of a schema, each with the type beside them."""
+        kind, branches = schema.get("type"), schema[keyword]
+        if kind is None:
+            return list(branches)
+        for branch in branches:
+            if isinstance(branch, Mapping) and (
+                "$ref" in branch or branch.get("type", kind) != kind
+            ):
+                self._refuse("anyOf and type")
+        return [{**each, "type": kind} if isinstance(each, Mapping) else each for each in branches]
 
-    def _one_of(self, schema: Schema) -> str:
-        if not (self._is_lenient or self._guidance.get("coerce_one_of")):
-            self._refuse("oneOf")
-        return self._any_of({**schema, "anyOf": schema["oneOf"]})
-
-    def _all_of(self, schema: Schema) -> str:
-        if len(schema["allOf"]) != 1 or "type" in schema:
-            self._refuse("allOf")
-        return self._of(schema["allOf"][0])
-
-    def _const(self, schema: Schema) -> str:
-        return self._enum({**schema, "enum": [schema["const"]]})
-
-    def _enum(self, schema: Schema) -> str:
-        types = schema.get("type", _EACH_TYPE)
-        types = [types] if isinstance(types, str) else types
-        values = [value for value in schema["enum"] if _type_of(value) & set(types)]
+    def _constants(self, schema: Schema) -> str:
+        types = types_of({"type": schema.get("type")})
+        values = [each for each in constants_of(schema) or () if types & types_of({"const": each})]
         if not values:
             raise InexactError("has integers beyond 2^53 that are not of their schema's type")
         return _either(map(self._constant, values))
@@ -289,36 +278,36 @@ class _Writer:
         if not any(map(is_rounded, _values(value))):
             return self._json({"const": value})
         if isinstance(value, Mapping):
-            pairs = [
-                f"{_text(name)} {self._colon} {self._constant(each)}"
-                for name, each in value.items()
-            ]
-            return self._between("{", f" {self._comma} ".join(pairs), "}")
+            properties = {name: {"const": each} for name, each in value.items()}
+            return self._object(
+                {"properties": properties, "required": properties, "additionalProperties": False}
+            )
         if isinstance(value, list):
-            items = f" {self._comma} ".join(map(self._constant, value))
-            return self._between("[", items, "]")
+            items = [{"const": each} for each in value]
+            return self._array({"prefixItems": items, "items": False, "minItems": len(items)})
         return _text(value)
 
-    def _between(self, left: str, inner: str, right: str) -> str:
-        space = f"/{self._space}/" if self._space else '""'
-        return f"{dumps(left)} {space} {inner} {space} {dumps(right)}"
+    def _typed(self, schema: Schema, kind: str) -> str:
+        """What is valid for a schema and of one type."""
+        own = _OF_TYPES.get(kind, set())
+        single = {name: schema[name] for name in schema if name in own or name not in _OF_SOME}
+        single["type"] = kind
+        if not self._is_rounded(single):
+            return self._json(single)
+        for keyword in single:
+            if keyword in own - _REWRITTEN:
+                self._refuse(keyword)
+        return {"object": self._object, "array": self._array}.get(kind, self._number)(single)
 
     def _number(self, schema: Schema) -> str:
-        if "multipleOf" in schema or has_fractions(schema):
-            if not has_exact_bounds(schema):
-                self._refuse("multipleOf" if "multipleOf" in schema else "a bound with a fraction")
-            return self._json(schema)
+        if schema["type"] != "integer" and any(bound % 1 for bound in _bounds_of(schema)):
+            self._refuse("a bound with a fraction")
         pattern = pattern_within_bounds(schema)
         if not pattern:
             raise InexactError(f"has bounds that no {schema['type']} is within")
         return f"/{pattern}/"
 
-    # Objects and lists
-
     def _object(self, schema: Schema) -> str:
-        known = {"properties", "required", "additionalProperties"}
-        for keyword in known:
-            self._check_beside(schema, keyword, _OF_TYPES["object"] - known)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         rest = schema.get("additionalProperties", True)
         names = list(dict.fromkeys([*properties, *required]))
@@ -340,7 +329,7 @@ class _Writer:
         """Properties of other names: those of an object with no others, and those after others."""
         if rest is False:
             return '""', '""'
-        terminal = f"{self.prefix}NAME_{len(self._rules)}".upper()
+        terminal = f"{self._prefix}NAME_{len(self._rules)}".upper()
         others = f" & ~({' | '.join(map(_text, names))})" if names else ""
         self._rules.append(f"{terminal}: {_NAME}{others}")
         item = self._rule(f"{terminal} {self._colon} {self._of(rest)}")
@@ -348,111 +337,57 @@ class _Writer:
         return self._rule(f"({item} {more})?"), self._rule(more)
 
     def _array(self, schema: Schema) -> str:
-        known = {"items", "prefixItems", "minItems", "maxItems"}
-        for keyword in known:
-            self._check_beside(schema, keyword, _OF_TYPES["array"] - known)
-        rest, prefix = schema.get("items", True), schema.get("prefixItems", [])
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        rest, first = schema.get("items", True), schema.get("prefixItems", [])[:most]
         if isinstance(rest, list):
             self._refuse("a list of items")
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        prefix = prefix[:most]
-        low = max(least - len(prefix), 0)
-        high = None if most is None else most - len(prefix)
+        item = None if rest is False or most == len(first) else self._rule(self._of(rest))
+        items = [self._rule(self._of(each)) for each in first]
         tail = ""
-        if rest is not False and high != 0:
-            item = self._rule(self._of(rest))
-            counted = f"({self._comma} {item})"
-            if prefix:
-                tail = f"{counted}{_times(low, high)}"
-            else:
-                times = _times(max(low - 1, 0), None if high is None else high - 1)
-                tail = f"({item} {counted}{times}){'' if low else '?'}"
-        for index in reversed(range(len(prefix))):
-            comma = self._comma if index else ""
-            part = self._rule(f"{comma} {self._of(prefix[index])} {tail}")
+        if item is not None:
+            items = items or [item]
+            high = "" if most is None else most - len(items)
+            tail = f"({self._comma} {item}){{{max(least - len(items), 0)},{high}}}"
+        for index in reversed(range(len(items))):
+            part = self._rule(f"{self._comma if index else ''} {items[index]} {tail}")
             tail = part if index < least else f"({part})?"
         return self._between("[", tail, "]")
 
-
-# The forms of keywords that are read here. llguidance refuses others.
-_FORMS: dict[str, Any] = {
-    **dict.fromkeys(("properties", "$defs", "definitions"), Mapping),
-    **dict.fromkeys(("required", "enum", "anyOf", "oneOf", "allOf", "prefixItems"), list),
-    **dict.fromkeys(("minItems", "maxItems"), int),
-    "additionalProperties": Mapping | bool,
-    "items": Mapping | bool | list,
-    **dict.fromkeys(BOUNDS[:2], int | float),
-    **dict.fromkeys(BOUNDS[2:], int | float | bool),
-    "type": str | list,
-    "$ref": str,
-    "x-guidance": Mapping,
-}
+    def _between(self, left: str, inner: str, right: str) -> str:
+        space = f"/{self._space}/" if self._space else '""'
+        return f"{dumps(left)} {space} {inner} {space} {dumps(right)}"
 
 
 def _is_well_formed(schema: Schema) -> bool:
-    for name, form in _FORMS.items():
-        value = schema.get(name)
-        if name in schema and not isinstance(value, form):
+    for name in _FORMS.keys() & schema.keys():
+        value = schema[name]
+        if not isinstance(value, _FORMS[name]):
             return False
         # To Python, True is a number.
-        if name in (*BOUNDS[:2], "minItems", "maxItems") and isinstance(value, bool):
+        if isinstance(value, bool) and name not in BOUNDS[2:]:
+            return False
+        if isinstance(value, float) and math.isinf(value):
             return False
     counts = (schema.get("minItems", 0), schema.get("maxItems", 0))
-    names = schema.get("required", [])
     return (
         min(counts) >= 0
-        and all(isinstance(name, str) for name in names)
+        and all(isinstance(name, str) for name in schema.get("required", []))
         and all(isinstance(child, Mapping | bool) for child in children_of(schema))
     )
 
 
-def _all_nodes(schema: Schema) -> Iterator[Schema]:
-    """All schemas of a document."""
-    yield from _nodes(schema)
-    for place in ("$defs", "definitions"):
-        if isinstance(schema.get(place), Mapping):
-            for definition in schema[place].values():
-                yield from _nodes(definition)
-
-
-def _refs_in(schema: Any) -> set[str]:
-    return {ref for node in _nodes(schema) if isinstance(ref := node.get("$ref"), str)}
-
-
-def _nodes(schema: Any) -> Iterator[Schema]:
-    """A schema and all schemas in it, without what it refers to."""
-    if isinstance(schema, Mapping):
-        yield schema
-        for child in children_of(schema):
-            yield from _nodes(child)
-
-
 def _rounds(schema: Schema) -> bool:
     """Whether llguidance would round a number of this schema itself."""
-    constants = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return any(map(is_rounded, _values(constants))) or not has_exact_bounds(schema)
+    values = [inner for value in constants_of(schema) or () for inner in _values(value)]
+    return any(map(is_rounded, values)) or not has_exact_bounds(schema)
 
 
 def _values(value: Any) -> Iterator[Any]:
     """A value and all values in it."""
     yield value
-    inside = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, Mapping | list):
-        for each in inside:
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _values(each)
-
-
-def _type_of(value: Any) -> set[str]:
-    """The types of a value."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if value == int(value) else {"number"}
-    if value is None:
-        return {"null"}
-    return {
-        "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-    }
 
 
 def _text(value: Any) -> str:
@@ -464,5 +399,121 @@ def _either(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
 
 
-def _times(low: int, high: int | None) -> str:
-    return f"{{{low},{'' if high is None else high}}}"
+# Numbers
+
+
+def is_rounded(value: Any) -> bool:
+    """Whether llguidance keeps an answer to another number than this constant."""
+    if not isinstance(value, int) or abs(value) <= _MAX_EXACT:
+        return False
+    try:
+        near = float(value)
+    except OverflowError:
+        return True
+    if abs(value) <= _MAX_INT64:
+        return near != value
+    # It writes the shortest digits, and overflows at the least of all 64-bit integers.
+    return value == -_MAX_INT64 - 1 or Decimal(repr(near)) != value
+
+
+def has_exact_bounds(schema: Schema) -> bool:
+    """Whether llguidance computes with exactly the bounds of a schema."""
+    sides = [side for side in (_bound_of(schema, 0), _bound_of(schema, 1)) if side[0] is not None]
+    for bound, is_excluded in sides:
+        # It adds 1 to an excluded bound.
+        limit = _MAX_EXACT if is_excluded else _MAX_POWER if len(sides) == 1 else math.inf
+        if abs(bound or 0) >= limit:
+            return False
+    # The greatest 64-bit integer is rounded up and limited to itself.
+    is_whole = schema.get("type") == "integer"
+    return all(
+        (is_whole and bound == _MAX_INT64) or (abs(bound) <= _MAX_INT64 and float(bound) == bound)
+        for bound in _bounds_of(schema)
+    )
+
+
+def pattern_within_bounds(schema: Schema) -> str:
+    """The numbers of a schema of integers, or of numbers between integers, as a regular expression,
+    without exponents; ``""`` if there are none.
+    """
+    (low, is_low_open), (high, is_high_open) = _bound_of(schema, 0), _bound_of(schema, 1)
+    least = None if low is None else math.ceil(low)
+    most = None if high is None else math.floor(high)
+    is_low_open, is_high_open = is_low_open and least == low, is_high_open and most == high
+    is_whole = schema["type"] == "integer"
+    parts = []
+    if least is None or least < 0:
+        begin = (-most, is_high_open) if most is not None and most < 0 else (0, True)
+        end = None if least is None else -least
+        if part := _not_negative(*begin, end, is_low_open, is_whole):
+            parts.append(f"-{part}")
+    if most is None or most >= 0:
+        begin = (least, is_low_open) if least is not None and least >= 0 else (0, False)
+        parts.append(_not_negative(*begin, most, is_high_open, is_whole))
+    return _one_of_these(parts)
+
+
+def _bounds_of(schema: Schema) -> Iterator[int | float]:
+    for name in BOUNDS:
+        bound = schema.get(name)
+        if isinstance(bound, int | float) and not isinstance(bound, bool):
+            yield bound
+
+
+def _bound_of(schema: Schema, side: int) -> tuple[int | float | None, bool]:
+    """The lower (0) or upper (1) bound of a schema, and whether it is excluded itself."""
+    bound, excluded = schema.get(BOUNDS[side]), schema.get(BOUNDS[side + 2])
+    if excluded is None or isinstance(excluded, bool):  # as in draft 4
+        return bound, bool(excluded)
+    if bound is None or (excluded <= bound if side else excluded >= bound):
+        return excluded, True
+    return bound, False
+
+
+def _not_negative(
+    low: int, is_low_open: bool, high: int | None, is_high_open: bool, is_whole: bool
+) -> str:
+    """The numbers of a range without negative ones, of integers if it ``is_whole``.
+
+    Args:
+        high: ``None`` is no bound.
+        is_low_open, is_high_open: whether the bound itself is excluded.
+    """
+    if is_whole:
+        return _naturals(low + is_low_open, None if high is None else high - is_high_open)
+    parts = []
+    if high is None or low < high:
+        if is_low_open:
+            parts.append(rf"{low}\.[0-9]*[1-9][0-9]*")
+        whole = _naturals(low + is_low_open, None if high is None else high - 1)
+        parts.append(rf"{whole}(\.[0-9]+)?" if whole else "")
+    if high is not None and not is_high_open and (low < high or (low == high and not is_low_open)):
+        parts.append(rf"{high}(\.0+)?")
+    return _one_of_these(parts)
+
+
+def _naturals(low: int, high: int | None) -> str:
+    """The integers of a range that has no negative ones."""
+    parts = []
+    if high is None:
+        num_digits = len(str(low))
+        high = 10**num_digits - 1
+        parts.append(f"[1-9][0-9]{{{num_digits},}}")
+    while low <= high:
+        # The most numbers in a row that differ only in a digit, and in all digits after it.
+        step = 1
+        while low and low % (10 * step) == 0 and low + 10 * step - 1 <= high:
+            step *= 10
+        digits, num_free = str(low // step), len(str(step)) - 1
+        digit = int(digits[-1])
+        last = min(9, digit + (high + 1 - low) // step - 1)
+        parts.append(
+            f"{digits[:-1]}[{digit}-{last}]" + (f"[0-9]{{{num_free}}}" if num_free else "")
+        )
+        low += (last + 1 - digit) * step
+    return _one_of_these(parts)
+
+
+def _one_of_these(parts: Iterable[str]) -> str:
+    found = [part for part in parts if part]
+    return found[0] if len(found) == 1 else f"({'|'.join(found)})" if found else ""

@@ -1,8 +1,7 @@
-"""Structured outputs: which tokens keep an answer within its grammar.
+"""Structured outputs: the grammar of a request, compiled for the vocabulary of its model.
 
 The grammar engine is llguidance: an Earley parser with a lexer based on derivatives, which walks
-the trie of the vocabulary (https://github.com/guidance-ai/llguidance). It fills a mask of one bit
-per token on the host, in microseconds, while the device computes the logits.
+the trie of the vocabulary (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -10,24 +9,25 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from hashlib import blake2b
 from json import dumps, loads
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 
-from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
+from mlx_paged.answers.json_schema import one_of_as_any_of
+from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
 from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
-from mlx_paged.engine.json_schema import one_of_as_any_of
-from mlx_paged.engine.request import Completion
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
-from mlx_paged.structured_outputs import StructuredOutputsParams
+from mlx_paged.sampling_declarations import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -35,8 +35,6 @@ V = TypeVar("V")
 
 NUM_REMEMBERED = 32  # compiled grammars
 NUM_REFUSALS = 256  # remembered
-# Models break the line after their reasoning; this many tokens of line breaks are allowed.
-MAX_LINE_BREAKS = 2
 
 # Separators of JSON with or without a space, as models write them.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -47,8 +45,92 @@ PLACE_IN_GRAMMAR = re.compile(r"\bat \d+\(\d+\): (failed to compile JSON schema:
 _LINES_OF_GRAMMAR = re.compile(r"\n *\d+ \| ")
 
 
-class StructuredOutputError(ValueError):
-    """An answer can't be continued within its grammar."""
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The vocabulary of a model for grammars.
+
+    Attributes:
+        ll_tokenizer: llguidance's tokenizer.
+        vocab_size: of the model: logits in a row.
+        num_words: 32-bit words in a mask, with at least ``vocab_size`` bits.
+        unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
+        light: the vocabulary for trials.
+        line_breaks: the tokens that consist of one or two line breaks.
+    """
+
+    ll_tokenizer: LLTokenizer
+    vocab_size: int
+    num_words: int
+    unstructured: np.ndarray
+    light: dict[str, Any]
+    line_breaks: frozenset[int]
+
+    @classmethod
+    def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
+        """Read the vocabulary of a tokenizer; takes about a second with 150,000 tokens.
+
+        Args:
+            vocab_size: of the model, which may have more or fewer tokens than the tokenizer. Tokens
+                that the tokenizer lacks are never sampled.
+
+        Raises:
+            ArgumentError: llguidance is not installed, it can't read the tokenizer, or the model
+                has no end of sequence.
+        """
+        try:
+            from llguidance import hf
+        except ImportError as error:
+            raise _refusal(
+                "structured outputs need llguidance; pip install 'mlx-paged[server]'"
+            ) from error
+        inner = tokenizer._tokenizer
+        if isinstance(inner, NewlineTokenizer) or not hasattr(inner, "backend_tokenizer"):
+            raise _refusal(
+                f"structured outputs need a fast tokenizer of Hugging Face, got {kind_of(inner)}"
+            )
+        eos_token_ids = [each for each in sorted(tokenizer.eos_token_ids) if each < vocab_size]
+        if not eos_token_ids:
+            raise _refusal("structured outputs need a tokenizer with an end of sequence")
+        token_ids = np.array(sorted(inner.get_vocab().values()))
+        num_tokens = max(vocab_size, int(token_ids.max()) + 1)
+        try:
+            ll_tokenizer = hf.from_tokenizer(inner, n_vocab=num_tokens, eos_token=eos_token_ids)
+        except Exception as error:
+            raise _refusal(f"llguidance can't use the tokenizer: {reason(error)}") from error
+        num_words = (ll_tokenizer.vocab_size + 31) // 32
+        bits = np.zeros(num_words * 32, np.bool_)
+        bits[token_ids] = True
+        bits[eos_token_ids] = False
+        unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
+        special = {str(added): token for token, added in inner.added_tokens_decoder.items()}
+        light = {"num_tokens": num_tokens, "special": special, "eos": eos_token_ids}
+        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
+        line_breaks = frozenset(
+            tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] < vocab_size
+        )
+        return cls(ll_tokenizer, vocab_size, num_words, unstructured, light, line_breaks)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """The grammar of a request's answers.
+
+    Attributes:
+        matcher: in the state at the beginning of an answer; copied for each, and never modified.
+        begin_after: token ids that end the reasoning, after which the structure begins.
+        reasoning_start: token ids that begin the reasoning. Without them, the structure begins at
+            the first token.
+    """
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    begin_after: tuple[int, ...] = ()
+    reasoning_start: tuple[int, ...] = ()
+
+
+def _refusal(message: str) -> ArgumentError:
+    """The error of a request whose ``structured_outputs`` are not supported."""
+    return ArgumentError(f"[structured_outputs] {message}", "structured_outputs")
 
 
 class GrammarCompiler:
@@ -118,7 +200,7 @@ class GrammarCompiler:
         impossible.
         """
         if self._tokenizer is None:
-            raise refusal("structured outputs need a tokenizer")
+            raise _refusal("structured outputs need a tokenizer")
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary.read(self._tokenizer, self._vocab_size)
@@ -132,137 +214,31 @@ def _remember(values: OrderedDict[K, V], key: K, value: V, most: int) -> None:
         values.popitem(last=False)
 
 
-class GrammarState:
-    """The state of an answer in its grammar. Tokens are only appended, and each is read once."""
-
-    def __init__(self, grammar: CompiledGrammar):
-        self.vocabulary = grammar.vocabulary
-        self._begin_after = grammar.begin_after
-        self._reasoning_start = grammar.reasoning_start
-        self._matcher = grammar.matcher.deep_copy()
-        self._num_read = 0  # tokens of the answer
-        self._is_structured = not grammar.begin_after
-        self._num_free_breaks = 0  # that may still come before the structure
-
-    def fill_mask(self, completion: Completion, mask: np.ndarray) -> None:
-        """Fill the mask of the tokens that may come next.
-
-        Args:
-            mask: ``[num_words] uint32``, one bit per token, the lowest first.
-
-        Raises:
-            StructuredOutputError: the answer has left its grammar, or the grammar is too complex.
-        """
-        self._read_new_tokens(completion)
-        num_tokens, start = completion.num_output_tokens, self._reasoning_start
-        is_opening = not self._is_structured and num_tokens < len(start)
-        if self._is_structured or (is_opening and num_tokens == 0):
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._check("can't go on")
-        else:
-            mask[:] = 0 if is_opening else self.vocabulary.unstructured
-        more = [start[num_tokens]] if is_opening else []
-        if self._num_free_breaks:
-            more += self.vocabulary.line_breaks
-        for token in more:
-            word, bit = divmod(token, 32)
-            mask[word] |= np.uint32(1 << bit)
-
-    def _read_new_tokens(self, completion: Completion) -> None:
-        if self._is_structured:
-            tokens = completion.token_ids[completion.num_prompt_tokens + self._num_read :]
-        else:
-            tokens = self._find_structure(completion.output_token_ids, self._num_read)
-        if self._num_free_breaks:
-            tokens = self._without_breaks(tokens)
-        if tokens and not self._matcher.consume_tokens(tokens):
-            self._check("left its grammar")
-        self._num_read = completion.num_output_tokens
-
-    def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
-        """The tokens of the structure, which begins after the reasoning."""
-        start, end = self._reasoning_start, self._begin_after
-        if tuple(answer[: len(start)]) != start[: len(answer)]:
-            self._is_structured = True
-            return answer
-        for place in range(max(num_read + 1, len(start) + len(end)), len(answer) + 1):
-            if tuple(answer[place - len(end) : place]) == end:
-                self._is_structured = True
-                self._num_free_breaks = MAX_LINE_BREAKS
-                return answer[place:]
-        return []
-
-    def _without_breaks(self, tokens: list[int]) -> list[int]:
-        """The tokens of the structure after leading line breaks."""
-        for number, token in enumerate(tokens):
-            if not self._num_free_breaks or token not in self.vocabulary.line_breaks:
-                self._num_free_breaks = 0
-                return tokens[number:]
-            self._num_free_breaks -= 1
-        return []
-
-    def _check(self, what: str) -> None:
-        if self._matcher.is_error():
-            raise StructuredOutputError(
-                f"[structured_outputs] the answer {what}: {_message(self._matcher)}"
-            )
-
-
-def fill_masks(
-    states: Sequence[GrammarState], completions: Sequence[Completion]
-) -> tuple[np.ndarray, dict[int, Exception]]:
-    """The tokens that may come next, ``[num_completions, vocab_size] bool``, and errors by entry. A
-    failed request may have any token.
-    """
-    vocabulary = states[0].vocabulary
-    words = np.empty((len(states), vocabulary.num_words), np.uint32)
-    failed: dict[int, Exception] = {}
-    for entry, (state, completion) in enumerate(zip(states, completions, strict=True)):
-        try:
-            state.fill_mask(completion, words[entry])
-        except BaseException as error:  # Panics of Rust are not Exceptions.
-            failed[entry] = request_error(error)
-            words[entry] = vocabulary.unstructured
-    # Unpacking 150,000 bits takes 8 us here, and each operation on the device takes as much.
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    return bits[:, : vocabulary.vocab_size].view(np.bool_), failed
-
-
 def _grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar of a request in llguidance's notation."""
-    try:
-        return _exact_grammar_text(params)
-    except InexactError as error:
-        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
-
-
-def _exact_grammar_text(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    if params.kind in ("json", "json_object"):
-        schema = '{"type": "object"}' if params.json is None else str(params.json)
-        if '"oneOf"' in schema:
-            schema = dumps(one_of_as_any_of(loads(schema)))
-        options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
-        exact = exact_json(loads(schema), options) if schema != "true" else None
+    try:
+        if params.choice is not None:
+            # The strings of Lark have the escapes of JSON.
+            return "start: " + " | ".join(map(dumps, params.choice))
+        if params.regex is not None:
+            return str(LLMatcher.grammar_from_regex(params.regex))
+        if params.grammar is not None:
+            return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar)))
+        schema = {"type": "object"} if params.json is None else loads(str(params.json))
+        schema = {} if schema is True else one_of_as_any_of(schema)
+        options: Any = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
+        exact = exact_json(schema, options)
         if exact is not None:
             return str(LLMatcher.grammar_from_lark(exact))
-        try:
-            text: str = LLMatcher.grammar_from_json_schema(
-                "{}" if schema == "true" else schema,
-                overrides=options,  # type: ignore[arg-type]
-            )
-        except ValueError as error:  # JSON in Rust has no lone surrogates.
-            raise ArgumentError(
-                f"[structured_outputs] json can't be compiled: {one_line(error)}", "json"
-            ) from error
-        return text
-    if params.choice is not None:
-        # The strings of Lark have the escapes of JSON.
-        return "start: " + " | ".join(map(dumps, params.choice))
-    if params.regex is not None:
-        return str(LLMatcher.grammar_from_regex(params.regex))
-    return str(LLMatcher.grammar_from_lark(with_exact_integers(params.grammar or "")))
+        return str(LLMatcher.grammar_from_json_schema(dumps(schema), overrides=options))
+    except InexactError as error:
+        raise ArgumentError(f"[structured_outputs] {params.kind} {error}", params.kind) from error
+    except ValueError as error:  # JSON in Rust has no lone surrogates.
+        raise ArgumentError(
+            f"[structured_outputs] {params.kind} can't be compiled: {one_line(error)}", params.kind
+        ) from error
 
 
 class _GrammarError(ArgumentError):
@@ -277,7 +253,7 @@ def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
     try:
         failure = _trials.failure_of(text, vocabulary.light)
     except OSError as error:
-        raise refusal(
+        raise _refusal(
             "grammars are first compiled in a separate process, which can't be started: "
             f"{reason(error)}"
         ) from error
@@ -293,21 +269,21 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise _GrammarError(
-            f"[structured_outputs] {kind} can't be compiled: {_message(matcher, kind)}", kind
+            f"[structured_outputs] {kind} can't be compiled: {matcher_error(matcher, kind)}", kind
         )
     # The first mask shows whether there is any answer, and fills caches that copies share.
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error() or not mask.any():
         raise _GrammarError(
             f"[structured_outputs] no answer of this vocabulary is in {kind}: "
-            f"{_message(matcher, kind)}",
+            f"{matcher_error(matcher, kind)}",
             kind,
         )
     return matcher
 
 
-def _message(matcher: LLMatcher, kind: str = "grammar") -> str:
-    """The matcher's error, with a place in the grammar only if the user has written it."""
+def matcher_error(matcher: LLMatcher, kind: str = "grammar") -> str:
+    """What is wrong, with a place in the grammar only if the user has written it."""
     text = matcher.get_error().replace("<non-verbose/>", "")
     text = _LINES_OF_GRAMMAR.split(text)[0]
     if kind != "grammar":
@@ -320,14 +296,13 @@ _starting = threading.Lock()
 
 def _on_large_stack(work: Callable[[], T]) -> T:
     """Run a function in a thread whose stack is large enough for deep grammars."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            result.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
     thread = threading.Thread(target=run, name="mlx_paged grammar", daemon=True)
     with _starting:
@@ -336,7 +311,6 @@ def _on_large_stack(work: Callable[[], T]) -> T:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise request_error(errors[0])
-    return results[0]
+    if (error := result.exception()) is not None:
+        raise request_error(error)
+    return result.result()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 # Seconds. Compiling takes milliseconds of CPU time, and hundreds of them for large schemas. TIMEOUT
@@ -79,15 +79,15 @@ class TrialProcess:
         for its end.
 
         Args:
-            vocabulary: from :func:`light_vocabulary`.
+            vocabulary: its size (``num_tokens``), ``special`` tokens by name, and the ``eos`` ids.
 
         Raises:
             OSError: the process can't be started.
         """
         with self._one_at_a_time:
-            return self._failure_of(text, vocabulary)
+            return self._try(text, vocabulary)
 
-    def _failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
+    def _try(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
         process, is_late = self._started(), threading.Event()
         # It is reused only after it has answered: an answer that comes after an interrupt must not
         # be taken for that to the next grammar.
@@ -130,13 +130,6 @@ class TrialProcess:
             )
             self._end = weakref.finalize(self, _end, self._process)
         return self._process
-
-
-def light_vocabulary(
-    num_tokens: int, special: Mapping[str, int], eos_token_ids: Sequence[int]
-) -> dict[str, Any]:
-    """The part of a vocabulary that a trial needs: its size, and special tokens by name."""
-    return {"num_tokens": num_tokens, "special": dict(special), "eos": list(eos_token_ids)}
 
 
 def _ask(process: subprocess.Popen[str], question: Mapping[str, Any]) -> str:

@@ -16,10 +16,9 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.logprobs import ScoredPrompt
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
-from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
-from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.engine.sampler import NO_TOKENS, LogprobReport, SampledTokens
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 
@@ -38,7 +37,7 @@ class StepInFlight:
     batch: Batch
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
-    scored: list[ScoredPrompt] = field(default_factory=list)
+    scored: list[tuple[Completion, LogprobReport]] = field(default_factory=list)
     forks: list[Completion] = field(default_factory=list)
 
     def first_row_of(self, part: Scheduled) -> int:

@@ -1,4 +1,4 @@
-"""Sample the next token of each request from one batch of logits.
+"""Sample the next token of each request from one batch of logits, and score tokens of prompts.
 
 The token of a request depends on its own logits, tokens and parameters, never on the rest of the
 batch: each draw has its own key, and an error in a request's settings fails only that request. The
@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.engine.grammar import fill_masks
-from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
+from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling_state import (
     Filters,
     SamplingState,
     allow_tokens,
+    fill_masks,
+    filter_logprobs,
     force_tokens,
     mask_tokens,
 )
@@ -35,6 +35,82 @@ from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.request import Logprob
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class LogprobReport(NamedTuple):
+    """The log-probabilities of a token in each row of logits and of the most likely tokens there,
+    launched and not waited for.
+    """
+
+    tokens: mx.array  # [num_rows]
+    chosen: mx.array  # [num_rows], the log-probabilities of these tokens
+    ranks: mx.array  # [num_rows], of these tokens
+    top_ids: mx.array  # [num_rows, num_top], the most likely tokens in any order
+    top: mx.array  # [num_rows, num_top], their log-probabilities
+    num_wanted: Sequence[int]  # [num_rows], how many of the most likely tokens are read
+
+    def read(self) -> list[dict[int, Logprob]]:
+        """For each row, log-probabilities by rank, then by token id, followed by that of the row's
+        own token unless it is among the most likely ones.
+        """
+        results: list[dict[int, Logprob]] = []
+        columns = [cast(list[Any], column.tolist()) for column in self[:-1]]
+        for token, own, own_rank, top_ids, top, count in zip(
+            *columns, self.num_wanted, strict=True
+        ):
+            best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            row = {
+                top_token: Logprob(logprob, rank)
+                for rank, (logprob, top_token) in enumerate(best[:count], 1)
+            }
+            row.setdefault(token, Logprob(own, own_rank))
+            results.append(row)
+        return results
+
+
+def report_logprobs(
+    logits: mx.array,  # [num_rows, vocab_size], the model's own
+    tokens: mx.array,  # [num_rows]
+    num_wanted: Sequence[int],  # [num_rows]
+) -> LogprobReport:
+    """The log-probabilities of a token in each row, and of the most likely tokens there."""
+    logprobs = log_softmax(logits)
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    ranks = 1 + (logprobs > chosen).sum(axis=-1)
+    num_top = min(max(num_wanted), logprobs.shape[-1])
+    top_ids = mx.argpartition(-logprobs, kth=max(num_top - 1, 0), axis=-1)[:, :num_top]
+    top = mx.take_along_axis(logprobs, top_ids, axis=-1)
+    return LogprobReport(tokens, chosen[:, 0], ranks, top_ids, top, num_wanted)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """``[num_rows, vocab_size]`` float32."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def score_prompts(
+    logits: mx.array,  # [num_rows, vocab_size], of a step
+    scheduled: Iterable[Scheduled],
+) -> list[tuple[Completion, LogprobReport]]:
+    """Launch the computation of the log-probabilities that requests of a step need for the next
+    tokens of their prompts.
+    """
+    scored: list[tuple[Completion, LogprobReport]] = []
+    first_row = 0
+    for part in scheduled:
+        completion, num_rows = part.completion, part.num_scored_rows
+        if num_rows and not completion.is_finished:
+            # The logits of a row are for the token after it.
+            first = part.start + part.num_new_tokens - part.num_logit_rows + 1
+            tokens = mx.array(completion.token_ids[first : first + num_rows], dtype=mx.int32)
+            count = completion.request.params.prompt_logprobs or 0
+            rows = logits[first_row : first_row + num_rows]
+            report = report_logprobs(rows, tokens, [count] * num_rows)
+            mx.async_eval(report)
+            scored.append((completion, report))
+        first_row += part.num_logit_rows
+    return scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +123,7 @@ class SampledTokens:
         may_have_none: entries whose settings may exclude all tokens.
         peaks: ``[len(may_have_none)]``, their highest logits.
         drawn: tokens from the requests' own samplers, by entry: ``[1]`` integers, not checked yet.
+        report: of the requests with ``logprobs``, in their order.
         rows: ``[num_completions, vocab_size]``, the logits that the tokens were sampled from: after
             penalties, masks and processors, before temperature, filters and samplers. ``None`` if
             nothing was sampled.
@@ -54,13 +131,11 @@ class SampledTokens:
     """
 
     completions: Sequence[Completion]
-    states: Sequence[SamplingState]
     token_ids: mx.array
     failed: dict[int, Exception] = field(default_factory=dict)
     may_have_none: Sequence[int] = ()
     peaks: mx.array | None = None
     drawn: dict[int, mx.array] = field(default_factory=dict)
-    vocab_size: int = 0
     report: LogprobReport | None = None
     rows: mx.array | None = None
     positions: Sequence[int] = ()
@@ -78,20 +153,22 @@ class SampledTokens:
                     failed.setdefault(entry, error)
         for entry, drawn in self.drawn.items():
             (token,) = cast(list[int], drawn.tolist())
-            if not 0 <= token < self.vocab_size:
-                failed.setdefault(entry, _no_such_token(token, self.vocab_size))
+            assert self.rows is not None
+            if not 0 <= token < self.rows.shape[-1]:
+                failed.setdefault(entry, _no_such_token(token, self.rows.shape[-1]))
         if not failed and self.report is None:
             return list(map(SampledToken, token_ids))
-        logprobs = {}
+        logprobs: dict[int, dict[int, Logprob]] = {}
         if self.report is not None:
-            logprobs = _read_logprobs(self.report, token_ids, self.states)
+            entries = entries_with_logprobs(self.completions)
+            logprobs = dict(zip(entries, self.report.read(), strict=True))
         return [
             failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
             for entry, token in enumerate(token_ids)
         ]
 
 
-NO_TOKENS = SampledTokens((), (), mx.array([], dtype=mx.int32))
+NO_TOKENS = SampledTokens((), mx.array([], dtype=mx.int32))
 
 
 def sample(
@@ -119,7 +196,8 @@ def sample(
     if wanted_rows != list(range(logits.shape[0])):
         logits = logits[mx.array(wanted_rows, dtype=mx.int32)]
     if all_plain:
-        sampled = _draw_plainly(logits, completions, states)
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        sampled = SampledTokens(completions, tokens, rows=logits)
     else:
         positions = [completion.num_output_tokens for completion in completions]
         if num_before is not None:
@@ -150,13 +228,6 @@ def state_of(completion: Completion, vocab_size: int) -> SamplingState:
     return state
 
 
-def _draw_plainly(
-    logits: mx.array, completions: Sequence[Completion], states: Sequence[SamplingState]
-) -> SampledTokens:
-    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    return SampledTokens(completions, states, tokens, rows=logits)
-
-
 def _draw_with_settings(
     logits: mx.array,  # [num_completions, vocab_size]
     completions: Sequence[Completion],
@@ -172,12 +243,10 @@ def _draw_with_settings(
     processed = force_tokens(processed, completions, [state.thinking_budget for state in states])
     tokens = _draw(processed, states, positions).astype(mx.int32)
     drawn = _run_samplers(processed, tokens, completions, failed)
-    report = _report_logprobs(logits, tokens, states)
-    vocab_size = logits.shape[-1]
+    report = _report_logprobs(logits, tokens, completions)
     return SampledTokens(
-        completions, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed,
-        positions,
-    )  # fmt: skip
+        completions, tokens, failed, changed, peaks, drawn, report, processed, positions
+    )
 
 
 def _adjust(
@@ -196,10 +265,7 @@ def _adjust(
         )
 
     logits = _penalise(logits, completions, states)
-    masks = [state.mask for state in states]
-    if any(mask is not None for mask in masks):
-        logits = mask_tokens(logits, completions, masks)
-    return logits
+    return mask_tokens(logits, completions, [state.mask for state in states])
 
 
 def _keep_to_grammars(
@@ -383,10 +449,9 @@ def _draw(
         if group is None:
             parts.append(mx.argmax(rows, axis=-1))
             continue
-        keys = b"".join([states[entry].draw_key(positions[entry]) for entry in entries])
-        values = np.array([states[entry].filters for entry in entries], np.float32)
-        xtc = _xtc(states, positions, entries) if group.has_xtc else None
-        rows = _filter(log_softmax(rows), mx.array(values.T[:, :, None]), group, xtc)
+        drawn = [(states[entry], positions[entry]) for entry in entries]
+        keys = b"".join([state.draw_key(position) for state, position in drawn])
+        rows = filter_logprobs(log_softmax(rows), group, drawn)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
@@ -396,93 +461,27 @@ def _draw(
 _categorical = mx.vmap(lambda key, row: mx.random.categorical(row, key=key))
 
 
-def _filter(
-    logprobs: mx.array,  # [num_completions, vocab_size]
-    values: mx.array,  # [3, num_requests, 1]
-    group: Filters,
-    xtc: Xtc | None,
-) -> mx.array:
-    """Apply the filters like mlx-lm's ``make_sampler``, in its order, with the temperature last.
-
-    The settings are arrays: mlx-lm compiles its filters, and compiling a kernel for each new value
-    would stall all requests.
-    """
-    scale, top_p, log_min_p = values
-    if group.has_top_p:
-        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
-    if group.has_min_p:  # mlx-lm's apply_min_p takes no array
-        logprobs = mx.where(
-            logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
-        )
-    if xtc is not None:
-        logprobs = _exclude_top_choices(logprobs, xtc)
-    if group.top_k > 0:
-        logprobs = apply_top_k(logprobs, group.top_k)
-    return logprobs * scale
-
-
-class Xtc(NamedTuple):
-    """The settings of XTC for each request of a group."""
-
-    thresholds: mx.array  # [num_completions, 1] float32; infinity leaves a row unchanged
-    spared: tuple[mx.array, mx.array] | None  # rows and token ids that it never removes
-
-
-def _xtc(states: Sequence[SamplingState], positions: Sequence[int], entries: Sequence[int]) -> Xtc:
-    thresholds = [[states[entry].xtc_threshold(positions[entry])] for entry in entries]
-    spared = [
-        (row, token)
-        for row, entry in enumerate(entries)
-        for token in states[entry].xtc_special_tokens
-    ]
-    rows, tokens = zip(*spared, strict=True) if spared else ((), ())
-    return Xtc(mx.array(thresholds), (mx.array(rows), mx.array(tokens)) if spared else None)
-
-
-def _exclude_top_choices(logprobs: mx.array, xtc: Xtc) -> mx.array:
-    """mlx-lm's ``apply_xtc`` after the random decision for each row: remove the tokens above the
-    threshold, except for the least likely of them and special tokens.
-    """
-    probabilities = mx.softmax(logprobs, axis=-1)
-    above = mx.where(probabilities > xtc.thresholds, probabilities, mx.inf)
-    is_removed = probabilities > above.min(axis=-1, keepdims=True)
-    if xtc.spared is not None:
-        is_removed[xtc.spared] = False
-    return mx.where(is_removed, -mx.inf, logprobs)
-
-
 def _report_logprobs(
     logits: mx.array,  # [num_completions, vocab_size], the model's own
     tokens: mx.array,  # [num_completions]
-    states: Sequence[SamplingState],
+    completions: Sequence[Completion],
 ) -> LogprobReport | None:
     """The report for the requests with ``logprobs``; ``None`` if there are none."""
-    num_logprobs = {
-        entry: state.num_logprobs
-        for entry, state in enumerate(states)
-        if state.num_logprobs is not None
-    }
-    if not num_logprobs:
+    entries = entries_with_logprobs(completions)
+    if not entries:
         return None
-    wanted = list(num_logprobs)
-    if len(wanted) < len(states):
-        logits, tokens = logits[mx.array(wanted)], tokens[mx.array(wanted)]
-    return report_logprobs(logits, tokens, max(num_logprobs.values()))
+    if len(entries) < len(completions):
+        logits, tokens = logits[mx.array(entries)], tokens[mx.array(entries)]
+    wanted = [completions[entry].request.params.logprobs or 0 for entry in entries]
+    return report_logprobs(logits, tokens, wanted)
 
 
-def _read_logprobs(
-    report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
-) -> dict[int, dict[int, Logprob]]:
-    """The log-probabilities of each entry by rank, then by token id."""
-    wanted = [
-        (entry, state.num_logprobs)
-        for entry, state in enumerate(states)
-        if state.num_logprobs is not None
+def entries_with_logprobs(completions: Sequence[Completion]) -> list[int]:
+    return [
+        entry
+        for entry, completion in enumerate(completions)
+        if completion.request.params.logprobs is not None
     ]
-    rows = read_report(
-        report, [token_ids[entry] for entry, _ in wanted], [count for _, count in wanted]
-    )
-    return {entry: row for (entry, _), row in zip(wanted, rows, strict=True)}
 
 
 def lazy_array_error(error: BaseException) -> BaseException:

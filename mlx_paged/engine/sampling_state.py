@@ -1,5 +1,6 @@
 """``SamplingState``: what the sampler keeps of a completion between two tokens: its filters, its
-penalties, the tokens that it may not sample, and how much of its thinking budget is left.
+penalties, the tokens that it may not sample, where it is in its grammar, and how much of its
+thinking budget is left.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.answers.tokens import ReasoningLimit
-from mlx_paged.engine.grammar import GrammarState
+from mlx_paged.engine.grammar import CompiledGrammar, matcher_error
 from mlx_paged.engine.request import Completion
+from mlx_paged.errors import request_error
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
+# Models break the line after their reasoning; this many tokens of line breaks are allowed.
+MAX_LINE_BREAKS = 2
 # The last tokens of sequences that must not be completed, by the tokens before them.
 _Ends = dict[tuple[int, ...], list[int]]
 
@@ -94,21 +99,6 @@ def mask_tokens(
     return logits
 
 
-def allow_tokens(
-    logits: mx.array,  # [num_completions, vocab_size]
-    entries: list[int],  # [num_masked]
-    allowed: np.ndarray,  # [num_masked, vocab_size] bool
-) -> mx.array:
-    """The logits with -inf for the tokens that these entries don't allow, as a new array."""
-    if len(entries) == logits.shape[0]:
-        return mx.where(mx.array(allowed), logits, -mx.inf)
-    chosen = mx.array(entries)
-    rows = mx.where(mx.array(allowed), logits[chosen], -mx.inf)
-    logits = mx.array(logits)
-    logits[chosen] = rows
-    return logits
-
-
 def _split(sequences: Iterable[Sequence[int]]) -> tuple[list[int], _Ends]:
     """The single tokens, and the last tokens of longer sequences by the tokens before them."""
     single: list[int] = []
@@ -128,6 +118,121 @@ def _ends_of(ends: _Ends, token_ids: Sequence[int], num_output_tokens: int) -> l
         if length <= num_output_tokens:
             found += ends.get(tuple(token_ids[-length:]), ())
     return found
+
+
+class StructuredOutputError(ValueError):
+    """An answer can't be continued within its grammar."""
+
+
+class GrammarState:
+    """The state of an answer in its grammar. Tokens are only appended, and each is read once."""
+
+    def __init__(self, grammar: CompiledGrammar):
+        self.vocabulary = grammar.vocabulary
+        self._begin_after = grammar.begin_after
+        self._reasoning_start = grammar.reasoning_start
+        self._matcher = grammar.matcher.deep_copy()
+        self._num_read = 0  # tokens of the answer
+        self._is_structured = not grammar.begin_after
+        self._num_free_breaks = 0  # that may still come before the structure
+
+    def fill_mask(self, completion: Completion, mask: np.ndarray) -> None:
+        """Fill the mask of the tokens that may come next.
+
+        Args:
+            mask: ``[num_words] uint32``, one bit per token, the lowest first.
+
+        Raises:
+            StructuredOutputError: the answer has left its grammar, or the grammar is too complex.
+        """
+        self._read_new_tokens(completion)
+        num_tokens, start = completion.num_output_tokens, self._reasoning_start
+        is_opening = not self._is_structured and num_tokens < len(start)
+        if self._is_structured or (is_opening and num_tokens == 0):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check("can't go on")
+        else:
+            mask[:] = 0 if is_opening else self.vocabulary.unstructured
+        more = [start[num_tokens]] if is_opening else []
+        if self._num_free_breaks:
+            more += self.vocabulary.line_breaks
+        for token in more:
+            word, bit = divmod(token, 32)
+            mask[word] |= np.uint32(1 << bit)
+
+    def _read_new_tokens(self, completion: Completion) -> None:
+        if self._is_structured:
+            tokens = completion.token_ids[completion.num_prompt_tokens + self._num_read :]
+        else:
+            tokens = self._find_structure(completion.output_token_ids, self._num_read)
+        if self._num_free_breaks:
+            tokens = self._without_breaks(tokens)
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._check("left its grammar")
+        self._num_read = completion.num_output_tokens
+
+    def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
+        """The tokens of the structure, which begins after the reasoning."""
+        start, end = self._reasoning_start, self._begin_after
+        if tuple(answer[: len(start)]) != start[: len(answer)]:
+            self._is_structured = True
+            return answer
+        for place in range(max(num_read + 1, len(start) + len(end)), len(answer) + 1):
+            if tuple(answer[place - len(end) : place]) == end:
+                self._is_structured = True
+                self._num_free_breaks = MAX_LINE_BREAKS
+                return answer[place:]
+        return []
+
+    def _without_breaks(self, tokens: list[int]) -> list[int]:
+        """The tokens of the structure after leading line breaks."""
+        for number, token in enumerate(tokens):
+            if not self._num_free_breaks or token not in self.vocabulary.line_breaks:
+                self._num_free_breaks = 0
+                return tokens[number:]
+            self._num_free_breaks -= 1
+        return []
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise StructuredOutputError(
+                f"[structured_outputs] the answer {what}: {matcher_error(self._matcher)}"
+            )
+
+
+def fill_masks(
+    states: Sequence[GrammarState], completions: Sequence[Completion]
+) -> tuple[np.ndarray, dict[int, Exception]]:
+    """The tokens that may come next, ``[num_completions, vocab_size] bool``, and errors by entry. A
+    failed request may have any token.
+    """
+    vocabulary = states[0].vocabulary
+    words = np.empty((len(states), vocabulary.num_words), np.uint32)
+    failed: dict[int, Exception] = {}
+    for entry, (state, completion) in enumerate(zip(states, completions, strict=True)):
+        try:
+            state.fill_mask(completion, words[entry])
+        except BaseException as error:  # Panics of Rust are not Exceptions.
+            failed[entry] = request_error(error)
+            words[entry] = vocabulary.unstructured
+    # Unpacking 150,000 bits takes 8 us here, and each operation on the device takes as much.
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return bits[:, : vocabulary.vocab_size].view(np.bool_), failed
+
+
+def allow_tokens(
+    logits: mx.array,  # [num_completions, vocab_size]
+    entries: list[int],  # [num_masked]
+    allowed: np.ndarray,  # [num_masked, vocab_size] bool
+) -> mx.array:
+    """The logits with -inf for the tokens that these entries don't allow, as a new array."""
+    if len(entries) == logits.shape[0]:
+        return mx.where(mx.array(allowed), logits, -mx.inf)
+    chosen = mx.array(entries)
+    rows = mx.where(mx.array(allowed), logits[chosen], -mx.inf)
+    logits = mx.array(logits)
+    logits[chosen] = rows
+    return logits
 
 
 class ThinkingBudget:
@@ -216,11 +321,10 @@ class SamplingState:
 
     def __init__(self, completion: Completion, vocab_size: int):
         params = completion.request.params
-        self.num_logprobs = params.logprobs
         self.group: Filters | None = None
         self.filters = 0.0, 0.0, 0.0
         self._xtc_probability, self._xtc_threshold = params.xtc_probability, params.xtc_threshold
-        self.xtc_special_tokens = [int(token) for token in params.xtc_special_tokens]
+        self.xtc_spared = [int(token) for token in params.xtc_special_tokens]
         if not params.is_greedy:
             top_k = int(params.top_k) if 0 < params.top_k < vocab_size else 0
             has_xtc = params.xtc_probability > 0
@@ -254,7 +358,7 @@ class SamplingState:
             params.sampler is None
             and self.group is None
             and self.penalties is None
-            and self.num_logprobs is None
+            and params.logprobs is None
             and self.grammar is None
             and self.thinking_budget is None
             and not self.may_leave_nothing
@@ -299,3 +403,46 @@ class SamplingState:
         key = self.key.copy()
         key.update(position.to_bytes(8, "little"))
         return key.digest()
+
+
+def filter_logprobs(
+    logprobs: mx.array,  # [num_requests, vocab_size]
+    group: Filters,
+    drawn: Sequence[tuple[SamplingState, int]],  # [num_requests], with their positions
+) -> mx.array:
+    """Apply the filters like mlx-lm's ``make_sampler``, in its order, with the temperature last.
+
+    The settings are arrays: mlx-lm compiles its filters, and compiling a kernel for each new value
+    would stall all requests.
+    """
+    values = np.array([state.filters for state, _ in drawn], np.float32)
+    scale, top_p, log_min_p = mx.array(values.T[:, :, None])
+    if group.has_top_p:
+        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
+    if group.has_min_p:  # mlx-lm's apply_min_p takes no array
+        logprobs = mx.where(
+            logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
+        )
+    if group.has_xtc:
+        logprobs = _exclude_top_choices(logprobs, drawn)
+    if group.top_k > 0:
+        logprobs = apply_top_k(logprobs, group.top_k)
+    return logprobs * scale
+
+
+def _exclude_top_choices(
+    logprobs: mx.array, drawn: Sequence[tuple[SamplingState, int]]
+) -> mx.array:
+    """mlx-lm's ``apply_xtc`` after the random decision for each row: remove the tokens above the
+    threshold, except for the least likely of them and special tokens.
+    """
+    # Infinity leaves a row unchanged.
+    thresholds = mx.array([[state.xtc_threshold(position)] for state, position in drawn])
+    probabilities = mx.softmax(logprobs, axis=-1)
+    above = mx.where(probabilities > thresholds, probabilities, mx.inf)
+    is_removed = probabilities > above.min(axis=-1, keepdims=True)
+    spared = [(row, token) for row, (state, _) in enumerate(drawn) for token in state.xtc_spared]
+    if spared:
+        rows, tokens = zip(*spared, strict=True)
+        is_removed[mx.array(rows), mx.array(tokens)] = False
+    return mx.where(is_removed, -mx.inf, logprobs)

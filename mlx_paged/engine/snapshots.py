@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from mlx.nn.layers.base import Module
 
+from mlx_paged.argument_values import BOOL
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.cache.transfer import load_prefix, store_blocks
 from mlx_paged.core import Checkpoint, ComputedBlocks, KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
-from mlx_paged.domains import BOOL
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity, code_of

@@ -16,11 +16,10 @@ from mlx_paged.core.tier import LostBlockError
 from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Completion, Request, SampledToken
-from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens, sample, state_of
+from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens, sample, score_prompts, state_of
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
@@ -233,7 +232,7 @@ class Steps:
         step = self.in_flight[0]
         with self._device_work():
             results = self._read(step.sampled)
-            scores = [(prompt.completion, prompt.read()) for prompt in step.scored]
+            scores = [(completion, report.read()) for completion, report in step.scored]
             # A chunk of a prompt has no tokens to wait for. The last step in flight leaves nothing
             # lazy: with a pending read of a slab, the next write would copy it.
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
@@ -493,4 +492,4 @@ def sample_nothing(
     """In place of :func:`mlx_paged.engine.sampler.sample` on a follower, which gets the tokens of
     rank 0.
     """
-    return SampledTokens(completions, (), mx.zeros((len(completions),), dtype=mx.int32))
+    return SampledTokens(completions, mx.zeros((len(completions),), dtype=mx.int32))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from mlx_paged.argument_values import AT_LEAST_1
 from mlx_paged.command_line.parser import Parser
 from mlx_paged.config import KV_FORMAT, NBYTES, KVBits
-from mlx_paged.domains import AT_LEAST_1
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:

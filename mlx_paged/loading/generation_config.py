@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.domains import BOOL, SHARE, Domain, is_number
+from mlx_paged.argument_values import BOOL, SHARE, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf

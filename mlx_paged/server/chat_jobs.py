@@ -17,6 +17,7 @@ from mlx_paged.conversation_encoder import Prompt
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput
+from mlx_paged.sampling_declarations import StructuredOutputsParams
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.errors import ApiError
@@ -32,7 +33,6 @@ from mlx_paged.server.grammars.tool_grammar import (
 from mlx_paged.server.idle_prefill import Upcoming
 from mlx_paged.server.sampling_fields import made_params
 from mlx_paged.server.service import Service
-from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.chat_template import ChatTemplateError
-from mlx_paged.engine.grammar import StructuredOutputError
+from mlx_paged.engine.sampling_state import StructuredOutputError
 from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (
     ArgumentError,

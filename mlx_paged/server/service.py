@@ -19,6 +19,7 @@ from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_declarations import KINDS, StructuredOutputsParams
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import ReadAnswer
 from mlx_paged.server.fair_threads import FairThreads, Work
@@ -29,7 +30,6 @@ from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.responses.kept_items import KeptItems
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
-from mlx_paged.structured_outputs import KINDS, StructuredOutputsParams
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.answers.arguments import Parameters
+from mlx_paged.answers.json_schema import Parameters
 from mlx_paged.answers.literals import as_json
 
 ANY_OF = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -120,3 +120,11 @@ def test_json_is_put_right_or_refused(text, expected):
         assert found is None or found == text  # within Python's own limit
     else:
         assert found == expected
+
+
+def test_each_reference_is_followed_once():
+    many = [{"$ref": "#/$defs/a"}] * 50
+    schema = {"$ref": "#/$defs/a"}
+    defs = {"a": {"anyOf": [*many, {"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"const": 5}, *many]}}
+    assert converted(schema, "5", **{"$defs": defs}) == "5"
+    assert converted(schema, "x", **{"$defs": defs}) == '"x"'

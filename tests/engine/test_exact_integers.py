@@ -13,9 +13,15 @@ from helpers.grammar_walks import random_answer
 from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
-from mlx_paged.engine.exact_integers import exact_json, with_exact_integers
+from mlx_paged.engine.exact_integers import (
+    InexactError,
+    exact_json,
+    has_exact_bounds,
+    is_rounded,
+    pattern_within_bounds,
+    with_exact_integers,
+)
 from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.json_schema import has_exact_bounds, is_rounded, pattern_within_bounds
 from mlx_paged.errors import ArgumentError
 
 BIG = 1234567890123456789  # in float64, ...768
@@ -366,3 +372,19 @@ def test_a_large_schema_takes_no_long_to_rewrite():
     schema = {"properties": many, "$defs": {**defs, "d400": IDS}}
     exact = exact_json(schema, {"whitespace_flexible": False})
     assert exact is not None and exact.count("exact_0_ref_") > 400
+
+
+def test_a_schema_whose_definitions_would_be_repeated_for_ever_is_refused():
+    defs = {
+        f"d{number}": {"properties": {"n": {"$ref": f"#/$defs/d{number + 1}"}}}
+        for number in range(2500)
+    }
+    names = {f"p{number}": {"$ref": f"#/$defs/d{number}"} for number in range(2500)}
+    schema = {"properties": {**names, "id": IDS}, "$defs": {**defs, "d2500": {"type": "string"}}}
+    with pytest.raises(InexactError, match="beside too many references"):
+        exact_json(schema, {"whitespace_flexible": False})
+
+
+def test_a_definition_that_nothing_refers_to_may_be_malformed():
+    exact = exact_json({"const": BIG, "$defs": {"a": {"minItems": True}}}, {})
+    assert exact is not None and str(BIG) in exact and "minItems" not in exact

@@ -14,8 +14,8 @@ from helpers.json_schemas import is_valid, random_one_of
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_paged import StructuredOutputsParams
+from mlx_paged.answers.json_schema import one_of_as_any_of
 from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.json_schema import one_of_as_any_of
 from mlx_paged.errors import ArgumentError
 
 

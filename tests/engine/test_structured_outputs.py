@@ -42,15 +42,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import AsyncEngine, SamplingParams, StructuredOutputsParams
 from mlx_paged.engine import grammar, grammar_trial
-from mlx_paged.engine.compiled_grammar import CompiledGrammar
-from mlx_paged.engine.grammar import (
-    GrammarCompiler,
-    GrammarState,
-    StructuredOutputError,
-    fill_masks,
-)
+from mlx_paged.engine.grammar import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.request import Completion, Request, TokenRules
 from mlx_paged.engine.sampler import sample
+from mlx_paged.engine.sampling_state import GrammarState, StructuredOutputError, fill_masks
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput, RequestOutput
 

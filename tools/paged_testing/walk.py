@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx_paged
 from mlx_paged import LLM, SamplingParams, demo_model_path
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine import sampler
+from mlx_paged.engine import steps
 from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.text_stream import TextStream
@@ -59,7 +59,7 @@ STATIONS: tuple[tuple[Any, str], ...] = (
     (RequestQueues, "add"),
     (KVCacheManager, "allocate_slots"),
     (ReferenceBackend, "update_and_attend"),
-    (sampler, "_draw_plainly"),
+    (steps, "sample"),
     (Scheduler, "append_token"),
     (TextStream, "add"),
     (RequestOutput, "__init__"),
@@ -82,10 +82,10 @@ def walk() -> list[Call]:
 
         return call
 
-    llm = LLM(demo_model_path(), run_ahead=False)
     for station in STATIONS:
         setattr(*station, noting(station))
     try:
+        llm = LLM(demo_model_path(), run_ahead=False)
         llm.generate("The code of apple is 4821.", SamplingParams(max_tokens=4, temperature=0))
     finally:
         for station in STATIONS:

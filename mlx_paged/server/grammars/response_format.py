@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from mlx_paged.errors import ArgumentError, one_line
+from mlx_paged.sampling_declarations import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.schemas import Body, OneOf, fixed, refused
-from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
 
 class Wanted(NamedTuple):

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from json import dumps
 from typing import Any, NamedTuple, TypeAlias
 
-from mlx_paged.answers.arguments import Parameters
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.answers.formats import CallFormat, Headed, Tags
-from mlx_paged.engine.json_schema import one_of_as_any_of
+from mlx_paged.answers.json_schema import Parameters, one_of_as_any_of
 
 # JSON on one line, with an optional space after commas and colons.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}

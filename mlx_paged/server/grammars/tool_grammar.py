@@ -22,13 +22,13 @@ from typing import Any
 
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.sampling_declarations import StructuredOutputsParams
 from mlx_paged.server.grammars.tool_call_grammars import (
     Function,
     call_rules,
     json_objects,
     json_rule,
 )
-from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 from starlette.responses import Response
 
+from mlx_paged.argument_values import check_token_ids
 from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
@@ -26,7 +27,6 @@ from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
 from mlx_paged.server.schemas import OneOf, fixed, refused
 from mlx_paged.server.service import Service
-from mlx_paged.token_ids import check_token_ids
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts times completions

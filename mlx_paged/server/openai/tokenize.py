@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from mlx_paged.argument_values import check_token_ids
 from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.context import RequestContext
@@ -18,7 +19,6 @@ from mlx_paged.server.openai.messages import Conversation, Tool, read_messages, 
 from mlx_paged.server.openai.options import ModelFields
 from mlx_paged.server.sampling_fields import TokenIds
 from mlx_paged.server.schemas import Children, fixed
-from mlx_paged.token_ids import check_token_ids
 
 
 class TokenizeRequest(ModelFields):
