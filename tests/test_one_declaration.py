@@ -170,9 +170,7 @@ def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
         "`their_limit` |",
         "| `dummy_share` | `float` | `0.25` | a share that does nothing, 0 to 1. | "
         "`--dummy-share` | `their_share` |",
-        "| `--dummy-limit N` | a limit that does nothing (default: none) |",
         "| `--dummy-name DUMMY_NAME` | names that do nothing |",
-        "| `--dummy-share DUMMY_SHARE` | a share that does nothing, 0 to 1 (default: 0.25) |",
     }
 
 

@@ -7,6 +7,7 @@ their markers.
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
+Whole tables of the flags of a program leave out those whose option has the same help and default.
 The other tables are ``sampling parameters``, ``chat commands``, ``chat flags``, ``server flags``,
 ``cache verbs``, ``cache flags``, ``fit flags``, ``list flags``, ``endpoints`` and ``metrics``.
 """
@@ -83,7 +84,8 @@ def with_tables(page: str) -> str:
         rows = _OF_A_SERVER[title]() if title in _OF_A_SERVER else tables[title]
         columns = _COLUMNS[title][names is not None]
         if names is None:
-            return "\n".join((begin.rstrip("\n"), *_table(columns, rows.values()), end))
+            shown = _own(rows, tables) if title in ("chat flags", "server flags") else rows.values()
+            return "\n".join((begin.rstrip("\n"), *_table(columns, shown), end))
         chosen = re.split(r",\s+", names)
         lines = [*_table(columns, [_short(rows[name]) for name in chosen if name != "..."])]
         if "..." in chosen:
@@ -93,6 +95,17 @@ def with_tables(page: str) -> str:
         return "\n".join((begin.rstrip("\n"), *lines, end))
 
     return _MARKED.sub(marked, page)
+
+
+def _own(flags: Mapping[str, Row], tables: Mapping[str, Mapping[str, Row]]) -> list[Row]:
+    """The flags of a program but for those that say what the row of their option says."""
+    said = set()
+    for row in [*tables["engine options"].values(), *tables["sampling parameters"].values()]:
+        default = row["default"].strip("`")
+        said.add(f"{row[''].rstrip('.')} (default: {default})")
+        if default == "False":
+            said.add(row[""].rstrip("."))
+    return [row for row in flags.values() if row[""] not in said]
 
 
 def _short(row: Row) -> Row:
