@@ -45,8 +45,8 @@ class Scheduler:
     Each request has an ``order``, fixed when it is added: the current step, plus ``priority_steps``
     for each level of priority below the highest. Of the requests of a user, the one with the lowest
     order is admitted first and preempted last. While several users have requests, those of the user
-    whose turn it is (:class:`RequestQueues`) come before those of the others, and the first request of
-    a user of whom nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
+    whose turn it is come before those of the others, and the first request of a user of whom
+    nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
 
     A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
     A running request is preempted, the last in order of the eligible ones, when
