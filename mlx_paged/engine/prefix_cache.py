@@ -175,6 +175,11 @@ class PrefixCache:
         if self._last_sequence is not None:
             self._last_sequence.forget_last()
 
+    def clear(self) -> None:
+        """Drop the kept sequence and the history: all K/V in the pool are lost."""
+        self.forget_last()
+        self.history.clear()
+
     def _hash_blocks(self, completion: Completion) -> None:
         token_ids = completion.token_ids
         if completion.awaits_token:
