@@ -89,7 +89,7 @@ class ReadAhead:
 
     def _may_ask(self, tier: DiskTier, completion: Completion) -> bool:
         is_asked = completion.seq_id in self._asked
-        return is_asked or self._queues.fit([*self._reading(tier), completion])
+        return is_asked or self._queues.fits([*self._reading(tier), completion])
 
     def _ask(self, tier: DiskTier, completion: Completion) -> None:
         if completion.seq_id in self._asked:
@@ -108,7 +108,7 @@ class ReadAhead:
 
     def _read(self, tier: DiskTier, asked: _Asked) -> bool:
         """Begin to read the missing blocks of a request; whether any were not requested before."""
-        blocks = self._prefix_cache.absent_blocks(asked.completion, tier)
+        blocks = self._prefix_cache.absent_blocks(asked.completion, tier.has)
         hashes = {block.block_hash for block in blocks}
         asked.is_over = hashes <= asked.block_hashes
         if not asked.is_over:

@@ -45,8 +45,8 @@ class Scheduler:
     Each request has an ``order``, fixed when it is added: the current step, plus ``priority_steps``
     for each level of priority below the highest. Of the requests of a user, the one with the lowest
     order is admitted first and preempted last. While several users have requests, those of the user
-    whose turn it is (:class:`FairShares`) come before those of the others, and the first request of
-    a user of whom nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
+    whose turn it is come before those of the others, and the first request of a user of whom
+    nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
 
     A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
     A running request is preempted, the last in order of the eligible ones, when
@@ -78,8 +78,7 @@ class Scheduler:
         speculation: makes drafts; none by default.
         tier: keeps blocks outside of the pool; none by default. A waiting request whose blocks are
             being read from it is skipped.
-        context_length: the upper limit of ``max_model_len`` that errors may advise; ``None``: no
-            limit.
+        context_length: the largest ``max_model_len`` that errors may advise; ``None`` for any.
         unshared: for a cache whose sequences share no blocks.
     """
 
@@ -102,7 +101,6 @@ class Scheduler:
         self.swap_space = swap_space or SwapSpace(0)
         self.speculation = speculation
         self.context_length = context_length
-        self._unshared = unshared
         self._prefix_cache = PrefixCache(manager, self.swap_space, config, unshared)
         self.prefix_history = self._prefix_cache.history
         self._queues = RequestQueues(manager, cache, config, self._prefix_cache, context_length)
@@ -137,18 +135,13 @@ class Scheduler:
         self._queues.add(first, step)
 
     def add_fork(self, child: Completion) -> None:
-        """Add another completion of a running request.
-
-        It shares all blocks with the first one until one of the two writes. It waits, to be
-        recomputed, if there is no place for it, or if the cache can't share blocks and a copy does
-        not fit.
+        """Add another completion of a running request. It waits, to be recomputed, if there is no
+        place for it, or if the cache can't share blocks and a copy does not fit.
         """
         first = child.request.completions[0]
-        has_blocks = len(self.running) < self.config.max_num_seqs
-        if has_blocks and self._unshared is None:
-            self.manager.fork(first.seq_id, child.seq_id)
-        elif has_blocks and self._unshared is not None:
-            has_blocks = self._unshared.fork(self.manager, first.seq_id, child.seq_id)
+        has_blocks = len(self.running) < self.config.max_num_seqs and self.cache.fork(
+            self.manager, first.seq_id, child.seq_id
+        )
         child.request.completions.append(child)
         self._queues.add_fork(child, has_blocks)
 
@@ -193,7 +186,7 @@ class Scheduler:
         """
         running, manager, queues = self.running, self.manager, self._queues
         queues.rank()
-        if self.waiting and not is_ahead:
+        if self.waiting and manager.states is not None and not is_ahead:
             self._give_up_blocks(only)
         self.num_steps += 1
         self._max_num_tokens = queues.max_num_tokens()
@@ -255,7 +248,7 @@ class Scheduler:
             first.
         """
         queues = self._queues
-        if not queues.fit_ahead():
+        if not queues.fits_ahead():
             return None
         queues.rank()
         first = next(iter(queues.in_turn()), None)
@@ -279,8 +272,6 @@ class Scheduler:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
-        if self.manager.states is None:
-            return
         completion = only or self._read_ahead.first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
@@ -506,8 +497,7 @@ class Scheduler:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
         self._read_ahead.clear()
-        self.prefix_history.clear()
-        self._prefix_cache.forget_last()
+        self._prefix_cache.clear()
         for completion in list(self.running):
             self._queues.requeue(completion)
 
