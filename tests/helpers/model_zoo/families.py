@@ -1,6 +1,6 @@
 """Popular models with attention as it really is, as their public ``config.json`` say: widths of
-heads, groups, windows, scaling of RoPE, numbers of experts. Layers, vocabulary and what else is wide
-are cut.
+heads, groups, windows, scaling of RoPE, numbers of experts. Layers, vocabulary and what else is
+wide are cut.
 
 Where a width of heads follows from ``hidden_size``, that stays, too, or some of the heads go in
 whole groups.
