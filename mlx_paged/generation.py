@@ -292,7 +292,7 @@ class OneShotEngine(Engine):
         finally:
             given_back = self._let_go_thread()
             if given_back is not None and not is_busy:
-                given_back.wait()
+                given_back.result()
 
 
 class _Logprobs:

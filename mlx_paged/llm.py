@@ -264,17 +264,31 @@ class LLM:
         self.engine.thread.check_process()  # In a child, the turn may never come.
         batch = self._checked(ask(), use_tqdm, raise_on_error)
         requests = batch.requests
+        outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
         bar = _progress_bar(len(requests), batch.shows_progress)
         with self._turn, bar:
             try:
-                outputs = self._add(batch)
+                for request_id, asked in requests.items():
+                    try:
+                        if isinstance(asked.prompt, Exception):
+                            raise asked.prompt
+                        self.engine.add_request(
+                            request_id,
+                            asked.prompt,
+                            asked.params,
+                            priority=asked.priority,
+                            no_store=asked.no_store,
+                        )
+                    except EngineStoppedError:
+                        raise  # No prompt caused it.
+                    except (ValueError, TypeError, RuntimeError) as error:
+                        outputs[request_id] = _failed(error, request_id, batch)
                 bar.update(len(outputs))
                 while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
-                            if batch.raises:
-                                _raise_if_failed(output, batch)
+                            _raise_if_failed(output, batch)
                             outputs[output.request_id] = output
                             num_tokens += sum(len(each.token_ids) for each in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
@@ -285,27 +299,6 @@ class LLM:
                 self.engine.drop(requests)
                 raise
         return [outputs[request_id] for request_id in requests]
-
-    def _add(self, batch: _Batch) -> dict[str, RequestOutput]:
-        """Queue the requests; returns the outputs of those that failed at once."""
-        outputs = {}
-        for request_id, (prompt, params, priority, no_store) in batch.requests.items():
-            try:
-                if isinstance(prompt, Exception):
-                    raise prompt
-                if params is not None and params.output_kind is RequestOutputKind.DELTA:
-                    params = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(
-                    request_id, prompt, params, priority=priority, no_store=no_store
-                )
-            except EngineStoppedError:
-                raise  # No prompt caused it.
-            except (ValueError, TypeError, RuntimeError) as error:
-                if batch.raises:
-                    _say_which(error, request_id, batch)
-                    raise
-                outputs[request_id] = _failed(request_id, prompt, params, error)
-        return outputs
 
 
 def _is_notebook() -> bool:
@@ -331,15 +324,23 @@ def _asked(
 ) -> list[_Asked]:
     """The arguments of a call, by prompt; an exception stands for a prompt that failed before."""
     num_prompts = len(prompts)
+    all_params = one_for_each("sampling_params", sampling_params, num_prompts)
     return list(
         map(
             _Asked,
             prompts,
-            one_for_each("sampling_params", sampling_params, num_prompts),
+            map(_with_whole_outputs, all_params),
             one_for_each("priority", priority, num_prompts),
             one_for_each("no_store", no_store, num_prompts),
         )
     )
+
+
+def _with_whole_outputs(params: Any) -> Any:
+    """The parameters of a prompt, whose output is returned once."""
+    if isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA:
+        return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+    return params
 
 
 def _render(
@@ -354,11 +355,13 @@ def _render(
 
 
 def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
-    try:
-        output.raise_if_failed()
-    except Exception as error:
-        _say_which(error, output.request_id, batch)
-        raise
+    """Raise the error of a prompt, if the call is to end with it."""
+    if batch.raises:
+        try:
+            output.raise_if_failed()
+        except Exception as error:
+            _say_which(error, output.request_id, batch)
+            raise
 
 
 def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
@@ -371,9 +374,12 @@ def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
         )
 
 
-def _failed(
-    request_id: str, prompt: object, params: SamplingParams | None, error: Exception
-) -> RequestOutput:
+def _failed(error: Exception, request_id: str, batch: _Batch) -> RequestOutput:
+    """The output of a prompt that failed; raises the error if the call is to end with it."""
+    if batch.raises:
+        _say_which(error, request_id, batch)
+        raise error
+    prompt, params = batch.requests[request_id][:2]
     text, token_ids = _as_given(prompt)
     num_completions = params.n if params is not None else 1
     completions = [

@@ -39,7 +39,7 @@ from mlx_paged.core import (
     checkpoints,
     hash_token_blocks,
 )
-from mlx_paged.engine.budget import NUM_COPIES_AHEAD
+from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD
 from mlx_paged.ops import AttentionMetadata, KVFormat
 
 MAX_NUM_SEQS = 16

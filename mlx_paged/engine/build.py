@@ -12,17 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.config import DEFAULT_KV
-from mlx_paged.core import KVCacheManager, SequenceStates, SharedBudget
+from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
-from mlx_paged.engine.admission import num_seqs
-from mlx_paged.engine.budget import (
-    most_checkpoints,
-    num_state_copies,
-    sizes_of,
-    warn_if_fewer_run,
-    warn_unless_it_fits,
-)
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.draft_model import (
@@ -34,12 +26,13 @@ from mlx_paged.engine.draft_model import (
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.reports import Latencies, Reports
+from mlx_paged.engine.request_queues import num_seqs
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
@@ -51,7 +44,15 @@ from mlx_paged.models.identity import (
     model_identity,
     take_files,
 )
-from mlx_paged.models.kv_cache import kv_budget, make_engine_cache, weight_nbytes
+from mlx_paged.models.kv_cache import (
+    kv_budget,
+    make_engine_cache,
+    make_states,
+    num_state_copies,
+    num_swap_blocks,
+    warn_unless_it_fits,
+    weight_nbytes,
+)
 from mlx_paged.models.mlx_lm import check_model
 
 
@@ -117,11 +118,7 @@ def build(
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
     states = None
     if num_copies:
-        states = SequenceStates(most_checkpoints(checked, config, budget, num_copies))
-        if budget.nbytes is not None:
-            sizes = sizes_of(cache, budget.nbytes, num_copies)
-            warn_if_fewer_run(sizes, config.max_num_seqs)
-            cache.shared_budget = SharedBudget(sizes, cache.pool, states)
+        states = make_states(checked, cache, config, budget, num_copies)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 

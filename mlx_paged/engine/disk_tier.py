@@ -31,8 +31,8 @@ from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
+from mlx_paged.models.kv_cache import is_moving_cheaper
 from mlx_paged.request import SeqId
 
 # The most bytes that a step copies to or from the host in addition to its own work: some 30 ms.

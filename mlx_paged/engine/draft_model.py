@@ -24,13 +24,13 @@ from mlx_paged.engine.speculation import (
     ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,
+    PROMPT_LOOKUP,
     WAITING_SHARE,
-    DraftGate,
-    PromptLookup,
     Speculation,
     StepCost,
 )
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.kv_cache import OPERATIONS_PER_BYTE
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import device
@@ -40,9 +40,14 @@ from mlx_paged.ops import device
 # tries again later.
 FIRST_MODEL_ACCEPTANCE = 0.8
 FORGETTING_RATE = 1 / 256
-# The most tokens that the model may be behind when it makes drafts. They are computed in the first
+# The most tokens that lack K/V of the model when it makes drafts. They are computed in the first
 # pass, which delays the step.
-MAX_CATCH_UP = 512
+MAX_MISSING_TOKENS = 512
+# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
+# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
+# once for each row: the benchmark `speculation` has the fit.
+CPU_WEIGHTS_PER_LAYER = 3e6
+CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
 
 class DraftModel:
@@ -50,9 +55,10 @@ class DraftModel:
     the same cache (speculative decoding, Leviathan et al. 2023).
 
     So prefix hits, forks, copies, swapping and trimming apply to both. The model computes prompts
-    together with the target. It computes answers only when it makes drafts: up to ``MAX_CATCH_UP``
-    tokens in the first pass, then one token per pass. Blocks from the prefix cache are assumed to
-    contain its K/V; if they don't, drafts are worse, and the output is the same.
+    together with the target. It computes answers only when it makes drafts: up to
+    ``MAX_MISSING_TOKENS`` tokens in the first pass, then one token per pass. Blocks from the prefix
+    cache are assumed to contain its K/V; if they don't, drafts are worse, and the output is the
+    same.
 
     Each draft is sampled with the same key and settings as the target's token will be, so that both
     tend to choose the same token if their distributions are similar.
@@ -74,8 +80,8 @@ class DraftModel:
     def acceptance(self, completion: Completion) -> float:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.forget(completion.num_tokens)
-        lacks = completion.num_tokens - min(state.num_computed, completion.num_tokens)
-        return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
+        num_missing = completion.num_tokens - min(state.num_computed, completion.num_tokens)
+        return state.acceptance if num_missing <= MAX_MISSING_TOKENS else 0.0
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
@@ -231,13 +237,14 @@ def speculation_of(
                 "num_draft_tokens",
             )
         return NO_SPECULATION
-    gate = DraftGate(
+    return Speculation(
+        drafter or PROMPT_LOOKUP,
+        int(num_draft_tokens),
         cost_of(model),
         NO_COST if drafter is None else cost_of(drafter.model),
         WAITING_SHARE if run_ahead else 0.0,
         repeats_runs=model.state_nbytes > 0,
     )
-    return Speculation(drafter or PromptLookup(), int(num_draft_tokens), gate)
 
 
 def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> LanguageModel | None:
@@ -282,9 +289,18 @@ def cost_of(model: LanguageModel) -> StepCost:
     """The cost of a step of a model on the default device."""
     num_parameters = num_parameters_of(model)
     if device.is_cpu():
-        return StepCost.on_cpu(num_parameters, model.num_layers)
+        # Weights are multiplied once per row, in addition to the overhead of the operations.
+        per_row = num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * model.num_layers
+        return StepCost(CPU_WEIGHTS_PER_LAYER * model.num_layers, per_row)
     nbytes = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
-    return StepCost.on_gpu(num_parameters, nbytes)
+    return cost_on_gpu(num_parameters, nbytes)
+
+
+def cost_on_gpu(num_parameters: int, nbytes: int) -> StepCost:
+    """The cost of a step that reads weights of ``nbytes`` once and multiplies them once per row. An
+    estimate, not measured on a Mac.
+    """
+    return StepCost(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
 
 
 def num_parameters_of(model: Module) -> int:

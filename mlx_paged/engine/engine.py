@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.workers import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
-from mlx_paged.engine.callers_thread import evaluate_arrays, random_key
 from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
-from mlx_paged.engine.prefix_cache import extra_hash_keys
-from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.engine.prefix_cache import PrefixHistory, extra_hash_keys
 from mlx_paged.engine.request import Request, TokenRules
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.stats import EngineStats, EngineView, stats_of, view_of
@@ -33,6 +32,7 @@ from mlx_paged.engine.thread import (
     EngineStoppedError,
     EngineThread,
     ForkedError,
+    random_key,
     run_apart,
 )
 from mlx_paged.engine_options import EngineOptions
@@ -89,7 +89,7 @@ class Engine:
         refuse_unknown(Engine, options, EngineOptions.__annotations__)
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
-        evaluate_arrays(model, draft_model)
+        _evaluate_arrays(model, draft_model)
         parts = run_apart(
             partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
         )
@@ -105,7 +105,7 @@ class Engine:
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
         self._interrupted_step: Call[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
-        self._is_changing = self._calls_functions = False
+        self._calls_functions = False
         self._release_limits = [
             acquire_wired_limit(wired_nbytes),
             acquire_cache_limit(self.nbytes_activations),
@@ -190,7 +190,9 @@ class Engine:
         # A single operation, so an interrupt comes before or after it.
         if self.reports.requests.setdefault(request_id, request) is not request:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
-        self._ask(self.steps.add_new)
+        adding = self.thread.submit(self.steps.add_new, "add_request")
+        if adding.is_next:
+            adding.result()
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
@@ -218,9 +220,17 @@ class Engine:
     def drop(self, request_ids: Iterable[str]) -> None:
         """Abort requests without a last output, because their readers are gone."""
         self._interrupted_step = None  # Its caller does not wait any more.
-        requests = [self.reports.requests.get(request_id) for request_id in request_ids]
+        dropped = dict.fromkeys(request_ids)
+        requests = [each for name in dropped if (each := self.reports.requests.get(name))]
+
+        def drop() -> None:
+            for request in requests:
+                self.reports.drop(request)
+            # Outputs of a wait that was interrupted.
+            self._ready[:] = [each for each in self._ready if each.request_id not in dropped]
+
         with contextlib.suppress(ForkedError):
-            self._abort([each for each in requests if each is not None], self.reports.drop)
+            self._abort(requests, drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt are computed, and its length; zeros for an unknown
@@ -265,13 +275,13 @@ class Engine:
         self._refuse_on_followers("step")
         call, self._interrupted_step = self._interrupted_step, None
         if self.thread.is_current:
-            self._change("step", self.steps.run)
+            self.thread.call(self.steps.run, "step")
             self.thread.run_queued()
-            self._change("step", self._report)
+            self.thread.call(self._report, "step")
         else:
             if call is None or call.is_done:
                 key = random_key() if self._calls_functions else None
-                call = self.thread.submit(partial(self._step, key))
+                call = self.thread.submit(partial(self._step, key), "step")
             try:
                 report, key = call.result()
             except KeyboardInterrupt:
@@ -315,11 +325,11 @@ class Engine:
         """Free K/V memory that no running request needs, with the blocks that are cached there;
         returns the number of bytes.
         """
-        return self._changed("shrink", self.steps.shrink)
+        return self.thread.call(self.steps.shrink, "shrink")
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
-        return self._changed("reset_prefix_cache", self.steps.reset_prefix_cache)
+        return self.thread.call(self.steps.reset_prefix_cache, "reset_prefix_cache")
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -368,7 +378,7 @@ class Engine:
         """Call a function that reads K/V, between two steps. Its errors stop no engine."""
 
         def run() -> T:
-            self._change("a snapshot", self.steps.process_output)
+            self.thread.call(self.steps.process_output, "a snapshot")
             return read()
 
         return self.thread.call(run)
@@ -376,7 +386,7 @@ class Engine:
     def _put(self, prefix: Prefix) -> list[int]:
         """Load K/V into the prefix cache, between two steps."""
         put = partial(self.snapshots.put, self.steps.process_output, prefix)
-        error = self._changed("a snapshot", put)
+        error = self.thread.call(put, "a snapshot")
         if error is not None:
             raise error
         return prefix.token_ids
@@ -385,7 +395,8 @@ class Engine:
         """Copy more blocks to ``cache_dir`` while no request runs, as steps do by themselves.
         Returns whether some are left because the disk is too slow.
         """
-        return self.disk_tier is not None and self._changed("save_more", self.disk_tier.save_more)
+        tier = self.disk_tier
+        return tier is not None and self.thread.call(tier.save_more, "save_more")
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write the remaining blocks to ``cache_dir``, for at most ``timeout`` seconds, and stop
@@ -454,68 +465,33 @@ class Engine:
 
     # Inside
 
-    def _changed(self, name: str, change: Callable[[], T]) -> T:
-        """Change the bookkeeping between two steps; returns the result of ``change``."""
-        return self.thread.call(partial(self._change, name, change))
-
-    def _change(self, name: str, change: Callable[[], T]) -> T:
-        """Change the bookkeeping, in the engine's thread. An exception may leave it inconsistent,
-        so it stops the engine. ``KeyboardInterrupt`` can only come from the model or a function of
-        a request, and its step was rolled back.
-        """
-        if self._is_changing:
-            raise RuntimeError(
-                f"[engine] {name} was called from inside a step; only add_request and abort may be"
-            )
-        self._is_changing = True
-        try:
-            return change()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self.thread.stop(error)
-            raise self.thread.stopped() from error
-        finally:
-            self._is_changing = False
-
     def _done_between_steps(self, change: Callable[[], None], timeout: float) -> bool:
         """Make a change within ``timeout`` seconds; returns whether it was made. Does not wait for
         a step that an interrupt has stopped the caller from waiting for.
         """
         if self.thread.is_current:
-            self._change("close", change)
+            self.thread.call(change, "close")
             return True
         if not self.thread.is_interrupted:
-            with contextlib.suppress(EngineStoppedError):
-                call = self.thread.submit(partial(self._change, "close", change))
-                if call.wait(timeout):
-                    call.result()  # raises if the change failed
-                    return True
+            with contextlib.suppress(EngineStoppedError, TimeoutError):
+                self.thread.submit(change, "close").result(timeout)
+                return True
         return False
 
-    def _ask(self, change: Callable[[], None]) -> None:
-        """Make a change between two steps, and wait for it if no step runs."""
-        is_idle = self.thread.is_idle and not self.thread.is_current
-        call = self.thread.submit(partial(self._change, "", change))
-        if is_idle:
-            call.result()
-
-    def _abort(
-        self,
-        requests: Sequence[Request],
-        then: Callable[[Request], None] | None = None,
-    ) -> None:
+    def _abort(self, requests: Sequence[Request], then: Callable[[], None] | None = None) -> None:
         self.thread.check_process()
 
         def abort() -> None:
             self.steps.add_new()
             for request in requests:
                 self.steps.abort(request)
-                if then is not None:
-                    then(request)
+            if then is not None:
+                then()
 
         with contextlib.suppress(EngineStoppedError):
-            self._ask(abort)
+            aborting = self.thread.submit(abort, "abort")
+            if aborting.is_next:
+                aborting.result()
 
     def _step(self, key: int | None) -> _Stepped:
         """Run a step. If something was asked for meanwhile, its outputs are made after that.
@@ -525,11 +501,11 @@ class Engine:
         """
         if key is not None:
             mx.random.seed(key)
-        self._change("step", self.steps.run)
+        self.steps.run()
         key = None if key is None else random_key()
         if self.thread.has_queued:
-            return self.thread.submit(partial(self._change, "step", self._report)), key
-        self._change("step", self._report)
+            return self.thread.submit(self._report, "step"), key
+        self._report()
         return None, key
 
     def _report(self) -> None:
@@ -541,3 +517,13 @@ class Engine:
             known = set(map(id, outputs))
             outputs = [*(each for each in self._ready if id(each) not in known), *outputs]
         self._ready = outputs
+
+
+def _evaluate_arrays(*trees: Module | None) -> None:
+    """Evaluate the arrays of modules: parameters, and others such as the frequencies of RoPE. Other
+    values are ignored; they are checked later.
+    """
+    for tree in trees:
+        if isinstance(tree, Module):
+            leaves = dict(tree_flatten(tree)).values()
+            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])

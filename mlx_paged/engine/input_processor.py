@@ -4,11 +4,13 @@ supported forms become token ids, and parameters become rules for tokens of this
 
 from __future__ import annotations
 
+import functools
 import numbers
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
@@ -22,7 +24,6 @@ from mlx_paged.argument_values import (
     kind_of,
     read_array,
 )
-from mlx_paged.engine.callers_thread import evaluate_captured
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.request import NO_RULES, Request, TokenRules
 from mlx_paged.engine.text_stream import TextStream, TokenTexts
@@ -368,3 +369,46 @@ class InputProcessor:
         if params.structured_outputs is None:
             return token_rules
         return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
+
+
+def evaluate_captured(function: Callable[..., Any] | None) -> None:
+    """Evaluate the arrays that a function of a request refers to itself: in its closure, its
+    defaults, the globals that it names, the arguments of a ``partial``, the attributes of an
+    object; and those in lists, tuples and dictionaries there. Arrays of functions and objects that
+    it refers to in turn are not found (``lazy_array_error``).
+
+    An engine calls samplers and logits processors in its own thread, and a lazy array belongs to
+    the streams of the thread that made it.
+    """
+    if function is not None:
+        mx.eval([array for value in _referred_to(function) for array in _arrays(value)])
+
+
+def _arrays(value: object) -> Iterator[mx.array]:
+    items: Iterable[object] = (value,)
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    return (item for item in items if isinstance(item, mx.array))
+
+
+def _referred_to(function: Any) -> Iterator[object]:
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from _referred_to(function.func)
+        return
+    if hasattr(function, "__func__"):  # a method
+        yield from getattr(function.__self__, "__dict__", {}).values()
+        function = function.__func__
+    if not hasattr(function, "__code__"):
+        yield from getattr(function, "__dict__", {}).values()
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # It is not set yet.
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from (function.__globals__.get(name) for name in function.__code__.co_names)

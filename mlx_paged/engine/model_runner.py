@@ -16,9 +16,9 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampler import NO_TOKENS, LogprobReport, SampledTokens
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 

@@ -22,7 +22,6 @@ from mlx_paged.engine.step_budget import (
     Budgets,
     ChosenBudgets,
     ClockedBudgets,
-    RepeatedBudgets,
     TokenBudgets,
 )
 from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
@@ -140,7 +139,7 @@ def _make_budgets(
 ) -> Budgets:
     if prefill_seconds or mixed_seconds:
         return ClockedBudgets(limits, prefill_seconds or 0, mixed_seconds or 0)
-    return RepeatedBudgets(limits, [ChosenBudgets(*each) for each in chosen or ()])
+    return Budgets(limits, [ChosenBudgets(*each) for each in chosen or ()])
 
 
 def tier_of(

@@ -8,8 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mlx_paged.core import BlockHash
-from mlx_paged.engine.admission import Admission
+from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion, CompletionStatus
+from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.request import SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
@@ -32,12 +33,14 @@ class ReadAhead:
 
     Args:
         tier: ``None`` if there is none.
-        admission: says what waiting requests need, and whether it fits.
+        queues: say whether waiting requests fit.
+        prefix_cache: says which of their blocks are absent.
     """
 
-    def __init__(self, tier: DiskTier | None, admission: Admission):
+    def __init__(self, tier: DiskTier | None, queues: RequestQueues, prefix_cache: PrefixCache):
         self._tier = tier
-        self._admission = admission
+        self._queues = queues
+        self._prefix_cache = prefix_cache
         self._asked: dict[SeqId, _Asked] = {}
 
     def look(self, waiting: Iterable[Completion]) -> None:
@@ -86,7 +89,7 @@ class ReadAhead:
 
     def _may_ask(self, tier: DiskTier, completion: Completion) -> bool:
         is_asked = completion.seq_id in self._asked
-        return is_asked or self._admission.fits([*self._reading(tier), completion])
+        return is_asked or self._queues.fit([*self._reading(tier), completion])
 
     def _ask(self, tier: DiskTier, completion: Completion) -> None:
         if completion.seq_id in self._asked:
@@ -105,7 +108,7 @@ class ReadAhead:
 
     def _read(self, tier: DiskTier, asked: _Asked) -> bool:
         """Begin to read the missing blocks of a request; whether any were not requested before."""
-        blocks = self._admission.absent_blocks(asked.completion, tier)
+        blocks = self._prefix_cache.absent_blocks(asked.completion, tier)
         hashes = {block.block_hash for block in blocks}
         asked.is_over = hashes <= asked.block_hashes
         if not asked.is_over:

@@ -54,7 +54,7 @@ class SampledToken(NamedTuple):
 
 
 class Share:
-    """What a user has of a scheduler, for :class:`~mlx_paged.engine.request_queues.FairShares`.
+    """What a user has of a scheduler, for :class:`~mlx_paged.engine.request_queues.RequestQueues`.
 
     Args:
         number: in the order in which users came; decides between equal users.

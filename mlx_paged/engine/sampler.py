@@ -20,7 +20,6 @@ import numpy as np
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.engine.callers_thread import lazy_array_error
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling_state import (
     Filters,
@@ -31,7 +30,7 @@ from mlx_paged.engine.sampling_state import (
     force_tokens,
     mask_tokens,
 )
-from mlx_paged.errors import ArgumentError, request_error
+from mlx_paged.errors import ArgumentError, RequestError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.request import Logprob
 
@@ -483,3 +482,17 @@ def entries_with_logprobs(completions: Sequence[Completion]) -> list[int]:
         for entry, completion in enumerate(completions)
         if completion.request.params.logprobs is not None
     ]
+
+
+def lazy_array_error(error: BaseException) -> BaseException:
+    """The error of a request's function; for a lazy array of another thread one that says what to
+    do.
+    """
+    if not (isinstance(error, RuntimeError) and "There is no Stream" in str(error)):
+        return error
+    wrapped = RequestError(
+        f"[engine] a sampler or logits processor uses a lazy array of another thread ({error}); "
+        "call mx.eval on its arrays before the request is added"
+    )
+    wrapped.__cause__ = error
+    return wrapped

@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.admission import Admission, Found
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import PrefixCache
-from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.engine.prefix_cache import Found, PrefixCache, SwapSpace
 from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
@@ -39,6 +36,7 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
+NOT_WAITING = (CompletionStatus.RUNNING, CompletionStatus.FINISHED)
 
 
 class Scheduler:
@@ -48,7 +46,7 @@ class Scheduler:
     for each level of priority below the highest. Of the requests of a user, the one with the lowest
     order is admitted first and preempted last. While several users have requests, those of the user
     whose turn it is (:class:`FairShares`) come before those of the others, and the first request of
-    a user of whom nothing runs may take a place (:meth:`Admission.requests_to_preempt`).
+    a user of whom nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
 
     A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
     A running request is preempted, the last in order of the eligible ones, when
@@ -66,10 +64,9 @@ class Scheduler:
     request of that user that is added more than ``d * priority_steps`` steps later comes before it
     in order. If n others ever come before it, and none has more than m tokens, prompt and answer,
     it is finished at most ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it
-    was added, for a user alone: the first running request in order advances by a token in each
-    step, so all running requests are finished within ``max_num_seqs * m`` steps if none is admitted
-    meanwhile; then the first of all in order is admitted, and takes ``m`` steps itself. (The time
-    to read from a tier is extra.) Of several users, the one who lags behind comes first.
+    was added, for a user alone: the first running request advances in each step, so all are
+    finished within ``max_num_seqs * m`` steps, after which the first of all is admitted, and takes
+    ``m`` steps. (The time to read from a tier is extra.)
 
     Not thread-safe: one thread at a time.
 
@@ -106,8 +103,9 @@ class Scheduler:
         self.speculation = speculation
         self.context_length = context_length
         self._unshared = unshared
-        self._prefix_cache = PrefixCache(manager, unshared, config.enable_prefix_caching)
-        self._queues = RequestQueues()
+        self._prefix_cache = PrefixCache(manager, self.swap_space, config, unshared)
+        self.prefix_history = self._prefix_cache.history
+        self._queues = RequestQueues(manager, cache, config, self._prefix_cache, context_length)
         self.running: Sequence[Completion] = self._queues.running
         self.waiting: Sequence[Completion] = self._queues.waiting
         self.completions: Mapping[SeqId, Completion] = MappingProxyType(self._queues.completions)
@@ -115,28 +113,20 @@ class Scheduler:
         self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
-        self.prefix_history = PrefixHistory(
-            config.num_history_tokens if config.enable_prefix_caching else 0,
-            self.manager.pool.block_size,
-        )
-        self._admission = Admission(
-            manager, cache, config, self.swap_space, self._prefix_cache, context_length
-        )
-        self._read_ahead = ReadAhead(tier, self._admission)
-        self._block_size = self.manager.pool.block_size
-        self._num_blocks = 0  # of the budget, in the newest step
-        self._max_num_tokens = 0  # of one request then, its last token without K/V
+        self._read_ahead = ReadAhead(tier, self._queues, self._prefix_cache)
+        self._block_size = manager.pool.block_size
+        self._max_num_tokens = 0  # of one request, in the newest step
 
     @property
     def max_num_blocks(self) -> int:
-        """Blocks that the budget holds."""
-        return self._admission.max_num_blocks
+        """Blocks that the budget holds for a single sequence."""
+        return self.cache.max_num_blocks()
 
     # A request comes and goes
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never run, as :meth:`Admission.check`; from any thread."""
-        self._admission.check(request.completions[0])
+        """Refuse a request that can never run, as :meth:`RequestQueues.check`; from any thread."""
+        self._queues.check(request.completions[0])
 
     def add(self, request: Request) -> None:
         """Queue a request; one that is queued already, or finished meanwhile, is ignored."""
@@ -177,12 +167,11 @@ class Scheduler:
             return
         if self._queues.completions.get(completion.seq_id) is completion:
             self._queues.remove(completion)
+            self._prefix_cache.end(completion)
             if completion.seq_id in self.manager.tables:
-                self._prefix_cache.end(completion)
                 self.manager.free(completion.seq_id)
             self.swap_space.release(completion.seq_id)
             self._read_ahead.end(completion)
-            self.prefix_history.finish(completion)
         completion.status = CompletionStatus.FINISHED
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         completion.error = error
@@ -190,29 +179,65 @@ class Scheduler:
     # A step
 
     def schedule(
-        self, only: Completion | None = None, budgets: TokenBudgets | None = None
+        self,
+        only: Completion | None = None,
+        budgets: TokenBudgets | None = None,
+        is_ahead: bool = False,
     ) -> Batch:
         """Plan the next step and allocate its slots; the batch is empty if nothing can run.
 
         Args:
             only: schedule no other request than this.
             budgets: of its new tokens (:func:`token_budget`); by default ``limits``.
+            is_ahead: for :meth:`schedule_ahead`.
         """
-        self._queues.rank()
-        if self.waiting and self.manager.states is not None:
+        running, manager, queues = self.running, self.manager, self._queues
+        queues.rank()
+        if self.waiting and not is_ahead:
             self._give_up_blocks(only)
-        return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
-
-    def _give_up_blocks(self, only: Completion | None) -> None:
-        """Shrink the pool if it has memory that the recurrent states of the next waiting request
-        need. No step is in flight, and none is planned on the blocks that move.
-        """
-        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
-        if completion is None or completion.seq_id in self.manager.tables:
-            return
-        num_blocks = self._admission.num_blocks_to_give_up(completion, self._queues)
-        if num_blocks > 0:
-            self.cache.give_up(self.manager.give_up_blocks(num_blocks))
+        self.num_steps += 1
+        self._max_num_tokens = queues.max_num_tokens()
+        max_more, limits = self.speculation.max_more, self.limits
+        budget = token_budget(budgets or limits, limits, running, max_more, queues.are_shared)
+        plan = Batch(budget, MAX_SCORED_ROWS, only, is_ahead)
+        urgent = self._first_urgent() if only is None else None
+        # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
+        self.cache.make_room(len(running) * len(manager.retentions))
+        index = 0
+        while index < len(running):
+            completion = running[index]
+            if urgent is not None and place_of(urgent) < place_of(completion):
+                # At its place in the order: the requests before it are scheduled.
+                is_admitted = self._admit_urgent(plan, urgent, index)
+                index += is_admitted
+                may_admit = queues.may_admit_others(plan, urgent, is_admitted)
+                urgent = self._first_urgent(plan.passed) if may_admit else None
+                continue
+            num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
+            # 0 if the token that it awaits is its last one.
+            if num_new_tokens == 0 or (only is not None and completion is not only):
+                index += 1
+                continue
+            if num_new_tokens > 1:
+                num_after = 0 if only is not None else len(running) - index - 1
+                num_new_tokens = self._next_chunk(plan, completion, num_after)
+            copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
+            if copies is not None:
+                self._schedule(plan, completion, num_new_tokens, copies)
+                index += 1
+            elif is_ahead:
+                break
+            elif len(running) > 1:
+                # The last in order: no request after this one is in the step yet.
+                self._preempt(plan, running[-1])
+                self.cache.make_room(num_new_tokens * len(manager.retentions))
+            else:
+                self._end(plan, completion)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+            add_drafts(plan, self.speculation, manager, self.config.max_model_len)
+        queues.count_step()
+        return plan
 
     def schedule_ahead(
         self, awaited: Iterable[Completion], budgets: TokenBudgets | None = None
@@ -229,15 +254,16 @@ class Scheduler:
             ``None``, without a change, if there may be too few blocks: the tokens have to be read
             first.
         """
-        if not self._admission.fits_ahead(self.running):
+        queues = self._queues
+        if not queues.fit_ahead():
             return None
-        self._queues.rank()
-        first = next(iter(self._queues.in_turn()), None)
-        if first is not None and self._admission.num_blocks_to_give_up(first, self._queues) > 0:
+        queues.rank()
+        first = next(iter(queues.in_turn()), None)
+        if first is not None and queues.num_blocks_to_give_up(first) > 0:
             return None
         urgent = self._first_urgent()
-        if urgent is not None and self._admission.requests_to_preempt(
-            urgent, self._admission.find(urgent), self._queues
+        if urgent is not None and queues.requests_to_preempt(
+            urgent, self._prefix_cache.find(urgent).computed
         ):
             return None
         for completion in awaited:
@@ -247,65 +273,20 @@ class Scheduler:
             )
             if not is_last and not completion.is_finished:
                 completion.token_ids.append(PENDING_TOKEN)
-        return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
+        return self.schedule(None, budgets, is_ahead=True)
 
-    def _token_budget(self, budgets: TokenBudgets | None) -> int:
-        max_more, is_shared = self.speculation.max_more, self._queues.shares.are_shared
-        return token_budget(budgets or self.limits, self.limits, self.running, max_more, is_shared)
-
-    def _plan(self, plan: Batch) -> Batch:
-        self.num_steps += 1
-        num_blocks = self.max_num_blocks
-        if num_blocks != self._num_blocks:
-            self._num_blocks = num_blocks
-            self._max_num_tokens = self._admission.max_num_tokens(num_blocks)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._admit_waiting(plan)
-            if self.speculation.is_on and not plan.is_ahead and plan.only is None:
-                add_drafts(plan, self.speculation, self.manager, self.config.max_model_len)
-        self._queues.shares.count_step()
-        return plan
-
-    def _schedule_running(self, plan: Batch) -> None:
-        running, only, manager = self.running, plan.only, self.manager
-        urgent = self._first_urgent() if only is None else None
-        # A decode takes at most one block. The pool grows once, before cached blocks are evicted.
-        self.cache.make_room(len(running) * len(manager.retentions))
-        index = 0
-        while index < len(running):
-            completion = running[index]
-            if urgent is not None and place_of(urgent) < place_of(completion):
-                # At its place in the order: the requests before it are scheduled.
-                is_admitted = self._admit_urgent(plan, urgent, index)
-                index += is_admitted
-                may_admit = self._queues.may_admit_others(plan, urgent, is_admitted)
-                urgent = self._first_urgent(plan.passed) if may_admit else None
-                continue
-            num_new_tokens = len(completion.token_ids) - completion.num_computed_tokens
-            # 0 if the token that it awaits is its last one.
-            if num_new_tokens == 0 or (only is not None and completion is not only):
-                index += 1
-                continue
-            if num_new_tokens > 1:
-                num_after = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = self._next_chunk(plan, completion, num_after)
-            copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
-            if copies is not None:
-                self._schedule(plan, completion, num_new_tokens, copies)
-                index += 1
-            elif plan.is_ahead:
-                return
-            elif len(running) > 1:
-                # The last in order: no request after ``index`` is in this step yet.
-                self._preempt(plan, running[-1])
-                self.cache.make_room(num_new_tokens * len(manager.retentions))
-            elif completion.num_output_tokens:
-                # It runs alone, and the device has less memory than the budget allows.
-                self.finish(completion, "length")
-                plan.finished.append(completion)
-            else:
-                self._fail(plan, completion)
+    def _give_up_blocks(self, only: Completion | None) -> None:
+        """Shrink the pool if it has memory that the recurrent states of the next waiting request
+        need. No step is in flight, and none is planned on the blocks that move.
+        """
+        if self.manager.states is None:
+            return
+        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
+        if completion is None or completion.seq_id in self.manager.tables:
+            return
+        num_blocks = self._queues.num_blocks_to_give_up(completion)
+        if num_blocks > 0:
+            self.cache.give_up(self.manager.give_up_blocks(num_blocks))
 
     def _next_chunk(self, plan: Batch, completion: Completion, num_after: int) -> int:
         """How many tokens of its prompt a running request computes in this step. It leaves a token
@@ -319,29 +300,6 @@ class Scheduler:
         num_left_blocks = num_after * len(self.manager.retentions)
         return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
-    def _admit_waiting(self, plan: Batch) -> None:
-        if not self.waiting:
-            return
-        queues = self._queues
-        num_running = queues.num_places(self.running)
-        self._read_ahead.look(queues.in_turn())
-        while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
-            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
-            if completion is None:
-                return
-            # ``plan.only`` may run already, or have just ended.
-            is_waiting = completion.status in (CompletionStatus.WAITING, CompletionStatus.PREEMPTED)
-            num_places = queues.num_places([completion])
-            if not is_waiting or num_running + num_places > self.config.max_num_seqs:
-                return
-            if self._admit(plan, completion, self._admission.find(completion)):
-                num_running += num_places
-            elif not self.running and not plan.is_ahead:
-                # No running request could free blocks, so it would wait forever.
-                self._fail(plan, completion)
-            elif not queues.may_admit_others(plan, completion, is_admitted=False):
-                return
-
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
         of its user before that of others.
@@ -349,25 +307,25 @@ class Scheduler:
         waiting, running, queues = self.waiting, self.running, self._queues
         if not waiting or not running:
             return None
-        if not queues.shares.are_shared and waiting[0].order > running[-1].order:
+        if not queues.are_shared and waiting[0].order > running[-1].order:
             return None
         completion = self._read_ahead.first_ready(queues.in_turn(passed))
-        is_first = completion is not None and self._admission.comes_first(completion, running)
+        is_first = completion is not None and queues.may_come_first(completion)
         return completion if is_first else None
 
     def _admit_urgent(self, plan: Batch, urgent: Completion, index: int) -> bool:
         """Admit a waiting request before those from ``index`` on, preempting the last of them where
         necessary. If that is not enough, nothing changes.
         """
-        found = self._admission.find(urgent)
-        preempted = self._admission.requests_to_preempt(urgent, found, self._queues)
+        found = self._prefix_cache.find(urgent)
+        preempted = self._queues.requests_to_preempt(urgent, found.computed)
         here = place_of(self.running[index])
         if (
             preempted is None
             or (preempted and plan.is_ahead)
             # It is in this step already.
             or any(place_of(each) < here for each in preempted)
-            or self._admission.is_early(plan, found)
+            or self._prefix_cache.copies_any(found.hit, plan.new_block_ids)
         ):
             return False
         # A token of the budget is left to each request after it.
@@ -381,20 +339,37 @@ class Scheduler:
         plan.token_budget += num_left
         return is_admitted
 
+    def _admit_waiting(self, plan: Batch) -> None:
+        if not self.waiting:
+            return
+        queues, most = self._queues, self.config.max_num_seqs
+        num_running = queues.num_places(self.running)
+        self._read_ahead.look(queues.in_turn())
+        while self.waiting and plan.token_budget > 0 and num_running < most:
+            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
+            # ``plan.only`` may run already, or have just ended.
+            if completion is None or completion.status in NOT_WAITING:
+                return
+            num_places = queues.num_places([completion])
+            if num_running + num_places > most:
+                return
+            if self._admit(plan, completion, self._prefix_cache.find(completion)):
+                num_running += num_places
+            elif not self.running and not plan.is_ahead:
+                # No running request could free blocks, so it would wait forever.
+                self._end(plan, completion)
+            elif not queues.may_admit_others(plan, completion, is_admitted=False):
+                return
+
     def _admit(self, plan: Batch, completion: Completion, found: Found) -> bool:
         """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
-        if self._admission.is_early(plan, found):
-            return False
-        hit, computed = found
-        num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(completion)
-        num_held = max(computed.num_tokens, num_cached)
-        # The first request of a user needs no watermark: where blocks run out, others make way.
-        num_left = (
-            self._admission.num_watermark_blocks if completion.request.share.num_running else 0
-        )
-        if self._admission.num_spare_blocks(completion, computed) < num_left:
-            return False
-        if not self.cache.make_room_for_states(completion.num_seqs):
+        hit, computed, num_held = found.hit, found.computed, found.num_tokens
+        num_left = self._queues.num_left_blocks(completion)
+        if (
+            self._prefix_cache.copies_any(hit, plan.new_block_ids)
+            or self._queues.num_spare_blocks(completion, computed) < num_left
+            or not self.cache.make_room_for_states(completion.num_seqs)
+        ):
             return False
         num_new_tokens = min(completion.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, completion, computed))
@@ -408,18 +383,11 @@ class Scheduler:
         if copies is None:
             return False
         num_new_tokens -= num_slots - num_fitting
-        request, is_new = completion.request, completion.status is CompletionStatus.WAITING
+        if completion.status is CompletionStatus.WAITING:
+            plan.begun.append(completion)
+        self._prefix_cache.begin(completion, found, self._read_ahead.end(completion))
         self._queues.run(completion)
         self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
-        num_read_tokens = self._read_ahead.end(completion)
-        if is_new:
-            request.num_cached_tokens = num_held
-            request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
-            plan.begun.append(completion)
-            if request.prefix_report is None:
-                admit = self.prefix_history.admit
-                request.prefix_report = admit(completion, num_cached, hit.num_tokens_with_kv)
-        self._prefix_cache.begin(completion, num_held)
         if loads := self.manager.take_loads(completion.seq_id):
             plan.copies.append(SwapIn(completion.seq_id, loads))
         else:
@@ -466,9 +434,14 @@ class Scheduler:
         if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
 
-    def _fail(self, plan: Batch, completion: Completion) -> None:
-        """Fail a request that does not fit, where no other request could free blocks."""
-        self.finish(completion, "error", error=self._admission.prompt_too_long_error(completion))
+    def _end(self, plan: Batch, completion: Completion) -> None:
+        """End a request that does not fit, where no other request could free blocks, because the
+        device has less memory than the budget allows: a running answer is cut, others fail.
+        """
+        if completion.status is CompletionStatus.RUNNING and completion.num_output_tokens:
+            self.finish(completion, "length")
+        else:
+            self.finish(completion, "error", error=self._queues.prompt_too_long_error(completion))
         plan.finished.append(completion)
 
     def _preempt(self, plan: Batch, completion: Completion) -> None:
@@ -540,4 +513,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V. While requests run, changes nothing and returns False."""
-        return self._prefix_cache.reset()
+        is_reset = self.manager.reset_prefix_cache()
+        if is_reset:
+            self._prefix_cache.forget_last()
+        return is_reset

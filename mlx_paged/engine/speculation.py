@@ -17,7 +17,6 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -112,11 +111,11 @@ class _Occurrences:
         after, found = self._after, self.next
         for position in range(self.num_read, len(token_ids)):
             if found is not None:
-                is_right = token_ids[found] == token_ids[position]
+                is_correct = token_ids[found] == token_ids[position]
                 # Repetition within the prompt does not predict repetition in the answer.
                 if position >= num_prompt_tokens:
-                    self.acceptance += (is_right - self.acceptance) * ACCEPTANCE_RATE
-                found = found + 1 if is_right else None
+                    self.acceptance += (is_correct - self.acceptance) * ACCEPTANCE_RATE
+                found = found + 1 if is_correct else None
             end = position + 1
             if end >= NGRAM_SIZE:
                 ngram = tuple(token_ids[end - NGRAM_SIZE : end])
@@ -130,12 +129,6 @@ class _Occurrences:
 # A request of a recurrent model may have drafts if its step computes at most this many other
 # tokens: the next one, and those whose state was discarded with a rejected draft.
 MAX_RUN = 7
-
-# Overhead of a layer's operations on a CPU, per step and per row, in weights that are multiplied in
-# the same time. Measured on 2 x86 cores with the BLAS of MLX's wheel, which multiplies a weight
-# once for each row: the benchmark `speculation` has the fit.
-CPU_WEIGHTS_PER_LAYER = 3e6
-CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
 # The share by which a step takes longer if it is not launched before the previous one is read:
 # vLLM-metal gains 10 to 50% from this on an M1 Ultra.
@@ -155,34 +148,23 @@ class StepCost:
     def of(self, num_rows: float) -> float:
         return self.fixed + self.per_row * num_rows
 
-    @classmethod
-    def on_gpu(cls, num_parameters: int, nbytes: int) -> StepCost:
-        """Weights are read once per step and multiplied once per row. This is an estimate, not
-        measured on a Mac.
-        """
-        return cls(nbytes * OPERATIONS_PER_BYTE / 2, num_parameters)
-
-    @classmethod
-    def on_cpu(cls, num_parameters: int, num_layers: int) -> StepCost:
-        """Weights are multiplied once per row, in addition to the overhead of the operations."""
-        return cls(
-            CPU_WEIGHTS_PER_LAYER * num_layers,
-            num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * num_layers,
-        )
-
 
 NO_COST = StepCost(0, 0)
+# The cost of a step does not depend on its rows, so all drafts are verified.
+FREE_ROWS = StepCost(1, 0)
+PROMPT_LOOKUP = PromptLookup()
 
 
 @dataclass(frozen=True)
-class DraftGate:
-    """Decides how many drafts each request of a step has.
+class Speculation:
+    """A drafter, and the rule for how many drafts each request of a step has.
 
     The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
     row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
     expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
 
     Args:
+        num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
         step: cost of a step of the model.
         draft_pass: cost of a pass of the draft model; k drafts take k passes.
         waiting_share: how much longer a step with drafts takes because it has to be read before the
@@ -191,82 +173,12 @@ class DraftGate:
             as for a recurrent model.
     """
 
-    step: StepCost
+    drafter: Drafter = PROMPT_LOOKUP
+    num_draft_tokens: int = 0
+    step: StepCost = FREE_ROWS
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
-
-    def num_drafts(
-        self,
-        acceptances: Sequence[float],
-        run_lengths: Sequence[int],
-        num_rows: int,
-        num_tokens: int,
-        most: int,
-    ) -> list[int]:
-        """The number of drafts of each candidate, 0 to ``most``.
-
-        Args:
-            acceptances: of the candidates.
-            run_lengths: rows of each candidate without drafts.
-            num_rows: rows of the step without drafts.
-            num_tokens: tokens that the step samples without drafts.
-        """
-        plain_cost = self.step.of(num_rows)
-        least_worth = self.step.per_row * num_tokens / plain_cost
-        worth = [_num_powers_above(each, least_worth, most) for each in acceptances]
-        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
-        for longest in range(1, max(worth, default=0) + 1):
-            counts = [min(each, longest) for each in worth]
-            gained = sum(map(_expected_accepted, acceptances, counts))
-            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
-            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
-            if self.repeats_runs:
-                runs = zip(acceptances, run_lengths, counts, strict=True)
-                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
-            rate = (num_tokens + gained) / cost
-            if rate > best_rate:
-                best, best_rate = longest, rate
-        return [min(each, best) for each in worth]
-
-
-ALWAYS = DraftGate(StepCost(1, 0))
-"""The cost of a step does not depend on its rows, so all drafts are verified."""
-
-
-def _num_powers_above(base: float, least: float, most: int) -> int:
-    """How many of ``base ** 1, base ** 2, ...`` are above ``least``, at most ``most``."""
-    power, count = base, 0
-    while count < most and power > least:
-        power *= base
-        count += 1
-    return count
-
-
-def _expected_accepted(acceptance: float, num_drafts: int) -> float:
-    """The expected number of accepted drafts."""
-    return sum(acceptance**k for k in range(1, num_drafts + 1))
-
-
-def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
-    """The expected number of rows that are computed again: those before a rejected draft."""
-    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
-
-
-_PROMPT_LOOKUP = PromptLookup()
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """A drafter, and the rule for how many drafts a step verifies.
-
-    Args:
-        num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
-    """
-
-    drafter: Drafter = _PROMPT_LOOKUP
-    num_draft_tokens: int = 0
-    gate: DraftGate = ALWAYS
 
     @property
     def is_on(self) -> bool:
@@ -275,7 +187,7 @@ class Speculation:
     @property
     def max_more(self) -> int:
         """The most rows of a request in a step with drafts, in addition to its next token."""
-        return self.num_draft_tokens + (MAX_RUN - 1 if self.gate.repeats_runs else 0)
+        return self.num_draft_tokens + (MAX_RUN - 1 if self.repeats_runs else 0)
 
     def is_likely(self, running: Sequence[Completion]) -> bool:
         """Whether running requests are likely to have drafts that pay off."""
@@ -291,7 +203,7 @@ class Speculation:
         num_rows: int,
         num_tokens: int,
     ) -> Sequence[int]:
-        """How many drafts each request should have.
+        """How many drafts each request should have, 0 to ``num_draft_tokens``.
 
         Args:
             run_lengths: rows of each request without drafts.
@@ -301,8 +213,43 @@ class Speculation:
         acceptances = list(map(self.drafter.acceptance, completions))
         if not any(acceptances):
             return [0] * len(completions)
-        most = self.num_draft_tokens
-        return self.gate.num_drafts(acceptances, run_lengths, num_rows, num_tokens, most)
+        plain_cost = self.step.of(num_rows)
+        threshold = self.step.per_row * num_tokens / plain_cost
+        max_counts = [
+            _num_powers_above(each, threshold, self.num_draft_tokens) for each in acceptances
+        ]
+        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
+        for longest in range(1, max(max_counts, default=0) + 1):
+            counts = [min(each, longest) for each in max_counts]
+            gained = sum(map(_expected_accepted, acceptances, counts))
+            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
+            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
+            if self.repeats_runs:
+                runs = zip(acceptances, run_lengths, counts, strict=True)
+                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
+            rate = (num_tokens + gained) / cost
+            if rate > best_rate:
+                best, best_rate = longest, rate
+        return [min(each, best) for each in max_counts]
+
+
+def _num_powers_above(base: float, threshold: float, limit: int) -> int:
+    """How many of ``base ** 1, base ** 2, ...`` are above ``threshold``, at most ``limit``."""
+    power, count = base, 0
+    while count < limit and power > threshold:
+        power *= base
+        count += 1
+    return count
+
+
+def _expected_accepted(acceptance: float, num_drafts: int) -> float:
+    """The expected number of accepted drafts."""
+    return sum(acceptance**k for k in range(1, num_drafts + 1))
+
+
+def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
+    """The expected number of rows that are computed again: those before a rejected draft."""
+    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
 
 
 NO_SPECULATION = Speculation()
@@ -312,6 +259,8 @@ def add_drafts(
     plan: Batch, speculation: Speculation, manager: KVCacheManager, max_model_len: int | None
 ) -> None:
     """Add drafts to the decodes of a step, within its remaining token budget."""
+    if not speculation.is_on or plan.is_ahead or plan.only is not None:
+        return
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
@@ -324,21 +273,22 @@ def add_drafts(
     completions = [part.completion for _, part in decodes]
     run_lengths = [part.num_new_tokens for _, part in decodes]
     counts = speculation.num_drafts(completions, run_lengths, num_rows, num_tokens)
-    for (index, part), wanted in zip(decodes, counts, strict=True):
+    for (index, part), num_drafts in zip(decodes, counts, strict=True):
         completion = part.completion
-        num_drafts = (
-            min(wanted, _max_num_drafts(plan, completion, manager, max_model_len)) if wanted else 0
+        if num_drafts:
+            num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
+        if num_drafts <= 0:
+            continue
+        drafts = speculation.drafter.propose(completion, num_drafts)
+        copies = manager.allocate_slots(completion.seq_id, num_drafts)
+        assert copies == [], "the slots are in blocks of its own or in empty ones"
+        completion.num_computed_tokens += num_drafts
+        plan.token_budget -= num_drafts
+        plan.scheduled[index] = part._replace(
+            num_new_tokens=part.num_new_tokens + num_drafts,
+            num_logit_rows=1 + num_drafts,
+            draft_token_ids=drafts,
         )
-        if num_drafts > 0:
-            drafts = speculation.drafter.propose(completion, num_drafts)
-            copies = manager.allocate_slots(completion.seq_id, num_drafts)
-            assert copies == [], "the slots are in blocks of its own or in empty ones"
-            completion.num_computed_tokens += num_drafts
-            plan.token_budget -= num_drafts
-            num_run = part.num_new_tokens + num_drafts
-            plan.scheduled[index] = part._replace(
-                num_new_tokens=num_run, num_logit_rows=1 + num_drafts, draft_token_ids=drafts
-            )
 
 
 def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
@@ -365,13 +315,13 @@ def _max_num_drafts(
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)
     num_slots = min(table.num_unfilled_slots for table in tables)
     num_slots += num_new_blocks * manager.pool.block_size
-    most = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
-    limit = completion.request.params.max_tokens
-    if limit is not None and limit >= 0:
-        most = min(most, limit - completion.num_output_tokens - 1)
+    limit = min(plan.token_budget, num_slots, manager.max_more(completion.seq_id))
+    max_tokens = completion.request.params.max_tokens
+    if max_tokens is not None and max_tokens >= 0:
+        limit = min(limit, max_tokens - completion.num_output_tokens - 1)
     if max_model_len is not None:
-        most = min(most, max_model_len - completion.num_tokens - 1)
-    return most
+        limit = min(limit, max_model_len - completion.num_tokens - 1)
+    return limit
 
 
 class Verification:

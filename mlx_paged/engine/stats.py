@@ -18,7 +18,7 @@ from mlx_paged.core import KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.block_table import BlockTable
 from mlx_paged.engine.disk_tier import DiskTier, DiskTierStats
 from mlx_paged.engine.reports import Latencies
-from mlx_paged.engine.request import Completion, CompletionStatus, Request
+from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduler import Scheduler
 
 
@@ -129,31 +129,29 @@ class EngineView:
 def view_of(manager: KVCacheManager, requests: Mapping[str, Request]) -> EngineView:
     """The current view, from any thread; takes 60 ns per block."""
     now = time.perf_counter()
-    views = [request_view(request, manager.groups, now) for request in list(requests.values())]
-    return EngineView(manager.pool.block_size, block_bytes(manager), views)
-
-
-def block_bytes(manager: KVCacheManager) -> bytes:
-    """``EngineView.blocks``."""
+    views = [_request_view(request, manager.groups, now) for request in list(requests.values())]
     # These loops in C hold the GIL, so that no step of another thread runs between two blocks.
     blocks = manager.pool.blocks[1:]
     num_holders = np.fromiter(map(attrgetter("ref_cnt"), blocks), np.int32, len(blocks))
     hashes = map(attrgetter("block_hash"), blocks)
     is_cached = np.fromiter(map(is_not, hashes, repeat(None)), np.uint8, len(blocks))
-    return (np.minimum(num_holders, MAX_HOLDERS).astype(np.uint8) | is_cached << 7).tobytes()
+    block_bytes = np.minimum(num_holders, MAX_HOLDERS).astype(np.uint8) | is_cached << 7
+    return EngineView(manager.pool.block_size, block_bytes.tobytes(), views)
 
 
-def request_view(
+def _request_view(
     request: Request, groups: Mapping[Hashable, Sequence[BlockTable]], now: float
 ) -> RequestView:
     completions = list(request.completions)
+    statuses = {completion.status for completion in completions}
+    state: State = "preempted" if CompletionStatus.PREEMPTED in statuses else "waiting"
     block_ids: set[int] = set()
     for completion in completions:
         for table in groups.get(completion.seq_id, ()):
             block_ids.update(table.block_ids)
     return RequestView(
         request.request_id,
-        _state_of(completions),
+        "running" if CompletionStatus.RUNNING in statuses else state,
         request.priority,
         len(request.prompt_token_ids),
         max(completion.num_computed_tokens for completion in completions),
@@ -164,10 +162,3 @@ def request_view(
         sum(completion.num_preemptions for completion in completions),
         now - request.arrival_time,
     )
-
-
-def _state_of(completions: Sequence[Completion]) -> State:
-    statuses = {completion.status for completion in completions}
-    if CompletionStatus.RUNNING in statuses:
-        return "running"
-    return "preempted" if CompletionStatus.PREEMPTED in statuses else "waiting"

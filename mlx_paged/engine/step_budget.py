@@ -1,8 +1,8 @@
 """Token budgets of steps, chosen by the duration of past steps. Pure Python, no arrays.
 
 The scheduler gets numbers and reads no clock. They come from :class:`ClockedBudgets`, which
-measures steps, or from :class:`RepeatedBudgets`, which repeats those of another engine or, by
-default, has the limits of the configuration.
+measures steps, or from :class:`Budgets`, which repeats those of another engine or, by default, has
+the limits of the configuration.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch
@@ -32,7 +32,7 @@ FIRST_MIXED_BUDGET = 64
 FALL, RISE = 1.15, 0.85
 # If the caller spent more than this share of the time, and these seconds, between two steps, the
 # device may have been idle.
-AWAY_SHARE, AWAY_SECONDS = 0.25, 0.01
+OUTSIDE_SHARE, OUTSIDE_SECONDS = 0.25, 0.01
 # The number of changes that are kept, some 100 bytes each.
 MAX_CHANGES = 2**14
 # Before anything was measured, relative to the price of a new token: the price of a token of
@@ -46,7 +46,7 @@ NOISE, DRIFT = 0.15, 0.03
 # was paged out, a laptop slept), unless it is the second in a row: then the device has become
 # slower (a laptop runs on its battery, another program computes). Two steps in a row that are as
 # many times faster than expected show that it has become faster.
-ACCIDENT = 2.0
+OUTLIER = 2.0
 
 LOG = logging.getLogger("mlx_paged.engine")
 
@@ -70,36 +70,10 @@ class ChosenBudgets(NamedTuple):
     mixed: int
 
 
-class Budgets(Protocol):
-    """Chooses the budgets of steps."""
-
-    @property
-    def chosen(self) -> list[ChosenBudgets]:
-        """The changes so far, the oldest first."""
-        ...
-
-    def begin_step(
-        self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
-    ) -> TokenBudgets:
-        """The budgets of the next steps.
-
-        Args:
-            step: the number of steps before them, as counted by ``Scheduler.num_steps``.
-            running: the running requests.
-            has_waiting: whether requests wait.
-            is_busy: whether a step is in flight.
-        """
-        ...
-
-    def end_step(self, batch: Batch, num_tokens: int) -> None:
-        """The oldest step in flight was read."""
-        ...
-
-
 def limits_of(config: SchedulerConfig) -> TokenBudgets:
     """The largest budgets."""
-    most = config.max_num_batched_tokens
-    return TokenBudgets(most, min(most, config.max_num_mixed_tokens))
+    limit = config.max_num_batched_tokens
+    return TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
 
 
 def token_budget(
@@ -119,9 +93,9 @@ def token_budget(
     """
     is_mixed = is_shared or any(completion.num_output_tokens for completion in running)
     budget, limit = budgets[is_mixed], limits[is_mixed]
-    least = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
-    if budget < least:
-        budget = max(SMALLEST_BUDGET, 1 << (least - 1).bit_length())
+    needed = len(running) * (1 + max_more) + MIN_PROMPT_TOKENS
+    if budget < needed:
+        budget = max(SMALLEST_BUDGET, 1 << (needed - 1).bit_length())
     return min(budget, limit)
 
 
@@ -133,8 +107,8 @@ def ladder(limit: int) -> list[int]:
     return [*budgets[:-1], limit]
 
 
-class RepeatedBudgets:
-    """Budgets that are given in advance.
+class Budgets:
+    """The budgets of an engine's steps, given in advance.
 
     Args:
         limits: used before the first of ``chosen``.
@@ -142,20 +116,29 @@ class RepeatedBudgets:
     """
 
     def __init__(self, limits: TokenBudgets, chosen: Iterable[ChosenBudgets] = ()):
-        self.chosen = [ChosenBudgets(0, *limits), *sorted(chosen, key=attrgetter("step"))]
-        self._index = 0
+        self._chosen = [ChosenBudgets(0, *limits), *sorted(chosen, key=attrgetter("step"))]
+
+    @property
+    def chosen(self) -> list[ChosenBudgets]:
+        """The changes so far, the oldest first."""
+        return list(self._chosen)
 
     def begin_step(
         self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
-        chosen, after = self.chosen, self._index + 1
-        while after < len(chosen) and chosen[after].step <= step:
-            after += 1
-        self._index = after - 1
-        return TokenBudgets(*chosen[self._index][1:])
+        """The budgets of the next steps.
+
+        Args:
+            step: the number of steps before them, as counted by ``Scheduler.num_steps``.
+            running: the running requests.
+            has_waiting: whether requests wait.
+            is_busy: whether a step is in flight.
+        """
+        newest = bisect_right(self._chosen, step, key=attrgetter("step")) - 1
+        return TokenBudgets(*self._chosen[newest][1:])
 
     def end_step(self, batch: Batch, num_tokens: int) -> None:
-        pass
+        """The oldest step in flight was read."""
 
 
 class Measured(NamedTuple):
@@ -207,10 +190,10 @@ class StepPrice:
                 self._covariance[index][index] = (spread * per_token) ** 2
         last, ratio = self._last_ratio, step.seconds / self.seconds(step.num_tokens, step.context)
         self._last_ratio = ratio
-        if min(last, ratio) > ACCIDENT or max(last, ratio) * ACCIDENT < 1:
+        if min(last, ratio) > OUTLIER or max(last, ratio) * OUTLIER < 1:
             self._scale(min(last, ratio) if ratio > 1 else max(last, ratio))
             self._last_ratio = 1.0
-        elif ratio > ACCIDENT:
+        elif ratio > OUTLIER:
             return False
         self._drift()
         self.correct(step)
@@ -256,7 +239,7 @@ def _dot(first: list[float], second: tuple[float, ...] | list[float]) -> float:
     return sum(map(float.__mul__, first, second))
 
 
-class Pace:
+class TimedBudget:
     """A budget that moves up and down the ladder, so that steps take a given time.
 
     Args:
@@ -289,19 +272,19 @@ class Pace:
         """
         if not price.is_known:
             return self.budget
-        most = max(self._seconds, 2 * price.seconds(0, context))
-        if price.seconds(self.budget, context) > FALL * most:
-            while self._index and price.seconds(self.budget, context) > most:
+        limit = max(self._seconds, 2 * price.seconds(0, context))
+        if price.seconds(self.budget, context) > FALL * limit:
+            while self._index and price.seconds(self.budget, context) > limit:
                 self._index -= 1
                 self._is_tried = False
         elif self._is_tried and self._index + 1 < len(self._ladder):
-            rises = price.seconds(self._ladder[self._index + 1], context) <= RISE * most
+            rises = price.seconds(self._ladder[self._index + 1], context) <= RISE * limit
             self._index += rises
             self._is_tried = not rises
         return self.budget
 
 
-class ClockedBudgets:
+class ClockedBudgets(Budgets):
     """Budgets with which steps take a given time.
 
     The measured time is that from the end of one read to the end of the next, because a step that
@@ -326,72 +309,58 @@ class ClockedBudgets:
         clock: Clock = time.perf_counter,
     ):
         self.price = StepPrice()
-        self._prefill = Pace(prefill_seconds, limits.prefill, FIRST_PREFILL_BUDGET)
-        self._mixed = Pace(mixed_seconds, limits.mixed, FIRST_MIXED_BUDGET)
+        self._prefill = TimedBudget(prefill_seconds, limits.prefill, FIRST_PREFILL_BUDGET)
+        self._mixed = TimedBudget(mixed_seconds, limits.mixed, FIRST_MIXED_BUDGET)
         self._clock = clock
         self._budgets = TokenBudgets(self._prefill.budget, self._mixed.budget)
-        self._chosen = deque([ChosenBudgets(0, *self._budgets)], MAX_CHANGES)
+        super().__init__(self._budgets)
         self._had_prompt = False  # in the last step that was read
         self._start = 0.0  # of the oldest step in flight
-        self._away = 0.0  # how long the engine was not called since then
+        self._outside = 0.0  # how long the engine was not called since then
         # The faster of the last two steps of decodes, if it is newer than the price.
         self._decodes: Measured | None = None
         self._decode_seconds = math.inf  # of the last step of decodes
-
-    @property
-    def chosen(self) -> list[ChosenBudgets]:
-        return list(self._chosen)
 
     def begin_step(
         self, step: int, running: Sequence[Completion], has_waiting: bool, is_busy: bool
     ) -> TokenBudgets:
         now = self._clock()
-        self._away = now - self._start if is_busy else 0.0
+        self._outside = now - self._start if is_busy else 0.0
         if not is_busy:
             self._start = now
-        if has_waiting or self._had_prompt:
-            self._choose(step, running)
-        return self._budgets
-
-    def end_step(self, batch: Batch, num_tokens: int) -> None:
-        now = self._clock()
-        seconds, away = now - self._start, self._away
-        self._start, self._away = now, 0.0
-        # Without drafts and prompts each request has a token.
-        self._had_prompt = num_tokens > len(batch.scheduled)
-        if away > max(AWAY_SECONDS, AWAY_SHARE * seconds):
-            return
-        if self._had_prompt:
-            self._note_prompt(Measured(num_tokens, batch.num_gathered_tokens, seconds))
-        else:
-            faster = min(seconds, self._decode_seconds)
-            self._decodes, self._decode_seconds = Measured(num_tokens, 0, faster), seconds
-
-    def _note_prompt(self, step: Measured) -> None:
-        """A step with a chunk of a prompt was measured."""
-        if self.price.note(step) and self._decodes is not None:
-            # The fixed price is best measured in a step with few tokens.
-            self.price.correct(self._decodes)
-        self._decodes = None
-        self._prefill.note(step.num_tokens)
-        self._mixed.note(step.num_tokens)
-
-    def _choose(self, step: int, running: Sequence[Completion]) -> None:
-        context = _next_context(running)
+        if not has_waiting and not self._had_prompt:
+            return self._budgets
+        # The tokens before the first chunk of a prompt, as far as it is known before requests are
+        # admitted.
+        chunks = (each for each in running if each.num_tokens - each.num_computed_tokens > 1)
+        first = next(chunks, None)
+        context = 0 if first is None else first.num_computed_tokens
         budgets = TokenBudgets(
             self._prefill.choose(self.price, context), self._mixed.choose(self.price, context)
         )
         if budgets != self._budgets:
             self._budgets = budgets
-            self._chosen.append(ChosenBudgets(step, *budgets))
+            self._chosen = [*self._chosen[-MAX_CHANGES + 1 :], ChosenBudgets(step, *budgets)]
             LOG.debug("from step %d on: %s", step, budgets)
+        return budgets
 
-
-def _next_context(running: Sequence[Completion]) -> int:
-    """The number of tokens before the first chunk of a prompt in the next step, as far as it is
-    known before requests are admitted.
-    """
-    for completion in running:
-        if completion.num_tokens - completion.num_computed_tokens > 1:
-            return completion.num_computed_tokens
-    return 0
+    def end_step(self, batch: Batch, num_tokens: int) -> None:
+        now = self._clock()
+        seconds, outside = now - self._start, self._outside
+        self._start, self._outside = now, 0.0
+        # Without drafts and prompts each request has a token.
+        self._had_prompt = num_tokens > len(batch.scheduled)
+        if outside > max(OUTSIDE_SECONDS, OUTSIDE_SHARE * seconds):
+            return
+        if not self._had_prompt:
+            faster = min(seconds, self._decode_seconds)
+            self._decodes, self._decode_seconds = Measured(num_tokens, 0, faster), seconds
+            return
+        if self.price.note(Measured(num_tokens, batch.num_gathered_tokens, seconds)) and (
+            self._decodes is not None
+        ):
+            # The fixed price is best measured in a step with few tokens.
+            self.price.correct(self._decodes)
+        self._decodes = None
+        self._prefill.note(num_tokens)
+        self._mixed.note(num_tokens)

@@ -71,6 +71,7 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
+        self._sampler = sample if ranks.is_leader else sample_nothing
         self._disk_tier = disk_tier
         # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Completion, int]] = deque()
@@ -215,7 +216,8 @@ class Steps:
         step = self.in_flight[-1]
         rows, completions, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = self._draw(step.logits, rows, completions, num_before)
+            sampled = self._sampler(step.logits, rows, completions, num_before)
+            step.sampled = self._shared(sampled)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.completions
         for completion in step.sampled.completions:
@@ -256,19 +258,9 @@ class Steps:
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
-    def _draw(
-        self,
-        logits: mx.array,  # [num_rows, vocab_size]
-        rows: Sequence[int],
-        completions: Sequence[Completion],
-        num_before: Sequence[int] | None = None,
-    ) -> SampledTokens:
-        """As :func:`mlx_paged.engine.sampler.sample`; a follower samples nothing."""
-        if self._ranks.is_leader:
-            sampled = sample(logits, rows, completions, num_before)
-        else:
-            sampled = SampledTokens(completions, mx.zeros((len(completions),), dtype=mx.int32))
-        if self._ranks.size == 1 or not self._run_ahead or not completions:
+    def _shared(self, sampled: SampledTokens) -> SampledTokens:
+        """The tokens, which followers have from rank 0 before they are read."""
+        if self._ranks.size == 1 or not self._run_ahead or not sampled.completions:
             return sampled
         # The next step is launched before these tokens are read, so they also travel in the graph.
         token_ids = mx.distributed.all_sum(sampled.token_ids, group=self._ranks.group)
@@ -331,7 +323,7 @@ class Steps:
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
                     with self._device_work():
-                        sampled = self._draw(step.logits, [row], [completion])
+                        sampled = self._shared(self._sampler(step.logits, [row], [completion]))
                         drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
@@ -489,3 +481,15 @@ class Steps:
                 forget_frames(error, "In a step of the engine")
             self._scheduler.finish(completion, reason, error=error)
             self._reports.note(completion)
+
+
+def sample_nothing(
+    logits: mx.array,  # [num_rows, vocab_size]
+    rows: Sequence[int],
+    completions: Sequence[Completion],
+    num_before: Sequence[int] | None = None,
+) -> SampledTokens:
+    """In place of :func:`mlx_paged.engine.sampler.sample` on a follower, which gets the tokens of
+    rank 0.
+    """
+    return SampledTokens(completions, mx.zeros((len(completions),), dtype=mx.int32))

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -53,14 +53,17 @@ class Call(Generic[T]):
     condition of such a future locked.
 
     Attributes:
+        is_next: whether the thread was idle when the call was queued.
         interrupted: the call that ran when the last interrupt ended a wait for this one, and the
             time of that.
     """
 
-    def __init__(self, thread: EngineThread, work: Callable[[], T]):
+    def __init__(self, thread: EngineThread, work: Callable[[], T], change: str | None = None):
+        self.is_next = thread.is_idle and not thread.is_current
         self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
         self._thread = thread
         self._work: Callable[[], T] | None = work
+        self._change = change
         self._result: T | None = None
         self._error: BaseException | None = None
         self._is_done = False
@@ -78,7 +81,8 @@ class Call(Generic[T]):
         thread = self._thread
         before, thread.running = thread.running, self
         try:
-            self._result = self._work()
+            with thread.changing(self._change):
+                self._result = self._work()
         except BaseException as error:
             if not self._is_done:
                 self._error = error
@@ -91,35 +95,35 @@ class Call(Generic[T]):
             self._error = error
             self._end()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the work, for at most ``timeout`` seconds; returns whether it has
-        ended. An interrupt ends the wait, but not the work. Only one thread may wait.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._is_done and (left := end - time.monotonic()) > 0:
-            # A signal that comes just before the system call begins does not end it.
-            self._done.acquire(timeout=min(left, LOOK_SECONDS))
-        return self._is_done
-
     def outlast(self) -> None:
         """Wait for the end of the work, ignoring interrupts."""
         try:
-            self.wait()
+            while not self._is_done:
+                self._done.acquire(timeout=LOOK_SECONDS)
         except KeyboardInterrupt:
             self.outlast()
 
-    def result(self) -> T:
-        """Wait for the end of the work; returns its result or raises its error.
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the end of the work; returns its result or raises its error. Only one thread may
+        wait.
 
-        An interrupt ends the wait. A second one of a wait for the same call stops the engine if no
-        step has ended in between, because the step may never end. Interrupts of waits for different
-        calls never do.
+        An interrupt ends the wait, but not the work. A second one of a wait for the same call stops
+        the engine if no step has ended in between, because the step may never end. Interrupts of
+        waits for different calls never do.
+
+        Raises:
+            TimeoutError: the work has not ended after ``timeout`` seconds.
         """
+        end = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            self.wait()
+            while not self._is_done and (left := end - time.monotonic()) > 0:
+                # A signal that comes just before the system call begins does not end it.
+                self._done.acquire(timeout=min(left, LOOK_SECONDS))
         except KeyboardInterrupt:
             self._thread.note_interrupt(self)
             raise
+        if not self._is_done:
+            raise TimeoutError(f"[engine] a call has not ended after {timeout} seconds")
         if self._error is not None:
             raise self._error
         return cast(T, self._result)
@@ -161,6 +165,7 @@ class EngineThread:
         self._at_end: Callable[[], None] | None = None
         self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
         self.has_ended = self._is_shared = self._is_forked = False
+        self._is_changing = False
         self._may_be_cut, self._cutting = True, threading.Lock()
         self._is_over = threading.Event()  # it has cleared its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -210,24 +215,61 @@ class EngineThread:
         """Whether an interrupt has ended the wait for the current call."""
         return self.running is not None and self.running is self._interrupted
 
-    def submit(self, work: Callable[[], T]) -> Call[T]:
+    def submit(self, work: Callable[[], T], change: str | None = None) -> Call[T]:
         """Queue a call.
+
+        Args:
+            change: what the call changes in the engine's bookkeeping; see :meth:`changing`.
 
         Raises:
             EngineStoppedError: the thread has ended.
         """
         self.check()
-        call = Call(self, work)
+        call = Call(self, work, change)
         self._calls.put(call)
         if self.has_ended:
             self._fail_waiting()
         return call
 
-    def call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in the thread; returns its result or raises its error. An interrupt ends
-        the wait, but not the work.
+    def call(self, work: Callable[[], T], change: str | None = None) -> T:
+        """Call ``work`` in the thread; returns its result or raises its error. Arguments are those
+        of :meth:`submit`. An interrupt ends the wait, but not the work.
         """
-        return work() if self.is_current else self.submit(work).result()
+        if not self.is_current:
+            return self.submit(work, change).result()
+        with self.changing(change):
+            return work()
+
+    @contextlib.contextmanager
+    def changing(self, change: str | None) -> Iterator[None]:
+        """In the thread: change the engine's bookkeeping; ``None`` changes nothing.
+
+        An exception may leave the bookkeeping inconsistent, so it stops the thread.
+        ``KeyboardInterrupt`` can only come from the model or a function of a request, and its step
+        was rolled back.
+
+        Raises:
+            RuntimeError: it is being changed already.
+            EngineStoppedError: the change failed.
+        """
+        if change is None:
+            yield
+            return
+        if self._is_changing:
+            raise RuntimeError(
+                f"[engine] {change} was called from inside a step; only add_request and abort may "
+                "be"
+            )
+        self._is_changing = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.stop(error)
+            raise self.stopped() from error
+        finally:
+            self._is_changing = False
 
     def run_queued(self) -> None:
         """In the thread: run the calls that wait, until none does or the thread is to end."""
@@ -333,7 +375,13 @@ class EngineThread:
         while self._may_be_cut:
             with contextlib.suppress(SystemExit):  # It may be cut more than once.
                 try:
-                    self._run_calls()
+                    pause: float | None = None
+                    while not self.has_ended:
+                        with contextlib.suppress(queue.Empty):
+                            self._calls.get(timeout=pause).run()
+                        is_free = not self.has_queued and not self.has_ended
+                        if self._background is not None and is_free:
+                            pause = self._background()
                     self._refuse_cuts()
                 except BaseException as error:
                     self.failure = self.failure or error
@@ -352,15 +400,6 @@ class EngineThread:
                 mx.synchronize()
             mx.clear_streams()
             self._is_over.set()
-
-    def _run_calls(self) -> None:
-        pause: float | None = None
-        while not self.has_ended:
-            with contextlib.suppress(queue.Empty):
-                self._calls.get(timeout=pause).run()
-            self.run_queued()
-            if self._background is not None and not self.has_ended:
-                pause = self._background()
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
@@ -408,7 +447,7 @@ def run_apart(work: Callable[[], T]) -> T:
     finally:
         left = thread.let_go()
         if left is not None:
-            left.wait()  # The next call may come at once.
+            left.result()  # The next call may come at once.
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException] | None) -> None:
@@ -435,6 +474,18 @@ def end_before_python(thread: threading.Thread) -> None:
     """
     alive = weakref.ref(thread)
     _watch(thread.native_id, lambda: (it := alive()) is None or not it.is_alive())
+
+
+def random_key() -> int:
+    """The random state of this thread, for ``mx.random.seed`` in another one: that continues with
+    the same numbers.
+    """
+    here = threading.current_thread()
+    if here is not threading.main_thread():
+        end_before_python(here)
+    state: Any = mx.random.state  # Each thread has its own.
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
 
 
 def _watch(native_id: int | None, has_ended: Callable[[], bool]) -> None:

@@ -17,11 +17,10 @@ from mlx_paged.config import (
     KVBits,
 )
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.budget import NUM_COPIES_AHEAD
 from mlx_paged.engine.draft_model import num_parameters_of
 from mlx_paged.models.activations import activation_nbytes, num_experts_per_token
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.kv_cache import stored_as, weight_nbytes
+from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, stored_as, weight_nbytes
 from mlx_paged.models.language_model import LanguageModel
 
 # Dependent kernels in a layer's decode, and the time to launch one; both assumed.

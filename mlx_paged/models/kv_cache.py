@@ -1,7 +1,11 @@
-"""``make_kv_cache``: an empty cache for a model."""
+"""``make_kv_cache``: an empty cache for a model; and how the states of recurrent layers share its
+budget with K/V.
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Unpack, overload
@@ -10,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import AT_LEAST_1, BOOL
+from mlx_paged.argument_values import AT_LEAST_1, BOOL, as_integer
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -30,17 +34,46 @@ from mlx_paged.config import (
     MAX_WINDOW,
     KVBits,
     KVBudget,
+    SchedulerConfig,
     StreamingWindow,
 )
+from mlx_paged.core import BudgetSizes, KVCacheManager, SequenceStates, SharedBudget
+from mlx_paged.core.checkpoints import MANY
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuse_unknown
-from mlx_paged.memory import check_available, default_kv_cache_bytes
+from mlx_paged.memory import (
+    check_available,
+    default_kv_cache_bytes,
+    format_nbytes,
+    why_too_large,
+)
 from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import check_backend_name
+
+# More than one checkpoint per this many tokens of K/V would be of no use.
+TOKENS_PER_CHECKPOINT = 128
+# Copies of a running sequence's state that exist at once: before and after a step, and one that is
+# gathered or computed meanwhile; MLX delays work that would need more.
+NUM_COPIES = 3
+# One more if the next step is launched while one runs.
+NUM_COPIES_AHEAD = 4
+# And one more with drafts: some sequences are rolled back to the state before a step.
+NUM_COPIES_BEFORE_DRAFTS = 1
+
+# Floating-point operations per byte of memory bandwidth: an M1 has 2.6 TFLOPS and 68 GB/s, and its
+# successors are close to that.
+OPERATIONS_PER_BYTE = 38
+# The default swap space, as a share of the K/V budget.
+DEFAULT_SWAP_SHARE = 1 / 8
+
+REMEDIES = (
+    "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
+    "(--max-model-len), or a kv_cache_bytes (--kv-cache-bytes) of your own"
+)
 
 
 @overload
@@ -287,3 +320,135 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
             f"[kv cache] window needs keys that can be rotated to other positions: {error}",
             "window",
         ) from error
+
+
+# The budget of an engine
+
+
+def num_state_copies(model: LanguageModel, config: SchedulerConfig, runs_ahead: bool) -> int:
+    """Copies of a running sequence's recurrent state that exist at once; 0 without states.
+
+    Args:
+        runs_ahead: whether the next step may be launched while one runs.
+    """
+    if not model.state_nbytes:
+        return 0
+    copies = NUM_COPIES_AHEAD if runs_ahead else NUM_COPIES
+    return copies + (NUM_COPIES_BEFORE_DRAFTS if config.num_draft_tokens else 0)
+
+
+def make_states(
+    model: LanguageModel,
+    cache: KVCache,
+    config: SchedulerConfig,
+    budget: KVBudget,
+    num_copies: int,
+) -> SequenceStates:
+    """The recurrent states of a model's sequences. They share a budget in bytes with the blocks of
+    the cache; one in blocks is for K/V only. Warns if the budget holds the states of fewer
+    sequences than may run at once.
+
+    There are as many checkpoints as are of use and as the budget holds beside one sequence: one for
+    each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or ``MANY``, whichever is most.
+    """
+    nbytes, num_checkpoints = budget.nbytes, 0
+    if config.enable_prefix_caching:
+        num_tokens = (nbytes or 0) // sum(spec.nbytes_per_token for spec in model.layer_specs)
+        num_checkpoints = max(2 * config.max_num_seqs, MANY, num_tokens // TOKENS_PER_CHECKPOINT)
+        if nbytes is not None:
+            num_held = max(1, nbytes // model.state_nbytes - num_copies)
+            num_checkpoints = min(num_checkpoints, num_held)
+    states = SequenceStates(num_checkpoints)
+    if nbytes is None:
+        return states
+    sizes = BudgetSizes(
+        nbytes, cache.config.nbytes_per_block, cache.config.state_nbytes, num_copies
+    )
+    cache.shared_budget = SharedBudget(sizes, cache.pool, states)
+    numbers = range(config.max_num_seqs, 0, -1)
+    most = next(n for n in numbers if n == 1 or sizes.max_num_blocks(n) >= n)
+    if most < config.max_num_seqs:
+        warnings.warn(
+            f"[engine] at most {most} sequences run at once instead of max_num_seqs "
+            f"{config.max_num_seqs}: kv_cache_bytes of {nbytes:,} holds no more than {most} times "
+            f"{num_copies} copies of a state of {sizes.state:,} bytes",
+            stacklevel=3,
+        )
+    return states
+
+
+def is_moving_cheaper(num_parameters: int, nbytes_per_token: int, operations_per_byte: int) -> bool:
+    """Whether moving a token's K/V takes less time than computing them, which takes two operations
+    per parameter. The rule depends on sizes and no clock, so that all machines decide alike.
+
+    Args:
+        operations_per_byte: of the chip's speed and the bandwidth of the move.
+    """
+    return nbytes_per_token * operations_per_byte < 2 * num_parameters
+
+
+def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
+    """Whether copying K/V out and back takes less time than computing them."""
+    return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
+
+
+def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
+    """The number of blocks of a swap space of ``swap_bytes``, by default ``DEFAULT_SWAP_SHARE`` of
+    the budget if swapping is cheaper than computing.
+
+    Raises:
+        ArgumentError: it is neither a budget nor 0, or the cache can't swap.
+    """
+    config = cache.config
+    if swap_bytes is None:
+        is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
+        can_swap = cache.kind == "paged"
+        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if can_swap and is_cheaper else 0
+    is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
+    if is_zero or as_integer(swap_bytes) == 0:
+        return 0
+    budget = KVBudget.parse(swap_bytes, "swap_bytes")
+    if cache.kind != "paged":
+        raise ArgumentError(
+            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
+            f"{cache.kind} cache are recomputed; leave it out",
+            "swap_bytes",
+        )
+    if budget.num_blocks is not None:
+        return budget.num_blocks
+    return (budget.nbytes or 0) // config.nbytes_per_block
+
+
+def num_tokens_held(cache: KVCache, manager: KVCacheManager) -> int:
+    """The most tokens of a single sequence in the budget; ``sys.maxsize`` if it is unlimited."""
+    return manager.block_need.max_num_tokens(cache.config.num_blocks)
+
+
+def warn_unless_it_fits(
+    weight_nbytes: int,
+    cache: KVCache,
+    manager: KVCacheManager,
+    max_model_len: int | None,
+    activation_nbytes: int | None,
+) -> None:
+    """Warn, with the numbers, if the weights leave too little of this machine's memory for K/V.
+
+    Args:
+        activation_nbytes: of the largest step; ``None`` if the budget is of the user's choice.
+    """
+    reason = why_too_large(weight_nbytes, activation_nbytes)
+    if reason is None:
+        return
+    num_held = num_tokens_held(cache, manager)
+    if max_model_len is None:
+        held = "an unlimited context" if num_held == sys.maxsize else f"{num_held:,} tokens"
+    else:
+        most = f"its {max_model_len:,} tokens of context"
+        held = most if num_held >= max_model_len else f"{num_held:,} of {most}"
+    warnings.warn(
+        f"[engine] the model does not fit into this machine: its weights take "
+        f"{format_nbytes(weight_nbytes)}, and {reason}; the K/V budget is "
+        f"{format_nbytes(cache.config.nbytes)} and holds {held}. "
+        f"What you can do: {REMEDIES}",
+        stacklevel=3,
+    )

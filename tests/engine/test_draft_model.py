@@ -27,7 +27,7 @@ from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged import LLM, demo_model_path, generate
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import DraftGate, Speculation, StepCost
+from mlx_paged.engine.speculation import Speculation, StepCost
 from mlx_paged.loading import load_draft_model
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
@@ -151,7 +151,7 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
     other = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))  # knows nothing
     engine = make_engine(model, draft_model=other, kv_cache_bytes="400blocks")
     engine.scheduler.speculation = Speculation(
-        engine.runner.draft_model, 3, DraftGate(StepCost(1, 0.1), StepCost(0.2, 0.01))
+        engine.runner.draft_model, 3, StepCost(1, 0.1), StepCost(0.2, 0.01)
     )
     engine.add_request("a", prompt(20), greedy(400))
     drafted: list[int] = []

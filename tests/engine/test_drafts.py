@@ -1,14 +1,18 @@
-"""Who proposes drafts, and how many a step tries: the look-up and the gate."""
+"""Who proposes drafts, and how many a step tries: the look-up and the rule."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers.completions import new_completion
 
+from mlx_paged.engine.draft_model import cost_on_gpu
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import ALWAYS, FIRST_ACCEPTANCE, DraftGate, PromptLookup, StepCost
+from mlx_paged.engine.speculation import FIRST_ACCEPTANCE, PromptLookup, Speculation, StepCost
 from mlx_paged.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
@@ -80,79 +84,100 @@ def test_the_acceptance_is_known_without_any_drafts():
     assert lookup.acceptance(completion) == 0, "there is nothing to propose"
 
 
-# The gate
+# The rule
 
 BOUND_BY_MEMORY = StepCost(10, 0.1)
 BOUND_BY_ROWS = StepCost(0.1, 1)
 
 
-def counts(gate: DraftGate, *acceptances: float, most: int = 7) -> list[int]:
-    return gate.num_drafts(
-        acceptances, [1] * len(acceptances), len(acceptances), len(acceptances), most
-    )
+class Known:
+    """Has drafts of a known acceptance for each request, by its place among them."""
+
+    def __init__(self, acceptances: Sequence[float]):
+        self.acceptances = iter(acceptances)
+
+    def acceptance(self, completion: Completion) -> float:
+        return next(self.acceptances)
+
+
+def speculation(step: StepCost, **options: Any) -> Speculation:
+    return Speculation(step=step, **options)
+
+
+def counts(
+    rule: Speculation,
+    *acceptances: float,
+    most: int = 7,
+    run_lengths: Sequence[int] | None = None,
+) -> Sequence[int]:
+    """The numbers of drafts of requests in a step that samples a token for each of them."""
+    run_lengths = run_lengths or [1] * len(acceptances)
+    rule = replace(rule, drafter=Known(acceptances), num_draft_tokens=most)
+    requests = [request_of("a")] * len(acceptances)
+    return rule.num_drafts(requests, run_lengths, sum(run_lengths), len(acceptances))
 
 
 def test_rows_that_cost_little_are_filled_with_drafts():
-    gate = DraftGate(BOUND_BY_MEMORY)
-    assert counts(gate, 0.9) == [7] and counts(gate, 0.9, most=3) == [3]
-    assert counts(gate, 0.5) == [5] and counts(gate, 0.0) == [0]
+    rule = speculation(BOUND_BY_MEMORY)
+    assert counts(rule, 0.9) == [7] and counts(rule, 0.9, most=3) == [3]
+    assert counts(rule, 0.5) == [5] and counts(rule, 0.0) == [0]
 
 
 def test_rows_that_cost_as_much_as_a_step_are_not():
-    assert counts(DraftGate(BOUND_BY_ROWS), 0.9) == [0]
-    assert counts(DraftGate(BOUND_BY_ROWS), *[0.95] * 8) == [0] * 8
+    assert counts(speculation(BOUND_BY_ROWS), 0.9) == [0]
+    assert counts(speculation(BOUND_BY_ROWS), *[0.95] * 8) == [0] * 8
 
 
 def test_each_request_gets_what_its_own_drafts_are_worth():
-    found = counts(DraftGate(StepCost(5, 1)), 0.95, 0.6, 0.1)
+    found = counts(speculation(StepCost(5, 1)), 0.95, 0.6, 0.1)
     assert found[0] > found[1] > found[2] == 0
 
 
 def test_the_more_requests_run_the_more_a_draft_has_to_promise():
-    gate = DraftGate(StepCost(4, 1))
-    per_request = [counts(gate, *[0.8] * n)[0] for n in (1, 2, 4, 8, 16)]
+    rule = speculation(StepCost(4, 1))
+    per_request = [counts(rule, *[0.8] * n)[0] for n in (1, 2, 4, 8, 16)]
     assert per_request == sorted(per_request, reverse=True)
     assert per_request[0] > 0 == per_request[-1]
 
 
 def test_a_step_that_has_to_be_read_first_must_gain_more_than_the_waiting():
-    assert counts(DraftGate(BOUND_BY_MEMORY), 0.4) == [4]
-    assert counts(DraftGate(BOUND_BY_MEMORY, waiting_share=0.3), 0.4) == [0]
-    assert counts(DraftGate(BOUND_BY_MEMORY, waiting_share=0.3), 0.8) != [0]
+    assert counts(speculation(BOUND_BY_MEMORY), 0.4) == [4]
+    assert counts(speculation(BOUND_BY_MEMORY, waiting_share=0.3), 0.4) == [0]
+    assert counts(speculation(BOUND_BY_MEMORY, waiting_share=0.3), 0.8) != [0]
 
 
 def test_the_passes_of_a_draft_model_count():
-    gate = DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(1, 0.01))
-    assert 1 <= counts(gate, 0.7)[0] < counts(DraftGate(BOUND_BY_MEMORY), 0.7)[0]
-    assert counts(DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(9, 0.1)), 0.7) == [0]
+    rule = speculation(BOUND_BY_MEMORY, draft_pass=StepCost(1, 0.01))
+    assert 1 <= counts(rule, 0.7)[0] < counts(speculation(BOUND_BY_MEMORY), 0.7)[0]
+    assert counts(speculation(BOUND_BY_MEMORY, draft_pass=StepCost(9, 0.1)), 0.7) == [0]
 
 
 def test_rows_that_a_recurrent_model_computes_again_count():
     """A run of n rows and one draft of acceptance a is n * (1 - a) rows more on average."""
     step = StepCost(10, 1)
-    gate = DraftGate(step, repeats_runs=True)
+    rule = speculation(step, repeats_runs=True)
 
     def drafts(acceptance: float, run_length: int) -> int:
-        (count,) = gate.num_drafts([acceptance], [run_length], run_length, 1, 1)
+        (count,) = counts(rule, acceptance, most=1, run_lengths=[run_length])
         return count
 
     # 1.3 tokens per 10 + n is what a draft has to promise, and 1.9 of them come per step.
     assert drafts(0.9, 1) == 1 and 1.9 / (10 + 2 + 0.1) > 1.3 / 11
     assert drafts(0.45, 1) == 0 and 1.45 / (10 + 2 + 0.55) < 1.3 / 11
-    assert counts(DraftGate(step), 0.45, most=1) == [1] and 1.45 / (10 + 2) > 1.3 / 11
+    assert counts(speculation(step), 0.45, most=1) == [1] and 1.45 / (10 + 2) > 1.3 / 11
     # The longer the run, the dearer: with 0.6, up to some length.
     paid = [drafts(0.6, run_length) for run_length in range(1, 20)]
     expected = [1.6 / (11 + n + 0.4 * n) > 1.3 / (10 + n) for n in range(1, 20)]
     assert paid == expected and True in expected and False in expected
     # What is surely accepted is never computed again.
-    assert counts(gate, 1.0) == counts(DraftGate(step), 1.0) == [7]
+    assert counts(rule, 1.0) == counts(speculation(step), 1.0) == [7]
 
 
 def test_where_rows_cost_nothing_all_are_tried():
-    assert counts(ALWAYS, 0.99, 0.3) == [7, 7]
+    assert counts(Speculation(), 0.99, 0.3) == [7, 7]
 
 
 @pytest.mark.parametrize("num_bits", [4, 16])
 def test_an_estimate_for_a_gpu_tries_more_the_more_bytes_a_weight_has(num_bits: int):
-    gate = DraftGate(StepCost.on_gpu(10**9, 10**9 * num_bits // 8))
-    assert counts(gate, *[0.7] * 8)[0] == {4: 0, 16: 3}[num_bits]
+    rule = speculation(cost_on_gpu(10**9, 10**9 * num_bits // 8))
+    assert counts(rule, *[0.7] * 8)[0] == {4: 0, 16: 3}[num_bits]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -179,6 +180,18 @@ def test_a_step_whose_wait_was_interrupted_is_not_run_twice(model: qwen3.Model):
     engine.step()
     assert engine.stats().num_steps == num_steps + 1
     assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
+
+
+def test_outputs_of_an_interrupted_wait_are_dropped_with_their_requests(model: qwen3.Model):
+    engine = make_engine(model)
+    for name in ("dropped", "kept"):
+        engine.add_request(name, prompt(5), greedy(4))
+    # The step ends and reports before its caller, who was interrupted, drops a request.
+    engine.thread.call(partial(engine._step, None), "step")
+    assert [output.request_id for output in engine._ready] == ["dropped", "kept"]
+    engine.drop(["dropped"])
+    assert set(run(engine)) == {"kept"}
+    assert_nothing_held(engine)
 
 
 def test_an_llm_gives_up_the_requests_of_an_interrupted_call_and_answers_the_next(

@@ -13,7 +13,7 @@ from helpers.scheduler_helpers import FakeEngine as CheckedEngine
 from helpers.scheduler_helpers import names, of_kind, ran, tokens
 from paged_testing.integrity import check_scheduler
 
-from mlx_paged.engine import admission, request_queues
+from mlx_paged.engine import request_queues
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.request_queues import MAX_PASSING
@@ -25,7 +25,7 @@ MAX_LAG, MIN_LEAD = 200, 100
 def small_lag(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the lead that a user may have, so that few steps show it."""
     monkeypatch.setattr(request_queues, "MAX_LAG", MAX_LAG)
-    monkeypatch.setattr(admission, "MIN_LEAD", MIN_LEAD)
+    monkeypatch.setattr(request_queues, "MIN_LEAD", MIN_LEAD)
 
 
 class FakeEngine(CheckedEngine):

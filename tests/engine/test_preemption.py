@@ -26,10 +26,9 @@ from helpers.engine_runs import (
 from helpers.fast_lane import mostly_slow
 from helpers.windowed_models import model_and_options
 
-from mlx_paged.engine import swap_space
 from mlx_paged.engine.batch import SwapIn
 from mlx_paged.engine.engine import Engine
-from mlx_paged.models import qwen3
+from mlx_paged.models import kv_cache, qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
@@ -265,7 +264,7 @@ def test_by_default_sizes_decide_whether_requests_are_swapped(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
     for is_cheaper, num_blocks in ((True, 10), (False, 0)):
-        monkeypatch.setattr(swap_space, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
+        monkeypatch.setattr(kv_cache, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
         engine = make_engine(model, kv_cache_bytes="80blocks")
         assert engine.swap_space.num_blocks == num_blocks
 

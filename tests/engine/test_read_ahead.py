@@ -11,10 +11,10 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import AbsentBlock, BlockHash, hash_token_blocks
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.read_ahead import MAX_READ_AHEAD
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import SeqId
 from mlx_paged.sampling_params import SamplingParams
 

@@ -11,10 +11,10 @@ import pytest
 
 IMPORTS = """
 import sys
-import mlx_paged.engine.batch, mlx_paged.engine.scheduler, mlx_paged.engine.swap_space
+import mlx_paged.engine.batch, mlx_paged.engine.scheduler, mlx_paged.engine.prefix_cache
 import mlx_paged.engine.request, mlx_paged.engine.request_queues, mlx_paged.engine.speculation
 print(sorted({"mlx", "numpy", "transformers"} & {name.partition(".")[0] for name in sys.modules}))
-for name in ("batch", "scheduler", "swap_space", "request_queues", "speculation"):
+for name in ("batch", "scheduler", "prefix_cache", "request_queues", "speculation"):
     assert not hasattr(sys.modules["mlx_paged.engine." + name], "time")
 """
 

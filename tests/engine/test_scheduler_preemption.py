@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
-from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.engine.request import CompletionStatus
+from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
 
 
 def until_preempted(engine: FakeEngine) -> Batch:
@@ -154,7 +154,7 @@ def test_a_swapped_request_goes_on_with_its_next_token():
 def test_only_what_is_not_cached_any_more_is_swapped_in():
     engine = swapping()
     until_preempted(engine)
-    assert engine.swap_space.num_tokens_of(("b", 0)) == 15
+    assert engine.swap_space.find(("b", 0)).num_tokens == 15
     output = engine.step_until(lambda output: of_kind(output, SwapIn))
     ((seq_id, start, end),) = swapped_in(output)
     assert (seq_id, end) == (("b", 0), 4) and 0 < start < 4
@@ -171,7 +171,7 @@ def test_a_place_in_host_memory_is_given_back_when_everything_is_cached_still():
     # b finds no block for its 17th token and gives back 4, of which a needs none.
     output = engine.step()
     assert (ran(output), names(output.preempted)) == ({"a": 1}, ["b"])
-    assert engine.swap_space.num_tokens_of(request.seq_id) == 16
+    assert engine.swap_space.find(request.seq_id).num_tokens == 16
     assert ran(engine.step()) == {"a": 1}
     output = engine.step()
     assert (ran(output), of_kind(output, SwapIn)) == ({"b": 1}, [])
@@ -202,7 +202,7 @@ def test_a_prompt_that_was_swapped_half_way_goes_on_there():
     engine.add("b", tokens(32, 200), max_tokens=2)
     output = until_preempted(engine)
     ((seq_id, ((*block_ids,),)),) = of_kind(output, SwapOut)
-    num_tokens = engine.swap_space.num_tokens_of(seq_id)
+    num_tokens = engine.swap_space.find(seq_id).num_tokens
     assert len(block_ids) == -(-num_tokens // 4)
     assert seq_id == ("b", 0) and 0 < num_tokens < 32 and num_tokens % 3 == 0
     while not of_kind(output := engine.step(), SwapIn):

@@ -13,10 +13,10 @@ from helpers.scheduler_helpers import FakeEngine
 
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.step_budget import (
+    Budgets,
     ChosenBudgets,
     ClockedBudgets,
     Measured,
-    RepeatedBudgets,
     StepPrice,
     TokenBudgets,
     ladder,
@@ -453,7 +453,7 @@ def test_budgets_that_were_chosen_come_again_at_the_same_steps():
     )
     for _ in range(3):
         load.prompt(8000)
-    repeated = RepeatedBudgets(LIMITS, load.budgets.chosen)
+    repeated = Budgets(LIMITS, load.budgets.chosen)
     again = []
     for step in range(load.num_steps):
         again.append(repeated.begin_step(step, [], False, is_busy=False))
@@ -462,7 +462,7 @@ def test_budgets_that_were_chosen_come_again_at_the_same_steps():
 
 
 def test_of_two_changes_before_one_step_the_later_one_counts():
-    repeated = RepeatedBudgets(LIMITS, [ChosenBudgets(3, 64, 64), ChosenBudgets(3, 32, 32)])
+    repeated = Budgets(LIMITS, [ChosenBudgets(3, 64, 64), ChosenBudgets(3, 32, 32)])
     seen = []
     for step in (0, 2, 3, 9):
         seen.append(repeated.begin_step(step, [], False, is_busy=False))

@@ -6,7 +6,8 @@ import pytest
 
 from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.core.tier import BlockHeader
-from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
+from mlx_paged.engine.prefix_cache import SwapSpace
+from mlx_paged.models.kv_cache import is_swapping_cheaper
 
 
 @pytest.mark.parametrize(
@@ -34,10 +35,10 @@ def test_a_sequence_has_room_if_it_fits_beside_the_others():
     assert space.reserve("b", of(4))
     assert not space.reserve("c", of(1))
     assert (space.num_used_blocks, space.num_used_tokens) == (10, 38)
-    assert (space.num_tokens_of("a"), space.num_tokens_of("b")) == (23, 15)
-    assert space.num_tokens_of("c") == 0
+    assert [space.find(name).num_tokens for name in "ab"] == [23, 15]
+    assert space.find("c") is None
     space.release("a")
-    assert (space.num_used_blocks, space.num_tokens_of("a")) == (4, 0)
+    assert (space.num_used_blocks, space.find("a")) == (4, None)
     assert space.reserve("c", of(6))
 
 

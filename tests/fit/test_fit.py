@@ -25,7 +25,6 @@ from helpers.qwen3_helpers import save_folder
 from mlx_paged import memory
 from mlx_paged.config import KVBits
 from mlx_paged.core import BudgetSizes
-from mlx_paged.engine.budget import NUM_COPIES_AHEAD
 from mlx_paged.errors import ArgumentError
 from mlx_paged.fit import main, main_of_list
 from mlx_paged.fit.footprint import Footprint
@@ -34,7 +33,7 @@ from mlx_paged.fit.verdict import Fit
 from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
 from mlx_paged.memory import format_nbytes
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, make_kv_cache
 
 GIB = 2**30
 WAYS_OUT = "--kv-bits 8, or --context 30976, or --context 40960 --parallel 1"

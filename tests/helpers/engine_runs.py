@@ -168,7 +168,7 @@ def between_steps(engine: Engine) -> Iterator[None]:
         yield
     finally:
         go_on.set()
-        call.wait()
+        call.result()
 
 
 def lose_all_kv(engine: Engine) -> None:

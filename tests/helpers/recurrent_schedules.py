@@ -22,14 +22,14 @@ from paged_testing.integrity import check_manager
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import (
     BlockHash,
+    BudgetSizes,
     ComputedBlocks,
     KVCacheManager,
     SequenceStates,
     SharedBudget,
     extend_block_hashes,
 )
-from mlx_paged.engine.budget import NUM_COPIES, sizes_of
-from mlx_paged.models.kv_cache import make_engine_cache
+from mlx_paged.models.kv_cache import NUM_COPIES, make_engine_cache
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import StateStack
 
@@ -86,7 +86,8 @@ class Schedule:
         self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, self.states)
         if nbytes:
             assert self.states is not None
-            sizes = sizes_of(self.cache, nbytes, NUM_COPIES)
+            config = self.cache.config
+            sizes = BudgetSizes(nbytes, config.nbytes_per_block, config.state_nbytes, NUM_COPIES)
             self.cache.shared_budget = SharedBudget(sizes, self.cache.pool, self.states)
             self.cache.shared_budget.count_seqs = lambda: len(self._live)
         self.events: Counter[str] = Counter()

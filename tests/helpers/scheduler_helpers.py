@@ -19,12 +19,12 @@ from paged_testing.integrity import check_scheduler
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
-from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
+from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion, Request
+from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import SeqId
 from mlx_paged.sampling_params import SamplingParams
 

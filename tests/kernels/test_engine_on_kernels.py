@@ -275,9 +275,9 @@ def test_fourteen_calls_lead_from_the_library_to_a_decode_on_metal(demo, compile
         stacks.clear()
         llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
     at_work, waiting = stacks[-1]
-    assert waiting[::-1] == ["generate", "share", "_complete", "step", "result", "wait"]
-    assert at_work[::-1][:3] == ["_run", "_run_calls", "run"]
+    assert waiting[::-1] == ["generate", "share", "_complete", "step", "result"]
+    assert at_work[::-1][:3] == ["_run", "run", "_step"]
     assert at_work[::-1][3:] == [
-        *("_step", "_change", "run", "_launch", "launch"),
+        *("run", "_launch", "launch"),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]

@@ -51,7 +51,7 @@ def _check_queues(queues: RequestQueues, manager: KVCacheManager) -> None:
     assert queues.running == sorted(queues.running, key=place_of)
     assert queues.waiting == sorted(queues.waiting, key=_by_order)
     shares = {completion.request.share for completion in queues.completions.values()}
-    assert len(shares) == queues.shares.num_active
+    assert len(shares) == queues.num_users
     for share in shares:
         assert share.waiting == [each for each in queues.waiting if each.request.share is share]
         assert share.num_running == sum(each.request.share is share for each in queues.running)

@@ -82,10 +82,10 @@ def walk() -> list[Call]:
 
         return call
 
-    llm = LLM(demo_model_path(), run_ahead=False)
     for station in STATIONS:
         setattr(*station, noting(station))
     try:
+        llm = LLM(demo_model_path(), run_ahead=False)
         llm.generate("The code of apple is 4821.", SamplingParams(max_tokens=4, temperature=0))
     finally:
         for station in STATIONS:
@@ -99,7 +99,7 @@ def waiting_stack(thread: int) -> list[Call]:
     """
     for _ in range(MOST_LOOKS):
         stack = stack_of(sys._current_frames()[thread])
-        if stack and stack[-1].name == "Call.wait":
+        if stack and stack[-1].name == "Call.result":
             return stack
         time.sleep(0.001)
     raise RuntimeError("[walk] the caller does not wait for the engine's thread")

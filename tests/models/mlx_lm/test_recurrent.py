@@ -22,7 +22,7 @@ from mlx.nn import Module
 
 from mlx_paged.cache import Sequences
 from mlx_paged.core import BlockTableError, Cut, KVCacheManager, SequenceStates
-from mlx_paged.engine import budget
+from mlx_paged.models import kv_cache
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
@@ -209,8 +209,8 @@ def test_states_stay_inside_the_budget(ahead: bool, monkeypatch: pytest.MonkeyPa
     # Activations of a chunk are some state more.
     assert 0.6 * share < used <= share + model.state_nbytes
     # A planted fault: one copy of each running state is counted.
-    monkeypatch.setattr(budget, "NUM_COPIES", 1)
-    monkeypatch.setattr(budget, "NUM_COPIES_AHEAD", 1)
+    monkeypatch.setattr(kv_cache, "NUM_COPIES", 1)
+    monkeypatch.setattr(kv_cache, "NUM_COPIES_AHEAD", 1)
     share, used = used_by_states(model, ahead)
     assert used > share + model.state_nbytes
 

@@ -470,5 +470,5 @@ def test_what_runs_with_drafts_cost_is_known_of_a_model():
     assert (recurrent.num_layers, len(recurrent.layer_specs)) == (2, 1)
     for model, repeats, max_more in ((recurrent, True, 9), (plain, False, 3)):
         speculation = make_engine(model, num_draft_tokens=3).scheduler.speculation
-        assert speculation.gate.repeats_runs is repeats and speculation.max_more == max_more
-        assert speculation.gate.step == cost_of(model)
+        assert speculation.repeats_runs is repeats and speculation.max_more == max_more
+        assert speculation.step == cost_of(model)

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, demo_model_path, generate
-from mlx_paged.engine.callers_thread import evaluate_captured
+from mlx_paged.engine.input_processor import evaluate_captured
 from mlx_paged.models import qwen3
 
 
