@@ -15,6 +15,8 @@ from mlx_paged.argument_values import (
     AT_LEAST_0,
     AT_LEAST_1,
     BOOL,
+    Flag,
+    Option,
     number,
     one_of,
     or_none,
@@ -23,7 +25,6 @@ from mlx_paged.argument_values import (
 )
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.core.tier import Tier
-from mlx_paged.declarations import Flag, Option
 
 # The server's default, for the explanations of /v1/cache: some 20 MB of memory.
 DEFAULT_SERVER_HISTORY_TOKENS = 2**20

@@ -21,6 +21,8 @@ from mlx_paged.argument_values import (
     TEXT,
     TOKEN,
     Domain,
+    Flag,
+    Param,
     Several,
     is_number,
     is_sequence,
@@ -30,7 +32,6 @@ from mlx_paged.argument_values import (
     such,
     whole,
 )
-from mlx_paged.declarations import Flag, Param
 from mlx_paged.errors import ArgumentError, one_line, shown
 
 if TYPE_CHECKING:

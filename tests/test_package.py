@@ -89,7 +89,7 @@ def test_imports_go_one_way():
     ]
     order += ["sampling", "answers"]
     order += ["request", "sampling_params", "foreign_arguments"]
-    order += ["engine_options", "sampling_declarations", "declarations"]
+    order += ["engine_options", "sampling_declarations"]
     order += ["block_store", "core"]
     order += ["config", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_paged.argument_values import AT_LEAST_0, AT_LEAST_1, BOOL, Domain, one_of, such
+from mlx_paged.argument_values import AT_LEAST_0, AT_LEAST_1, BOOL, Domain, Option, one_of, such
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.declarations import Option
 from mlx_paged.errors import one_line
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams

@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_paged.argument_values import BOOL, Domain, one_of, such
-from mlx_paged.declarations import Argument, Option, Program
+from mlx_paged.argument_values import BOOL, Argument, Domain, Option, Program, one_of, such
 from mlx_paged.engine_options import ENGINE_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams

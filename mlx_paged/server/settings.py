@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_paged.argument_values import AT_LEAST_0, BOOL, Domain, one_of, such, whole
+from mlx_paged.argument_values import AT_LEAST_0, BOOL, Domain, Flag, Option, one_of, such, whole
 from mlx_paged.config import NBYTES
-from mlx_paged.declarations import Flag, Option
 
 
 @dataclass(frozen=True)
