@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.workers import SECONDS_AT_EXIT
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
+from mlx_paged.core import AbsentBlock, BlockHash, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.prefix_cache import PrefixCache
@@ -24,7 +24,6 @@ from mlx_paged.errors import (
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
-    from mlx_paged.engine.disk_tier import DiskTier
 
 # The most times that a request is preempted for a more urgent one, which bounds recomputation.
 MAX_PREEMPTIONS = 8
@@ -115,11 +114,17 @@ class Admission:
             completion.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
         )
 
-    def absent_blocks(self, completion: Completion, tier: DiskTier) -> Sequence[AbsentBlock]:
-        """The blocks of a waiting request to read from a tier; none if it is swapped out."""
+    def absent_blocks(
+        self, completion: Completion, has: Callable[[BlockHash], bool]
+    ) -> Sequence[AbsentBlock]:
+        """The blocks of a waiting request to read from a tier; none if it is swapped out.
+
+        Args:
+            has: whether the tier has a block.
+        """
         if self._swap_space.num_tokens_of(completion.seq_id):
             return ()
-        return self._prefix_cache.absent_blocks(completion, tier)
+        return self._prefix_cache.absent_blocks(completion, has)
 
     def fits(self, completions: Sequence[Completion]) -> bool:
         """Whether all tokens of waiting requests fit, without any cached blocks."""

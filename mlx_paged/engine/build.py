@@ -23,8 +23,7 @@ from mlx_paged.engine.budget import (
     warn_if_fewer_run,
     warn_unless_it_fits,
 )
-from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.draft_model import (
     DraftModel,
     check_draft_model,
@@ -33,7 +32,7 @@ from mlx_paged.engine.draft_model import (
 )
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
@@ -64,7 +63,7 @@ class EngineParts:
     ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
-    disk_tier: DiskTier | None
+    disk_tier: DiskCache | None
     swap_space: SwapSpace
     runner: ModelRunner
     scheduler: Scheduler
@@ -209,7 +208,7 @@ def _open_tier(
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
     states: SequenceStates | None,
-) -> DiskTier:
+) -> DiskCache:
     """Open the tier of blocks and states.
 
     Raises:
@@ -227,4 +226,4 @@ def _open_tier(
                 "tier",
             )
         tier = GuardedTier(tier)
-    return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)
+    return DiskCache(cache, tier, num_parameters, None if states is None else states.checkpoints)

@@ -4,11 +4,12 @@ arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_paged.core import (
     AbsentBlock,
+    BlockHash,
     ComputedBlocks,
     KVCacheManager,
     extend_block_hashes,
@@ -18,7 +19,6 @@ from mlx_paged.engine.request import Completion
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_tier import DiskTier
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -60,11 +60,13 @@ class PrefixCache:
         hashes = completion.block_hashes[:num_usable_blocks]
         return self._last_sequence.num_kept_blocks(hashes) * self._block_size
 
-    def absent_blocks(self, completion: Completion, tier: DiskTier) -> Sequence[AbsentBlock]:
+    def absent_blocks(
+        self, completion: Completion, has: Callable[[BlockHash], bool]
+    ) -> Sequence[AbsentBlock]:
         """The blocks of a request that a tier has and the pool lacks."""
         self._hash_blocks(completion)
         num_tokens = _num_findable_tokens(completion)
-        return self._manager.absent_blocks(completion.block_hashes, num_tokens, tier.has)
+        return self._manager.absent_blocks(completion.block_hashes, num_tokens, has)
 
     def begin(self, completion: Completion, num_held_tokens: int) -> None:
         """A request has got its slots, into which the kept sequence may be moved."""

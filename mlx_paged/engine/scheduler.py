@@ -23,7 +23,6 @@ from mlx_paged.engine.admission import Admission, Found
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
@@ -34,7 +33,7 @@ from mlx_paged.request import SeqId, StopReason
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_tier import DiskTier
+    from mlx_paged.engine.disk_cache import DiskCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -94,7 +93,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: DiskTier | None = None,
+        tier: DiskCache | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -122,7 +121,7 @@ class Scheduler:
         self._admission = Admission(
             manager, cache, config, self.swap_space, self._prefix_cache, context_length
         )
-        self._read_ahead = ReadAhead(tier, self._admission)
+        self._disk_cache = tier
         self._block_size = self.manager.pool.block_size
         self._num_blocks = 0  # of the budget, in the newest step
         self._max_num_tokens = 0  # of one request then, its last token without K/V
@@ -181,7 +180,7 @@ class Scheduler:
                 self._prefix_cache.end(completion)
                 self.manager.free(completion.seq_id)
             self.swap_space.release(completion.seq_id)
-            self._read_ahead.end(completion)
+            self._end_prefetch(completion)
             self.prefix_history.finish(completion)
         completion.status = CompletionStatus.FINISHED
         completion.finish_reason, completion.stop_reason = reason, stop_reason
@@ -207,7 +206,7 @@ class Scheduler:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
-        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
+        completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
         num_blocks = self._admission.num_blocks_to_give_up(completion, self._queues)
@@ -324,9 +323,10 @@ class Scheduler:
             return
         queues = self._queues
         num_running = queues.num_places(self.running)
-        self._read_ahead.look(queues.in_turn())
+        if self._disk_cache is not None:
+            self._disk_cache.prefetch(queues.in_turn(), self._admission)
         while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
-            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
+            completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             if completion is None:
                 return
             # ``plan.only`` may run already, or have just ended.
@@ -342,6 +342,16 @@ class Scheduler:
             elif not queues.may_admit_others(plan, completion, is_admitted=False):
                 return
 
+    def _first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
+        """The first waiting request that does not have to wait for blocks to be read."""
+        if self._disk_cache is None:
+            return next(iter(waiting), None)
+        return self._disk_cache.first_ready(waiting, self._admission)
+
+    def _end_prefetch(self, completion: Completion) -> int:
+        """A request leaves the queue; returns how many tokens were read for it."""
+        return 0 if self._disk_cache is None else self._disk_cache.end_prefetch(completion)
+
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
         of its user before that of others.
@@ -351,7 +361,7 @@ class Scheduler:
             return None
         if not queues.shares.are_shared and waiting[0].order > running[-1].order:
             return None
-        completion = self._read_ahead.first_ready(queues.in_turn(passed))
+        completion = self._first_ready(queues.in_turn(passed))
         is_first = completion is not None and self._admission.comes_first(completion, running)
         return completion if is_first else None
 
@@ -411,7 +421,7 @@ class Scheduler:
         request, is_new = completion.request, completion.status is CompletionStatus.WAITING
         self._queues.run(completion)
         self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
-        num_read_tokens = self._read_ahead.end(completion)
+        num_read_tokens = self._end_prefetch(completion)
         if is_new:
             request.num_cached_tokens = num_held
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
@@ -476,8 +486,8 @@ class Scheduler:
         held, block_ids = self.manager.describe(completion.seq_id)
         if self.swap_space.reserve(completion.seq_id, held):
             plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
-        else:
-            self._read_ahead.keep(completion)
+        elif self._disk_cache is not None:
+            self._disk_cache.save_preempted(completion)
         self.manager.free(completion.seq_id)
         plan.preempted.append(completion)
         self._queues.requeue(completion)
@@ -532,7 +542,8 @@ class Scheduler:
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
-        self._read_ahead.clear()
+        if self._disk_cache is not None:
+            self._disk_cache.clear()
         self.prefix_history.clear()
         self._prefix_cache.forget_last()
         for completion in list(self.running):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.block_stores import open_store, put_chain
 
-from mlx_paged.block_store import BlockStoreError, BlockWriter, CacheFolder, layout
+from mlx_paged.block_store import BlockStoreError, BlockWorker, CacheFolder, layout
 from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, name_aside
 from mlx_paged.block_store.layout import BlockLayout
 
@@ -26,8 +26,8 @@ def test_nobody_else_may_read_anything_whatever_the_umask_says(tmp_path, umask):
     folder.parent.mkdir()
     old = os.umask(umask)
     try:
+        BlockWorker(open_store(folder), 1 << 20, 1 << 20).close()
         store = open_store(folder)
-        BlockWriter(store, 1 << 20).close()
         put_chain(store, "a", "b")
         store.maintain()
         CacheFolder(folder).pin(*CacheFolder(folder).entries()[1].name)

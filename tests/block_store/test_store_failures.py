@@ -25,9 +25,9 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockWriter, CacheFolder, block_file
+from mlx_paged.block_store import BlockWorker, CacheFolder, block_file
 from mlx_paged.block_store import store as store_module
-from mlx_paged.block_store import workers as writer_module
+from mlx_paged.block_store import worker as worker_module
 
 
 class Refusal:
@@ -53,9 +53,8 @@ def is_off(store) -> bool:
     store.maintain()
     failure = store.failure
     assert failure is not None and "\n" not in failure and str(store.layout.folder) in failure
-    writer = BlockWriter(store, 1 << 20)
-    assert writer.flush(10) and writer.close(10)
-    store.close()
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
+    assert worker.flush(10) and worker.close(10)
     return store.failure == failure
 
 
@@ -436,31 +435,31 @@ def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_use
 
 def test_a_writer_goes_on_without_the_disk(tmp_path):
     store = open_store(tmp_path / "cache")
-    writer = BlockWriter(store, 1 << 20)
-    assert writer.flush(10)
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
+    assert worker.flush(10)
     shutil.rmtree(tmp_path / "cache")
-    assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+    assert worker.offer(header("a"), payload_of(named("a"))) and worker.flush(10)
     assert store.failure is not None
-    assert not writer.offer(header("b"), payload_of(named("b")))
+    assert not worker.offer(header("b"), payload_of(named("b")))
     assert store.stats().num_dropped == 2
-    assert writer.close(10)
+    assert worker.close(10)
 
 
 def test_an_idle_writer_tries_a_failed_disk_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "_SECONDS_BETWEEN_MAINTENANCE", 0.01)
+    monkeypatch.setattr(worker_module, "_SECONDS_BETWEEN_MAINTENANCE", 0.01)
     monkeypatch.setattr(store_module, "_FIRST_RETRY_SECONDS", 0.01)
     store = open_store(tmp_path / "cache")
-    writer = BlockWriter(store, 1 << 20)
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
     with monkeypatch.context() as failing:
         Refusal(failing, "writev", errno.EIO)
-        assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+        assert worker.offer(header("a"), payload_of(named("a"))) and worker.flush(10)
         assert store.failure is not None
     deadline = time.monotonic() + 60
     while store.failure is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert writer.offer(header("b"), payload_of(named("b"))) and writer.close(10)
-    assert found(store, "ab") == "b"
+    assert worker.offer(header("b"), payload_of(named("b"))) and worker.close(10)
+    assert found(open_store(tmp_path / "cache"), "ab") == "b"
 
 
 def test_a_tool_that_finds_no_folder_says_so(tmp_path):

@@ -16,31 +16,32 @@ WORKER = """
 import json, random, sys, time
 sys.path[:0] = {path!r}
 from helpers.block_stores import UNIT, fingerprint, header, named, payload_of
-from mlx_paged.block_store import BlockReader, BlockStore, BlockWriter, CacheFolder
+from mlx_paged.block_store import BlockStore, BlockWorker, CacheFolder, Read
 
 seed, folder = int(sys.argv[1]), sys.argv[2]
 rng = random.Random(seed)
 model = "a model" if seed % 2 else "another model"
 store = BlockStore(folder, 24 * UNIT, fingerprint(model))
-writer, reader = BlockWriter(store, 1 << 20), BlockReader(store, 1 << 20)
+worker = BlockWorker(store, 1 << 20, 1 << 20)
 tool = CacheFolder(folder)
 num_read = num_wrong = num_pinned = 0
 pinned = None
 for number in range({num_rounds}):
     root = rng.randrange(6)
     chain = [f"{{model}} {{root}}.{{depth}}" for depth in range(rng.randrange(1, 9))]
-    reader.read(number, [named(name) for name in chain])
-    while reader.is_reading(number):
-        reader.wait(10)
-        for block in reader.take(1 << 30):
+    read = Read()
+    worker.read(read, [named(name) for name in chain])
+    while read.is_reading:
+        worker.wait(10)
+        for block_hash, payload in worker.take(read, 1 << 30):
             num_read += 1
-            num_wrong += block.payload != payload_of(block.block_hash)
+            num_wrong += payload != payload_of(block_hash)
     for depth, name in enumerate(chain):
         parent = chain[depth - 1] if depth else None
-        writer.offer(header(name, parent, 16 * depth), payload_of(named(name)))
+        worker.offer(header(name, parent, 16 * depth), payload_of(named(name)))
     store.note_used([named(name) for name in chain])
     if number % 10 == 5:
-        writer.flush(10)
+        worker.flush(10)
         if pinned is None and tool.pin(store.fingerprint.digest, named(chain[-1])):
             pinned = named(chain[-1])
             num_pinned += 1
@@ -54,8 +55,7 @@ for number in range({num_rounds}):
         num_wrong += any(file.problem for file in tool.verify())
 if pinned is not None:
     tool.unpin(store.fingerprint.digest, pinned)
-assert writer.close(20)
-store.close()
+assert worker.close(20)
 print(json.dumps([num_read, num_wrong, num_pinned, store.failure]))
 """
 

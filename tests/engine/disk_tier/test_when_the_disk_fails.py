@@ -281,7 +281,7 @@ def test_an_engine_that_is_dropped_in_an_event_loop_waits_for_no_disk(
     stuck_disk.clear()
     answer(engine, prompt(60), PARAMS)
     assert engine.disk_tier is not None
-    writer, engines = engine.disk_tier._writer._thread, [engine]
+    writer, engines = engine.disk_tier._worker._writer, [engine]
     del engine
 
     async def drop() -> None:
