@@ -14,9 +14,13 @@ folder's size and the order of eviction are read from the directory entries (cat
 package handles bytes and imports no MLX.
 """
 
-from mlx_paged.block_store.block_file import BlockStoreError
 from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
-from mlx_paged.block_store.layout import STORED_KV_VERSION, BlockName, Fingerprint
+from mlx_paged.block_store.layout import (
+    STORED_KV_VERSION,
+    BlockName,
+    BlockStoreError,
+    Fingerprint,
+)
 from mlx_paged.block_store.store import BlockStore
 from mlx_paged.block_store.worker import BlockWorker, Read
 

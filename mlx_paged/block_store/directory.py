@@ -16,8 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError, refusals
-from mlx_paged.block_store.layout import BLOCKS_NAME, TAG_NAME, is_own_name
+from mlx_paged.block_store.layout import (
+    BLOCKS_NAME,
+    OWN_NAMES,
+    TAG_NAME,
+    BadBlockFileError,
+    BlockStoreError,
+    refusals,
+)
 from mlx_paged.errors import shown
 
 FOLDER_MODE = 0o700
@@ -357,12 +363,12 @@ def check_is_ours(folder: Path) -> None:
     """Raise BlockStoreError for a folder without blocks, and OSError if it can't be listed."""
     top = Directory.at(folder)
     names = top.names()
-    if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(is_own_name, names))):
+    if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(OWN_NAMES.fullmatch, names))):
         raise BlockStoreError(f"{folder} is not a folder of K/V blocks")
 
 
 def _check_content(top: Directory) -> None:
-    other = [name for name in top.names() if not is_own_name(name)]
+    other = [name for name in top.names() if not OWN_NAMES.fullmatch(name)]
     if other and not _has_tag(top):
         raise BlockStoreError(
             f"{top.path} holds other things, such as {shown(min(other))}; name a new folder, or an "

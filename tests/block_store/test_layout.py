@@ -12,8 +12,8 @@ import pytest
 from helpers.block_stores import open_store, put_chain
 
 from mlx_paged.block_store import BlockStoreError, BlockWorker, CacheFolder, layout
+from mlx_paged.block_store.block_files import BlockFiles
 from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, name_aside
-from mlx_paged.block_store.layout import BlockLayout
 
 
 def rights(path: Path) -> int:
@@ -44,7 +44,7 @@ def test_names_hold_digests_and_nothing_of_a_text(tmp_path):
     put_chain(store, "a", "b")
     digest = store.fingerprint.digest
     for path in (tmp_path / "cache" / "blocks").rglob("*.kv"):
-        shard, name = path.relative_to(store.layout.of(digest)).parts
+        shard, name = path.relative_to(store.files.path_of(digest)).parts
         assert len(name) == 64 + len(".kv") and name.startswith(shard)
         assert set(name.removesuffix(".kv")) <= set("0123456789abcdef")
 
@@ -193,9 +193,9 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
     digest = store.fingerprint.digest
     aside = f".name.{dead_process()}-00000000-1.tmp"
     places = [
-        store.layout.blocks,
-        store.layout.of(digest),
-        next(store.layout.of(digest).glob("??")),
+        store.folder / "blocks",
+        store.files.path_of(digest),
+        next(store.files.path_of(digest).glob("??")),
     ]
     for place in places:
         (place / aside).write_bytes(b"half a block")
@@ -206,8 +206,7 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
 
 
 def test_other_files_are_no_blocks(tmp_path):
-    paths = BlockLayout(tmp_path)
-    path = paths.block("0" * 32, b"\x01\xff")
+    path = BlockFiles(tmp_path).path_of_block(("0" * 32, b"\x01\xff"))
     assert path == f"{tmp_path}/blocks/{'0' * 32}/01/01ff.kv"
     assert layout.block_hash_of("01ff.kv") == b"\x01\xff"
     for name in ("01FF.kv", "01f.kv", ".kv", "01ff", "01ff.kv.tmp", "x01ff.kv", "01ff.pin"):

@@ -25,7 +25,7 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockWorker, CacheFolder, block_file
+from mlx_paged.block_store import BlockWorker, CacheFolder, layout
 from mlx_paged.block_store import store as store_module
 from mlx_paged.block_store import worker as worker_module
 
@@ -52,7 +52,7 @@ def is_off(store) -> bool:
     store.note_used([named("a")])
     store.maintain()
     failure = store.failure
-    assert failure is not None and "\n" not in failure and str(store.layout.folder) in failure
+    assert failure is not None and "\n" not in failure and str(store.folder) in failure
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     assert worker.flush(10) and worker.close(10)
     return store.failure == failure
@@ -142,7 +142,7 @@ def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
 def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     with monkeypatch.context() as later:
-        later.setattr(block_file, "VERSION", 2)
+        later.setattr(layout, "VERSION", 2)
         put_chain(store, *"ab")
     store.close()
     store = open_store(tmp_path / "cache", num_blocks=3)
@@ -179,7 +179,7 @@ def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkey
     put_chain(open_store(tmp_path / "cache", model="another model"), *"abcdef")
     store.maintain()
     if missing == "fingerprint":
-        shutil.rmtree(store.layout.of(store.fingerprint.digest))
+        shutil.rmtree(store.files.path_of(store.fingerprint.digest))
     Refusal(monkeypatch, "mkdir", errno.ENOSPC, times=1)
     assert put(store, "g")
     assert found(store, "g") == "g" and store.failure is None
@@ -327,7 +327,7 @@ def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
     digest = store.fingerprint.digest
-    description = store.layout.of(digest) / "fingerprint.json"
+    description = store.files.path_of(digest) / "fingerprint.json"
     description.unlink()
     (description / "below").mkdir(parents=True)
     store = open_store(tmp_path / "cache")
@@ -397,7 +397,7 @@ def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, mo
     store = open_store(tmp_path / "cache")
     put_chain(store, "a")
     probes: list[float] = []
-    monkeypatch.setattr(store._shards, "probe", lambda *_: probes.append(now[0]) or raising(5)())
+    monkeypatch.setattr(store.files, "probe", lambda *_: probes.append(now[0]) or raising(5)())
     store.fail("the cable is out")
     began = now[0]
     while now[0] < began + 200:
@@ -405,7 +405,7 @@ def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, mo
         store.maintain()
     assert [probe - began for probe in probes] == [1, 3, 7, 15, 31, 63, 123, 183]
     assert store.failure.endswith("the cable is out")
-    monkeypatch.setattr(store._shards, "probe", lambda *_: None)
+    monkeypatch.setattr(store.files, "probe", lambda *_: None)
     now[0] += 60
     store.maintain()
     assert store.failure is None

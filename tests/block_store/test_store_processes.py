@@ -50,7 +50,7 @@ for number in range({num_rounds}):
             tool.unpin(store.fingerprint.digest, pinned)
             pinned = None
     if number % 25 == 20 and seed == 1:
-        store.layout.folder.joinpath("index-v1.sqlite3").touch()  # as an earlier version does
+        store.folder.joinpath("index-v1.sqlite3").touch()  # as an earlier version does
     if number % 30 == 17:
         num_wrong += any(file.problem for file in tool.verify())
 if pinned is not None:

@@ -19,7 +19,7 @@ from paged_testing.integrity import check_scheduler
 
 from helpers.disk_tiers import answer, block_files, flush, tiered
 from helpers.engine_runs import greedy, make_engine, prompt
-from mlx_paged.block_store.block_file import parse_block
+from mlx_paged.block_store.layout import parse_block
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.core import hash_token_blocks, state_key
