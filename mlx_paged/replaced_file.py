@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from mlx_paged.block_store.directory import beginning_aside, is_abandoned, name_aside
+from mlx_paged.block_store.directory import is_abandoned, temporary_name, temporary_prefix
 
 
 @contextmanager
@@ -27,22 +27,22 @@ def replaced_file(file: Path) -> Iterator[BinaryIO]:
     """
     file = file.resolve()
     _remove_abandoned(file)
-    aside = file.with_name(name_aside(file.name))
-    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = file.with_name(temporary_name(file.name))
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w+b") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(aside, file)
+        os.replace(temporary, file)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def _remove_abandoned(file: Path) -> None:
     """Remove the temporary files that killed processes have left for a file."""
-    now, beginning = time.time(), beginning_aside(file.name)
+    now, beginning = time.time(), temporary_prefix(file.name)
     with contextlib.suppress(OSError), os.scandir(file.parent) as entries:
         for entry in entries:
             if not entry.name.startswith(beginning):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mlx_paged.block_store.directory import Directory, name_aside
+from mlx_paged.block_store.directory import Directory, temporary_name
 from mlx_paged.block_store.layout import (
     BLOCKS_NAME,
     DIGEST,
@@ -36,10 +36,10 @@ from mlx_paged.core.tier import BlockHeader, Payload
 ALLOCATION_UNIT = 4096
 """Bytes: file systems allocate files in multiples of this."""
 
-MOST_SECONDS_AHEAD = 60
+MAX_SECONDS_AHEAD = 60
 """How far another machine's clock, which set a file's time, may be ahead of this one."""
 
-_MOST_OPEN = 8
+_MAX_OPEN = 8
 # Two changes of a folder within one tick of the file system's clock leave the same time.
 _TICK_NS = 1_000_000_000
 
@@ -91,7 +91,7 @@ class BlockFiles:
             if not DIGEST.fullmatch(digest):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), digest)
             folder = self.blocks().folder(digest)
-            if len(self._folders) >= _MOST_OPEN:
+            if len(self._folders) >= _MAX_OPEN:
                 self._folders.clear()
             self._folders[digest] = folder
         return folder
@@ -200,13 +200,13 @@ class BlockFiles:
             if folder.read(FINGERPRINT_NAME) == text:
                 return folder
         with contextlib.suppress(IsADirectoryError):  # It is only for readers of the folder.
-            folder.write_aside(FINGERPRINT_NAME, [text])
+            folder.write_atomically(FINGERPRINT_NAME, [text])
         return folder
 
     def probe(self, fingerprint: Fingerprint, num_bytes: int) -> None:
         """Write a file of this size for a fingerprint, and remove it. Raises OSError."""
-        folder, name = self.make_fingerprint_folder(fingerprint), name_aside("probe")
-        folder.write_aside(name, [bytes(num_bytes)])
+        folder, name = self.make_fingerprint_folder(fingerprint), temporary_name("probe")
+        folder.write_atomically(name, [bytes(num_bytes)])
         folder.remove(name)
 
     def is_blocked(self, name: BlockName) -> bool:
@@ -235,11 +235,11 @@ class BlockFiles:
         """
         file = file_name_of(block_hash)
         try:
-            self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces, used)
+            self.shard((fingerprint.digest, block_hash)).write_atomically(file, pieces, used)
         except FileNotFoundError:
             # This is the first block of its shard, or the folder was removed.
             folder = self.make_fingerprint_folder(fingerprint)
-            folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces, used)
+            folder.make_folder(shard_name_of(block_hash)).write_atomically(file, pieces, used)
 
     # Pins
 
@@ -271,7 +271,7 @@ class BlockFiles:
         """Pin the last block of a chain. Raises OSError."""
         text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
         pins = self.folder(digest).make_folder(PINS_NAME)
-        pins.write_aside(_pin_name_of(chain[-1]), [text.encode()])
+        pins.write_atomically(_pin_name_of(chain[-1]), [text.encode()])
 
     def unpin(self, digest: str, block_hash: bytes) -> bool:
         """Remove a pin; whether there was one. Raises OSError."""
@@ -299,7 +299,7 @@ def time_used(status: os.stat_result) -> int:
     """When a file was last used, in nanoseconds since 1970. A time in the future is wrong, and
     would keep the file forever, so it counts as the oldest.
     """
-    latest = time.time_ns() + MOST_SECONDS_AHEAD * 1_000_000_000
+    latest = time.time_ns() + MAX_SECONDS_AHEAD * 1_000_000_000
     return 0 if status.st_mtime_ns > latest else status.st_mtime_ns
 
 

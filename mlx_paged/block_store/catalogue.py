@@ -48,10 +48,10 @@ Pause: TypeAlias = Callable[[], None]
 _SECONDS_BETWEEN_PAUSES = 0.001
 _FILES_AT_A_TIME = 256
 _EVICTED_AT_A_TIME = 16
-_MOST_REFUSALS = 16  # files that can't be removed, before an eviction gives up
+_MAX_REFUSALS = 16  # files that can't be removed, before an eviction gives up
 # The share of all blocks that a listing keeps as the next to evict, and the least number.
 _SHARE_OF_OLDEST = 1 / 16
-_LEAST_OLDEST = 4096
+_MIN_OLDEST = 4096
 # A new block gets the time of its parent if that was used in the last minute, and in the last
 # quarter of a time to live.
 _SAME_USE_SECONDS = 60.0
@@ -217,7 +217,7 @@ class Catalogue:
         num_removed = num_freed = 0
         refusals: dict[BlockName, OSError] = {}
         num_before_listing = -1
-        while self.nbytes > max_nbytes and len(refusals) <= _MOST_REFUSALS:
+        while self.nbytes > max_nbytes and len(refusals) <= _MAX_REFUSALS:
             removed, is_end = self._remove_some(max_nbytes, refusals)
             num_removed += len(removed)
             num_freed += sum(block.nbytes for block in removed)
@@ -287,7 +287,7 @@ class Catalogue:
     def _list(self) -> Iterator[None]:
         self._files.refresh()
         num_blocks = nbytes = 0
-        number = max(_LEAST_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
+        number = max(_MIN_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
         oldest = Oldest(number, self._place)
         with contextlib.suppress(OSError):
             top, blocks = Directory.at(self._files.path), self._files.blocks()
@@ -335,7 +335,7 @@ class Catalogue:
         removed: list[Block] = []
         with self._evicting() as is_kept:
             for _ in range(_EVICTED_AT_A_TIME):
-                if self.nbytes <= max_nbytes or len(refusals) > _MOST_REFUSALS:
+                if self.nbytes <= max_nbytes or len(refusals) > _MAX_REFUSALS:
                     break
                 block = self._oldest.pop()
                 if block is None:
@@ -458,7 +458,7 @@ class WrittenBytes:
         else:
             with top.locked(fcntl.LOCK_EX):
                 known = (_read(top) or _Sums(0, self._known.since, Counter())).plus(new)
-                top.write_aside(WRITTEN_NAME, [json.dumps(known._asdict()).encode()])
+                top.write_atomically(WRITTEN_NAME, [json.dumps(known._asdict()).encode()])
         with self._lock:
             self._new -= new
             self._known = known

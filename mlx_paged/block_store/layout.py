@@ -55,7 +55,7 @@ _PREFIX = struct.Struct("<8sIIQII")
 _PREFIX_BEFORE_CRC = _PREFIX.size - 8
 _HEADER = struct.Struct("<16sddQIHBB")
 _FIRST_READ = 1024  # bytes: prefix and header of a block of up to 96 tokens
-_MOST_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 16 << 20
 
 DIGEST_LENGTH = 32
 """Hexadecimal digits of a digest: 128 bits of SHA-256."""
@@ -138,8 +138,8 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         texts = (self.model, self.model_name, self.kv_format, self.code, *self.layers)
-        is_right = type(self.layers) is tuple and all(type(text) is str for text in texts)
-        if not is_right or not is_plain_integer(self.block_size, 1):
+        is_valid = type(self.layers) is tuple and all(type(text) is str for text in texts)
+        if not is_valid or not is_plain_integer(self.block_size, 1):
             raise BlockStoreError(f"no fingerprint: {shown(dataclasses.astuple(self))}")
 
     @functools.cached_property
@@ -300,7 +300,7 @@ def _parse(file: int) -> FileHeader:
         raise BadBlockFileError("it doesn't begin like a block")
     _, version, num_bytes, num_payload_bytes, crc, payload_crc = _PREFIX.unpack_from(data)
     end = _PREFIX.size + num_bytes
-    if num_bytes > _MOST_HEADER_BYTES:
+    if num_bytes > _MAX_HEADER_BYTES:
         raise BadBlockFileError("the length of its header is wrong")
     if len(data) < end:
         data += _read(file, end - len(data), len(data))

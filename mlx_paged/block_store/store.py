@@ -37,9 +37,9 @@ _LISTINGS_PER_TTL = 4
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # The process lacks a resource, or only this file can't be used: the next access may succeed.
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
+_TEMPORARY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 # The disk or the server of a network folder can't be reached. The files are as they were.
-_AWAY = frozenset(
+_UNREACHABLE = frozenset(
     {errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 )
 
@@ -112,7 +112,7 @@ class BlockStore(Tier):
         self._lock = threading.Lock()  # of the counters and the failure
         self._counts: Counter[str] = Counter()
         self._written = WrittenBytes(self.folder)
-        self._has_told_limit = False
+        self._has_warned_of_limit = False
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
@@ -122,7 +122,7 @@ class BlockStore(Tier):
         status = self.files.status(self._name(key))
         if status is None:
             return False
-        return self.ttl is None or not self._is_over(key, last_use_of(status), None)
+        return self.ttl is None or not self._is_expired(key, last_use_of(status), None)
 
     def load(self, key: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` for a miss. A bad file is removed."""
@@ -133,15 +133,15 @@ class BlockStore(Tier):
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
-            if error.errno in _AWAY:
+            if error.errno in _UNREACHABLE:
                 self._fail_for("a block could not be read", error)
-            elif error.errno not in _PASSING:
+            elif error.errno not in _TEMPORARY:
                 self._discard(key, "num_corrupt")
             return None
         except BadBlockFileError:
             self._discard(key, "num_corrupt")
             return None
-        if self._is_over(key, last_used, header.ttl):
+        if self._is_expired(key, last_used, header.ttl):
             self._discard(key, "num_evicted")
             return None
         if header.block.group != ANSWERS:
@@ -278,7 +278,7 @@ class BlockStore(Tier):
     def _name(self, block_hash: bytes) -> BlockName:
         return self._digest, block_hash
 
-    def _is_over(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
+    def _is_expired(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
         ttls = [limit for limit in (ttl, self.ttl) if limit is not None]
         if not ttls or time.time() - last_used <= min(ttls):
             return False
@@ -320,10 +320,10 @@ class BlockStore(Tier):
         limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
         if limit is None or written + nbytes <= limit:
             # A smaller block may still fit: that does not make a second warning due.
-            self._has_told_limit &= limit is not None and written > limit // 2
+            self._has_warned_of_limit &= limit is not None and written > limit // 2
             return False
-        if not self._has_told_limit:
-            self._has_told_limit = True
+        if not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
             _warn(
                 f"[block store] {self.folder}: as much was written in the last 24 hours as "
                 f"cache_dir_writes allows ({limit:,} bytes); until there is less, new K/V are kept "
@@ -376,7 +376,7 @@ class BlockStore(Tier):
             yield
         except OSError as error:
             is_alone = block_hash is not None and self._is_alone(block_hash, error)
-            if error.errno not in _PASSING and not is_alone:
+            if error.errno not in _TEMPORARY and not is_alone:
                 self._fail_for(what, error)
 
     def _is_alone(self, block_hash: bytes, error: OSError) -> bool:

@@ -95,7 +95,7 @@ class Prefetch(Read):
 
     Attributes:
         wanted: the blocks that are read, by their keys in the tier.
-        asked: the keys of all blocks that were read so far or are lost.
+        requested: the keys of all blocks that were looked for so far.
         num_blocks: how many blocks were put into the pool.
     """
 
@@ -103,7 +103,7 @@ class Prefetch(Read):
         super().__init__()
         self.completion, self.is_complete = completion, is_complete
         self.wanted: dict[bytes, AbsentBlock] = {}
-        self.asked: set[bytes] = set()
+        self.requested: set[bytes] = set()
         self.num_blocks = 0
 
 
@@ -160,7 +160,7 @@ class DiskCache:
             checkpoints.on_eviction = self._save_evicted
         self._prefetches: dict[SeqId, Prefetch] = {}  # of waiting requests
         self._num_read_tokens = self._num_read_states = self._num_saved_states = 0
-        self._is_closed = self._has_said_why = False
+        self._is_closed = self._has_warned = False
         _open.add(self)
         # Before the workers' handler, after which they accept no blocks; finalizers may run later.
         atexit.unregister(_close_all)
@@ -366,9 +366,9 @@ class DiskCache:
         while not (prefetch.is_complete or prefetch.is_reading):
             absent = admission.absent_blocks(completion, self.has)
             blocks: dict[bytes, AbsentBlock] = {each.block_hash: each for each in absent}
-            prefetch.is_complete = blocks.keys() <= prefetch.asked
+            prefetch.is_complete = blocks.keys() <= prefetch.requested
             if not prefetch.is_complete:
-                prefetch.asked |= blocks.keys()
+                prefetch.requested |= blocks.keys()
                 prefetch.wanted = blocks
                 self._read(prefetch)
         return not prefetch.is_reading
@@ -479,9 +479,9 @@ class DiskCache:
     def _report_failure(self) -> None:
         """Warn when the disk fails, and when it can be used again."""
         failure = self.store.failure
-        if self._is_closed or (failure is not None) == self._has_said_why:
+        if self._is_closed or (failure is not None) == self._has_warned:
             return
-        self._has_said_why = failure is not None
+        self._has_warned = failure is not None
         text = "[engine] the disk works again, and K/V are kept there"
         if failure is not None:
             self._unsaved.clear()

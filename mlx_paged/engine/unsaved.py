@@ -41,7 +41,7 @@ KV_PER_STATE = 2
 TOKENS_WITHOUT_KV = 4096
 SHARE_OF_EVICTED = 1 / 2
 # States that are tracked, also after their eviction; each takes some hundred bytes of bookkeeping.
-MAX_SEEN = 10_000
+MAX_TRACKED = 10_000
 
 IsStored: TypeAlias = Callable[[BlockHash], bool]  # by the key of a block or a state
 
@@ -58,7 +58,7 @@ def num_tokens_per_state(state_nbytes: int, kv_nbytes_per_token: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _TrackedState:
     header: BlockHeader
     before: BlockHash | None  # the nearest tracked state before it in the same prefix
     num_tokens: int  # since that state
@@ -96,7 +96,7 @@ class Unsaved:
         self._is_stored = is_stored
         self._num_tokens_per_state = num_tokens_per_state
         self._headers: dict[bytes, BlockHeader] = {}
-        self._seen: dict[BlockHash, _Seen] = {}  # states
+        self._tracked: dict[BlockHash, _TrackedState] = {}  # states
 
     def __len__(self) -> int:
         return len(self._headers)
@@ -149,8 +149,8 @@ class Unsaved:
             self.note_states(completion, begin, min(end, num_full_blocks))
             if not begin and num_hit_blocks:
                 last_hit = completion.block_hashes[num_hit_blocks - 1]
-                seen = self._seen.get(last_hit)
-                yield [state_key(last_hit)] if seen is not None and seen.is_saved else []
+                state = self._tracked.get(last_hit)
+                yield [state_key(last_hit)] if state is not None and state.is_saved else []
 
     def _note_blocks(
         self, completion: Completion, group: int, blocks: range, end: int
@@ -184,87 +184,87 @@ class Unsaved:
         for index in range(max(0, begin - 1), end):
             block_hash = completion.block_hashes[index]
             if self.checkpoints.has_storable(block_hash):
-                seen = self._seen.get(block_hash) or self._see(completion, index)
+                state = self._tracked.get(block_hash) or self._track(completion, index)
                 if not begin:
-                    self._look_up(seen)
-                is_due = self._worth(seen) >= self._num_tokens_per_state
+                    self._look_up(state)
+                is_due = self._worth(state) >= self._num_tokens_per_state
                 if is_due or self.checkpoints.is_shared(block_hash):
-                    self._add(seen)
+                    self._add(state)
 
     def add_last(self) -> None:
         """Add the states that are saved when the engine is closed, newest first."""
         assert self.checkpoints is not None, "only a model with states has some to add"
-        for block_hash in filter(self.checkpoints.has_storable, reversed(self._seen)):
-            if (seen := self._last(block_hash)) is not None:
-                self._add(seen)
+        for block_hash in filter(self.checkpoints.has_storable, reversed(self._tracked)):
+            if (state := self._last(block_hash)) is not None:
+                self._add(state)
 
     def take_evicted(self, checkpoint: Checkpoint) -> BlockHeader | None:
         """The header of a state that is about to be evicted from memory, if it is saved now."""
         key = state_key(checkpoint.block_hash)
         if key not in self._headers and not checkpoint.is_foreign:
-            seen = self._last(checkpoint.block_hash)
-            if seen and self._worth(seen) >= SHARE_OF_EVICTED * self._num_tokens_per_state:
-                self._add(seen)
+            state = self._last(checkpoint.block_hash)
+            if state and self._worth(state) >= SHARE_OF_EVICTED * self._num_tokens_per_state:
+                self._add(state)
         header = self._headers.pop(key, None)
         return None if checkpoint.is_foreign else header
 
-    def _add(self, seen: _Seen) -> None:
-        if not seen.is_saved:
-            seen.is_saved = True
-            self._headers.setdefault(seen.header.block_hash, seen.header)
+    def _add(self, state: _TrackedState) -> None:
+        if not state.is_saved:
+            state.is_saved = True
+            self._headers.setdefault(state.header.block_hash, state.header)
 
-    def _see(self, completion: Completion, index: int) -> _Seen:
+    def _track(self, completion: Completion, index: int) -> _TrackedState:
         hashes, block_size = completion.block_hashes, self._block_size
         block_hash, start = hashes[index], index * block_size
-        earlier = next((i for i in range(index - 1, -1, -1) if hashes[i] in self._seen), -1)
+        earlier = next((i for i in range(index - 1, -1, -1) if hashes[i] in self._tracked), -1)
         before = hashes[earlier] if earlier >= 0 else None
         # Without K/V, a state is used without the blocks before it.
         key, parent = state_key(block_hash), block_hash if self._groups else None
         tokens = tuple(completion.token_ids[start : start + block_size])
         header = BlockHeader(key, parent, tokens, start, STATES)
         is_saved = key in self._headers or self._is_stored(key)
-        seen = _Seen(header, before, (index - earlier) * block_size, is_saved)
-        self._seen[block_hash] = seen
+        state = _TrackedState(header, before, (index - earlier) * block_size, is_saved)
+        self._tracked[block_hash] = state
         if start + block_size <= completion.num_prompt_tokens:
-            self._pass(before)
+            self._mark_passed(before)
         elif before is not None:
-            self._seen[before].answer = block_hash
-        if len(self._seen) > MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
-        return seen
+            self._tracked[before].answer = block_hash
+        if len(self._tracked) > MAX_TRACKED:
+            del self._tracked[next(iter(self._tracked))]
+        return state
 
-    def _look_up(self, seen: _Seen) -> None:
+    def _look_up(self, state: _TrackedState) -> None:
         """Check that a saved state still is: it may have been dropped or evicted."""
-        key = BlockHash(seen.header.block_hash)
-        seen.is_saved = seen.is_saved and (key in self._headers or self._is_stored(key))
+        key = BlockHash(state.header.block_hash)
+        state.is_saved = state.is_saved and (key in self._headers or self._is_stored(key))
 
-    def _pass(self, block_hash: BlockHash | None) -> None:
+    def _mark_passed(self, block_hash: BlockHash | None) -> None:
         """Mark a state and those before it as passed, since a prompt has left a later state. The
         prompt either continued from the answer or does not contain it, so the answer's state is
         passed, too.
         """
-        seen = self._seen.get(block_hash) if block_hash else None
-        while seen is not None and not seen.is_passed:
-            seen.is_passed = True
-            answer = self._seen.get(seen.answer) if seen.answer else None
+        state = self._tracked.get(block_hash) if block_hash else None
+        while state is not None and not state.is_passed:
+            state.is_passed = True
+            answer = self._tracked.get(state.answer) if state.answer else None
             if answer is not None:
                 answer.is_passed = True
-            seen = self._seen.get(seen.before) if seen.before else None
+            state = self._tracked.get(state.before) if state.before else None
 
-    def _worth(self, seen: _Seen) -> int:
+    def _worth(self, state: _TrackedState) -> int:
         """The number of tokens since the last state of its prefix that is saved."""
-        num_tokens = seen.num_tokens
-        before = self._seen.get(seen.before) if seen.before else None
+        num_tokens = state.num_tokens
+        before = self._tracked.get(state.before) if state.before else None
         while before is not None and not before.is_saved:
             num_tokens += before.num_tokens
-            before = self._seen.get(before.before) if before.before else None
+            before = self._tracked.get(before.before) if before.before else None
         return num_tokens
 
-    def _last(self, block_hash: BlockHash) -> _Seen | None:
+    def _last(self, block_hash: BlockHash) -> _TrackedState | None:
         """A tracked state, unless prompts have passed it."""
-        seen = self._seen.get(block_hash)
+        state = self._tracked.get(block_hash)
         assert self.checkpoints is not None, "states are tracked only if there are some"
-        if seen is None or (seen.is_passed and not self.checkpoints.is_shared(block_hash)):
+        if state is None or (state.is_passed and not self.checkpoints.is_shared(block_hash)):
             return None
-        self._look_up(seen)
-        return seen
+        self._look_up(state)
+        return state

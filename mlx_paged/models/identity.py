@@ -224,7 +224,7 @@ class WeightCatalogue:
         with contextlib.suppress(OSError, BlockStoreError):
             make_folder(self._folder)
             folder = Directory.at(self._folder).make_folder(WEIGHTS_NAME)
-            folder.write_aside(key, [digest.encode()])
+            folder.write_atomically(key, [digest.encode()])
             entries = folder.entries()
             folder.remove_abandoned(entries)
             # Earlier versions kept the digests of tensors there.

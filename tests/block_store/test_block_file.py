@@ -177,9 +177,9 @@ def test_a_header_may_have_so_many_bytes_and_no_more(tmp_path, monkeypatch):
     block = BlockHeader(HASH, None, tuple(range(300)), 0)
     write(path, block, b"payload")
     num_bytes = layout._HEADER.size + len(HASH) + 8 * 300
-    monkeypatch.setattr(layout, "_MOST_HEADER_BYTES", num_bytes)
+    monkeypatch.setattr(layout, "_MAX_HEADER_BYTES", num_bytes)
     assert read_block(path, DIGEST, HASH)[1] == b"payload"
-    monkeypatch.setattr(layout, "_MOST_HEADER_BYTES", num_bytes - 1)
+    monkeypatch.setattr(layout, "_MAX_HEADER_BYTES", num_bytes - 1)
     with pytest.raises(BadBlockFileError, match="the length of its header"):
         read_block(path, DIGEST, HASH)
 

@@ -304,7 +304,7 @@ def test_a_loss_is_counted_once(tmp_path):
 
 
 def test_more_blocks_go_than_a_listing_keeps(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogue_module, "_LEAST_OLDEST", 3)
+    monkeypatch.setattr(catalogue_module, "_MIN_OLDEST", 3)
     store = open_store(tmp_path / "cache")
     for number in range(60):
         put(store, str(number))

@@ -405,7 +405,7 @@ def test_a_folder_that_is_moved_while_it_is_open_stays_the_same_one(tmp_path):
     folder = Directory.at(tmp_path / "one")
     (tmp_path / "one").rename(tmp_path / "two")
     (tmp_path / "one").mkdir()
-    folder.folder("below").write_aside("file", [b"content"])
+    folder.folder("below").write_atomically("file", [b"content"])
     assert (tmp_path / "two" / "below" / "file").read_bytes() == b"content"
     assert os.listdir(tmp_path / "one") == []
 

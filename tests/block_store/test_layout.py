@@ -13,7 +13,7 @@ from helpers.block_stores import open_store, put_chain
 
 from mlx_paged.block_store import BlockStoreError, BlockWorker, CacheFolder, layout
 from mlx_paged.block_store.block_files import BlockFiles
-from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, name_aside
+from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, temporary_name
 
 
 def rights(path: Path) -> int:
@@ -143,7 +143,7 @@ except BlockStoreError as error:
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     folder, path = Directory.at(tmp_path), tmp_path / "file"
-    folder.write_aside("file", [b"one", b"", bytearray(b"two"), memoryview(b"three")])
+    folder.write_atomically("file", [b"one", b"", bytearray(b"two"), memoryview(b"three")])
     assert path.read_bytes() == b"onetwothree"
 
     def fail(*_):
@@ -151,14 +151,14 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "writev", fail)
     with pytest.raises(OSError, match="No space"):
-        folder.write_aside("file", [b"four"])
+        folder.write_atomically("file", [b"four"])
     assert path.read_bytes() == b"onetwothree" and os.listdir(tmp_path) == ["file"]
 
 
 def test_writes_of_a_part_are_continued(tmp_path, monkeypatch):
     writev = os.writev
     monkeypatch.setattr(os, "writev", lambda file, data: writev(file, [bytes(data[0][:3])]))
-    Directory.at(tmp_path).write_aside("file", [b"01234567", b"89", b"abcd"])
+    Directory.at(tmp_path).write_atomically("file", [b"01234567", b"89", b"abcd"])
     assert (tmp_path / "file").read_bytes() == b"0123456789abcd"
 
 
@@ -169,7 +169,7 @@ def dead_process() -> int:
 
 
 def test_what_dead_processes_began_to_write_is_told_from_what_is_being_written(tmp_path):
-    own = name_aside("name")
+    own = temporary_name("name")
     assert not is_abandoned(own, age=1e9)
     assert is_abandoned(f".name.{os.getpid()}-00000000-1.tmp", age=0.0)  # a process of the same id
     assert is_abandoned(f".name.{dead_process()}-00000000-1.tmp", age=0.0)

@@ -9,7 +9,7 @@ import sys
 from helpers.block_stores import block_files, fingerprint, named, open_store, payload_of
 
 from mlx_paged.block_store import BlockStore, CacheFolder
-from mlx_paged.block_store.directory import name_aside
+from mlx_paged.block_store.directory import temporary_name
 from mlx_paged.block_store.layout import TAG_NAME
 
 WORKER = """
@@ -89,7 +89,7 @@ def test_processes_that_share_a_folder_never_see_a_wrong_byte(tmp_path):
 def test_a_folder_is_taken_while_another_process_writes_its_tag(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
-    (folder / name_aside(TAG_NAME)).write_bytes(b"Signature")
+    (folder / temporary_name(TAG_NAME)).write_bytes(b"Signature")
     store = open_store(folder)
     assert (folder / TAG_NAME).exists() and store.failure is None
     store.close()
