@@ -87,7 +87,6 @@ def test_imports_go_one_way():
         "ops",
         "launch",
         "standard_streams",
-        "replaced_file",
     ]
     order += ["sampling", "answers"]
     order += ["request", "sampling_params", "foreign_arguments"]

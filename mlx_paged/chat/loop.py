@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mlx_paged.block_store.directory import replaced_file
 from mlx_paged.chat.command_line import VARIABLES, canonical_name, error_line
 from mlx_paged.chat.dialogue import Dialogue, describe_stats
 from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
-from mlx_paged.replaced_file import replaced_file
 from mlx_paged.standard_streams import OutputLostError
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
+from mlx_paged.block_store.directory import replaced_file
 from mlx_paged.cache import KVCache as Cache
 from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
 from mlx_paged.core.tier import BlockHeader, Tier
@@ -33,7 +34,6 @@ from mlx_paged.models.identity import may_be_called
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import affine_name, dtype_name
-from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.rows import (
     HostRows,

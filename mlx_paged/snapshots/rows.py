@@ -25,12 +25,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.block_store.directory import replaced_file
 from mlx_paged.cache import KVCacheConfig, RowFormat
 from mlx_paged.core import BlockHash, Retention, group_hashes
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, private_key
 from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
 from mlx_paged.ops import Parts
-from mlx_paged.replaced_file import replaced_file
 
 CHECKSUM = "sha256"
 _PLACE = "0" * hashlib.sha256().digest_size * 2

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.replaced_file import replaced_file
+from mlx_paged.block_store.directory import replaced_file
 
 SAVE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from mlx_paged.replaced_file import replaced_file
+from mlx_paged.block_store.directory import replaced_file
 
 with replaced_file(Path(sys.argv[1])) as stream:
     stream.write(b"half")
