@@ -101,7 +101,7 @@ def describe_disk_tier(engine: Engine) -> list[str]:
     ttl = "" if store.ttl is None else f", unused blocks for {describe_duration(store.ttl)}"
     limit, a_day = format_nbytes(store.max_nbytes), store.max_nbytes_a_day
     writes = "" if a_day is None else f", {format_nbytes(a_day)} written a day"
-    return [f"disk: {held} {limit}{ttl}{writes}, in {store.layout.folder}"]
+    return [f"disk: {held} {limit}{ttl}{writes}, in {store.folder}"]
 
 
 def describe_disk_tier_briefly(engine: Engine) -> list[str]:

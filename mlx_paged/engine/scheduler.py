@@ -21,7 +21,6 @@ from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import Found, PrefixCache, SwapSpace
-from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
@@ -31,7 +30,7 @@ from mlx_paged.request import SeqId, StopReason
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_tier import DiskTier
+    from mlx_paged.engine.disk_cache import DiskCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -90,7 +89,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: DiskTier | None = None,
+        tier: DiskCache | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -111,7 +110,7 @@ class Scheduler:
         self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
-        self._read_ahead = ReadAhead(tier, self._queues, self._prefix_cache)
+        self._disk_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
 
@@ -164,7 +163,7 @@ class Scheduler:
             if completion.seq_id in self.manager.tables:
                 self.manager.free(completion.seq_id)
             self.swap_space.release(completion.seq_id)
-            self._read_ahead.end(completion)
+            self._end_prefetch(completion)
         completion.status = CompletionStatus.FINISHED
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         completion.error = error
@@ -272,7 +271,7 @@ class Scheduler:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
-        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
+        completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
         num_blocks = self._queues.num_blocks_to_give_up(completion)
@@ -291,6 +290,16 @@ class Scheduler:
         num_left_blocks = num_after * len(self.manager.retentions)
         return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
+    def _first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
+        """The first waiting request that does not have to wait for blocks to be read."""
+        if self._disk_cache is None:
+            return next(iter(waiting), None)
+        return self._disk_cache.first_ready(waiting, self._queues, self._prefix_cache)
+
+    def _end_prefetch(self, completion: Completion) -> int:
+        """A request leaves the queue; returns how many tokens were read for it."""
+        return 0 if self._disk_cache is None else self._disk_cache.end_prefetch(completion)
+
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
         of its user before that of others.
@@ -300,7 +309,7 @@ class Scheduler:
             return None
         if not queues.are_shared and waiting[0].order > running[-1].order:
             return None
-        completion = self._read_ahead.first_ready(queues.in_turn(passed))
+        completion = self._first_ready(queues.in_turn(passed))
         is_first = completion is not None and queues.may_come_first(completion)
         return completion if is_first else None
 
@@ -335,9 +344,10 @@ class Scheduler:
             return
         queues, most = self._queues, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
-        self._read_ahead.look(queues.in_turn())
+        if self._disk_cache is not None:
+            self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
         while self.waiting and plan.token_budget > 0 and num_running < most:
-            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
+            completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
             if completion is None or completion.status in NOT_WAITING:
                 return
@@ -376,7 +386,7 @@ class Scheduler:
         num_new_tokens -= num_slots - num_fitting
         if completion.status is CompletionStatus.WAITING:
             plan.begun.append(completion)
-        self._prefix_cache.begin(completion, found, self._read_ahead.end(completion))
+        self._prefix_cache.begin(completion, found, self._end_prefetch(completion))
         self._queues.run(completion)
         self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
         if loads := self.manager.take_loads(completion.seq_id):
@@ -440,8 +450,8 @@ class Scheduler:
         held, block_ids = self.manager.describe(completion.seq_id)
         if self.swap_space.reserve(completion.seq_id, held):
             plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
-        else:
-            self._read_ahead.keep(completion)
+        elif self._disk_cache is not None:
+            self._disk_cache.save_preempted(completion)
         self.manager.free(completion.seq_id)
         plan.preempted.append(completion)
         self._queues.requeue(completion)
@@ -496,7 +506,8 @@ class Scheduler:
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
-        self._read_ahead.clear()
+        if self._disk_cache is not None:
+            self._disk_cache.clear()
         self._prefix_cache.clear()
         for completion in list(self.running):
             self._queues.requeue(completion)

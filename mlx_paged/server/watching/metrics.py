@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from mlx_paged.engine.disk_tier import DiskTierStats
+from mlx_paged.engine.disk_cache import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats

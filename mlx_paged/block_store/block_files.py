@@ -1,44 +1,34 @@
-"""``Shards``: the files of blocks, in a folder for each fingerprint and first byte of the hash; and
-``Pins``: the blocks that are never evicted. A pin is a file named after the block that was pinned,
-and lists the block's ancestors.
-
-Folders that earlier versions wrote have an SQLite index, which knew which blocks follow which. In
-such a folder, a block may have an earlier time than one that follows it. So ``take_over`` reads the
-headers of all blocks, gives each block the time of its most recently used successor, and then
-removes the index.
+"""``BlockFiles``: the files of blocks, in a folder for each fingerprint and first byte of the hash,
+and of pins. A pin is a file named after the block that was pinned, and lists the block's ancestors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from mlx_paged.block_store.block_file import (
-    BadBlockFileError,
-    FileHeader,
-    OtherVersionError,
-    parse_block,
-    parse_header,
-)
-from mlx_paged.block_store.directory import Directory, name_aside
+from mlx_paged.block_store.directory import Directory, temporary_name
 from mlx_paged.block_store.layout import (
     BLOCKS_NAME,
+    DIGEST,
     FINGERPRINT_NAME,
     PIN_SUFFIX,
     PINS_NAME,
-    BlockLayout,
+    SHARD,
+    BadBlockFileError,
     BlockName,
+    FileHeader,
     Fingerprint,
+    OtherVersionError,
     block_hash_of,
     file_name_of,
-    is_digest,
-    is_old_index,
-    is_shard_name,
+    folder_path,
+    parse_block,
+    parse_header,
     shard_name_of,
 )
 from mlx_paged.core.tier import BlockHeader, Payload
@@ -46,25 +36,38 @@ from mlx_paged.core.tier import BlockHeader, Payload
 ALLOCATION_UNIT = 4096
 """Bytes: file systems allocate files in multiples of this."""
 
-MOST_SECONDS_AHEAD = 60
+MAX_SECONDS_AHEAD = 60
 """How far another machine's clock, which set a file's time, may be ahead of this one."""
 
-_MOST_OPEN = 8
-_FILES_AT_A_TIME = 32
+_MAX_OPEN = 8
 # Two changes of a folder within one tick of the file system's clock leave the same time.
 _TICK_NS = 1_000_000_000
 
 
-class Shards:
+class BlockFiles:
     """Accesses the files below one folder through descriptors, so that no link is followed. Any
     thread may call it.
 
-    Folders of fingerprints stay open, since each access to a block needs one.
+    Folders of fingerprints stay open, since each access to a block needs one. Pins are read again
+    when another process has changed them.
+
+    Attributes:
+        path: of the folder.
     """
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = folder_path(folder)
         self._folders: dict[str, Directory] = {}
+        self._kept: dict[str, tuple[int, frozenset[bytes]]] = {}
+
+    def path_of(self, digest: str) -> Path:
+        """The folder of a fingerprint's blocks."""
+        return self.path / BLOCKS_NAME / digest
+
+    def path_of_block(self, name: BlockName) -> str:
+        """The file of a block."""
+        digest, block_hash = name
+        return f"{self.path_of(digest)}/{shard_name_of(block_hash)}/{file_name_of(block_hash)}"
 
     def refresh(self) -> None:
         """Open all folders again at their next use: some may have been moved."""
@@ -72,12 +75,12 @@ class Shards:
 
     def blocks(self) -> Directory:
         """The folder that contains those of all fingerprints. Raises OSError."""
-        return Directory.at(self._layout.folder).folder(BLOCKS_NAME)
+        return Directory.at(self.path).folder(BLOCKS_NAME)
 
     def digests(self) -> list[str]:
         """The digests of all fingerprints with an entry of that name."""
         try:
-            return [name for name in self.blocks().names() if is_digest(name)]
+            return list(filter(DIGEST.fullmatch, self.blocks().names()))
         except OSError:
             return []
 
@@ -85,10 +88,10 @@ class Shards:
         """The folder of a fingerprint. Raises OSError."""
         folder = self._folders.get(digest)
         if folder is None:
-            if not is_digest(digest):
+            if not DIGEST.fullmatch(digest):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), digest)
             folder = self.blocks().folder(digest)
-            if len(self._folders) >= _MOST_OPEN:
+            if len(self._folders) >= _MAX_OPEN:
                 self._folders.clear()
             self._folders[digest] = folder
         return folder
@@ -113,7 +116,7 @@ class Shards:
             with contextlib.suppress(OSError):
                 pins = folder.folder(PINS_NAME)
                 pins.remove_abandoned(pins.entries())
-            for shard_name in filter(is_shard_name, folder.names()):
+            for shard_name in filter(SHARD.fullmatch, folder.names()):
                 with contextlib.suppress(OSError):
                     yield from _blocks_in(folder.folder(shard_name), digest)
 
@@ -197,13 +200,13 @@ class Shards:
             if folder.read(FINGERPRINT_NAME) == text:
                 return folder
         with contextlib.suppress(IsADirectoryError):  # It is only for readers of the folder.
-            folder.write_aside(FINGERPRINT_NAME, [text])
+            folder.write_atomically(FINGERPRINT_NAME, [text])
         return folder
 
     def probe(self, fingerprint: Fingerprint, num_bytes: int) -> None:
         """Write a file of this size for a fingerprint, and remove it. Raises OSError."""
-        folder, name = self.make_fingerprint_folder(fingerprint), name_aside("probe")
-        folder.write_aside(name, [bytes(num_bytes)])
+        folder, name = self.make_fingerprint_folder(fingerprint), temporary_name("probe")
+        folder.write_atomically(name, [bytes(num_bytes)])
         folder.remove(name)
 
     def is_blocked(self, name: BlockName) -> bool:
@@ -232,11 +235,59 @@ class Shards:
         """
         file = file_name_of(block_hash)
         try:
-            self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces, used)
+            self.shard((fingerprint.digest, block_hash)).write_atomically(file, pieces, used)
         except FileNotFoundError:
             # This is the first block of its shard, or the folder was removed.
             folder = self.make_fingerprint_folder(fingerprint)
-            folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces, used)
+            folder.make_folder(shard_name_of(block_hash)).write_atomically(file, pieces, used)
+
+    # Pins
+
+    def kept(self, digest: str) -> frozenset[bytes]:
+        """The pinned blocks of a fingerprint, and all their ancestors."""
+        try:
+            changed = self.folder(digest).status(PINS_NAME).st_mtime_ns
+        except OSError:
+            return frozenset()
+        known, kept = self._kept.get(digest, (None, frozenset()))
+        if changed != known:
+            kept = frozenset(
+                block_hash for pinned in self.pinned(digest) for block_hash in self._chain(*pinned)
+            )
+            if abs(time.time_ns() - changed) > _TICK_NS:
+                self._kept[digest] = changed, kept
+        return kept
+
+    def pinned(self, digest: str) -> list[BlockName]:
+        """The blocks of a fingerprint that were pinned themselves."""
+        try:
+            names = self.folder(digest).folder(PINS_NAME).names()
+        except OSError:
+            return []
+        hashes = (block_hash_of(name, PIN_SUFFIX) for name in names)
+        return [(digest, block_hash) for block_hash in hashes if block_hash is not None]
+
+    def pin(self, digest: str, chain: Sequence[bytes]) -> None:
+        """Pin the last block of a chain. Raises OSError."""
+        text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
+        pins = self.folder(digest).make_folder(PINS_NAME)
+        pins.write_atomically(_pin_name_of(chain[-1]), [text.encode()])
+
+    def unpin(self, digest: str, block_hash: bytes) -> bool:
+        """Remove a pin; whether there was one. Raises OSError."""
+        try:
+            return self.folder(digest).folder(PINS_NAME).remove(_pin_name_of(block_hash))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
+        chain = [block_hash]
+        # An unreadable pin still pins the block that it is named after.
+        with contextlib.suppress(OSError, ValueError, BadBlockFileError):
+            pins = self.folder(digest).folder(PINS_NAME)
+            text = pins.read(_pin_name_of(block_hash)).decode("ascii")
+            chain += map(bytes.fromhex, text.split())
+        return chain
 
 
 def nbytes_on_disk(num_bytes: int) -> int:
@@ -248,7 +299,7 @@ def time_used(status: os.stat_result) -> int:
     """When a file was last used, in nanoseconds since 1970. A time in the future is wrong, and
     would keep the file forever, so it counts as the oldest.
     """
-    latest = time.time_ns() + MOST_SECONDS_AHEAD * 1_000_000_000
+    latest = time.time_ns() + MAX_SECONDS_AHEAD * 1_000_000_000
     return 0 if status.st_mtime_ns > latest else status.st_mtime_ns
 
 
@@ -266,106 +317,5 @@ def _blocks_in(shard: Directory, digest: str) -> Iterator[tuple[BlockName, os.st
             yield (digest, block_hash), status
 
 
-class Pins:
-    """The pins of one folder, which are read again when another process has changed them."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._read: dict[str, tuple[int, frozenset[bytes]]] = {}
-
-    def keeps(self, name: BlockName) -> bool:
-        """Whether a block or one of its successors is pinned."""
-        return self.now()(name)
-
-    def now(self) -> Callable[[BlockName], bool]:
-        """``keeps`` as of now, for many blocks: the pins of each fingerprint are read once."""
-        kept = functools.cache(self.kept)
-        return lambda name: name[1] in kept(name[0])
-
-    def kept(self, digest: str) -> frozenset[bytes]:
-        """The pinned blocks of a fingerprint, and all their ancestors."""
-        try:
-            changed = self._shards.folder(digest).status(PINS_NAME).st_mtime_ns
-        except OSError:
-            return frozenset()
-        known, kept = self._read.get(digest, (None, frozenset()))
-        if changed != known:
-            kept = frozenset(
-                block_hash for pinned in self.pinned(digest) for block_hash in self._chain(*pinned)
-            )
-            if abs(time.time_ns() - changed) > _TICK_NS:
-                self._read[digest] = changed, kept
-        return kept
-
-    def pinned(self, digest: str) -> list[BlockName]:
-        """The blocks of a fingerprint that were pinned themselves."""
-        try:
-            names = self._shards.folder(digest).folder(PINS_NAME).names()
-        except OSError:
-            return []
-        hashes = (block_hash_of(name, PIN_SUFFIX) for name in names)
-        return [(digest, block_hash) for block_hash in hashes if block_hash is not None]
-
-    def add(self, digest: str, chain: Sequence[bytes]) -> None:
-        """Pin the last block of a chain. Raises OSError."""
-        text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
-        pins = self._shards.folder(digest).make_folder(PINS_NAME)
-        pins.write_aside(_name_of(chain[-1]), [text.encode()])
-
-    def remove(self, digest: str, block_hash: bytes) -> bool:
-        """Remove a pin; whether there was one. Raises OSError."""
-        try:
-            return self._shards.folder(digest).folder(PINS_NAME).remove(_name_of(block_hash))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
-        chain = [block_hash]
-        # An unreadable pin still pins the block that it is named after.
-        with contextlib.suppress(OSError, ValueError, BadBlockFileError):
-            pins = self._shards.folder(digest).folder(PINS_NAME)
-            text = pins.read(_name_of(block_hash)).decode("ascii")
-            chain += map(bytes.fromhex, text.split())
-        return chain
-
-
-def _name_of(block_hash: bytes) -> str:
+def _pin_name_of(block_hash: bytes) -> str:
     return file_name_of(block_hash, PIN_SUFFIX)
-
-
-def take_over(top: Directory, shards: Shards) -> Iterator[None]:
-    """Take over a folder that has an index. Yields every few files."""
-    indexes = [
-        name
-        for name, status in top.entries()
-        if is_old_index(name) and not stat.S_ISDIR(status.st_mode)
-    ]
-    if not indexes:
-        return
-    for digest in shards.digests():
-        yield from _set_times(shards, digest)
-    for name in indexes:
-        with contextlib.suppress(OSError):
-            top.remove(name)
-
-
-def _set_times(shards: Shards, digest: str) -> Iterator[None]:
-    parents: list[tuple[int, int, bytes, bytes]] = []
-    times: dict[bytes, int] = {}
-    for number, (name, status) in enumerate(shards.files(digest)):
-        with contextlib.suppress(BadBlockFileError, OtherVersionError, OSError):
-            block = shards.read_header(name).block
-            times[name[1]] = time_used(status)
-            if block.parent_hash is not None:
-                parents.append((block.first_token, block.group, name[1], block.parent_hash))
-        if number % _FILES_AT_A_TIME == 0:
-            yield
-    later: set[bytes] = set()
-    for _, _, block_hash, parent_hash in sorted(parents, reverse=True):
-        if times[block_hash] > times.get(parent_hash, times[block_hash]):
-            times[parent_hash] = times[block_hash]
-            later.add(parent_hash)
-    for number, block_hash in enumerate(later):
-        shards.note_used((digest, block_hash), times[block_hash])
-        if number % _FILES_AT_A_TIME == 0:
-            yield

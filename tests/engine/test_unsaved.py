@@ -1,12 +1,24 @@
-"""Which states go to disk and when, without arrays: a state is a text, and the disk is a set."""
+"""Which blocks and states go to disk and when, without arrays: a state is a text, and the disk is a
+set.
+"""
 
 from __future__ import annotations
 
+import pytest
 from helpers.completions import new_completion
 
-from mlx_paged.core import BlockHash, Checkpoint, Checkpoints, hash_token_blocks, state_key
-from mlx_paged.core.tier import STATES
-from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
+from mlx_paged.core import (
+    BlockPool,
+    Checkpoint,
+    Checkpoints,
+    group_hashes,
+    hash_token_blocks,
+    state_key,
+)
+from mlx_paged.core.tier import STATES, BlockHeader
+from mlx_paged.engine import unsaved
+from mlx_paged.engine.request import Completion
+from mlx_paged.engine.unsaved import Unsaved, num_tokens_per_state
 
 SIZE = 4
 # A state weighs as much as 6 tokens of K/V, so 12 of them outweigh it.
@@ -20,8 +32,11 @@ class Engine:
 
     def __init__(self, worth: int = WORTH, num_checkpoints: int = 50, needs_blocks: bool = True):
         self.checkpoints = Checkpoints(num_checkpoints)
-        self.states = DiskStates(self.checkpoints, SIZE, worth, needs_blocks)
-        self.disk: set[BlockHash] = set()
+        self.disk: set[bytes] = set()
+        groups = range(1 if needs_blocks else 0)
+        self.unsaved = Unsaved(
+            BlockPool(2, SIZE), groups, lambda key: key in self.disk, self.checkpoints, worth
+        )
 
     def ask(self, tokens: list[int], num_prompt_tokens: int, *ends: int) -> list[int]:
         """A request that begins with the longest state there is and leaves others after these
@@ -35,18 +50,74 @@ class Engine:
             self.checkpoints.use(self.checkpoints.get(found[-1]))
         for end in ends:
             self.checkpoints.put(Checkpoint(request.block_hashes[end // SIZE - 1], f"at {end}"))
-        num_blocks = len(request.block_hashes)
-        written = list(self.states.note(request, 0, num_blocks, self.disk.__contains__))
-        self.disk |= {BlockHash(header.block_hash) for header in written}
+        self.unsaved.note_states(request, 0, len(request.block_hashes))
+        written = self.taken()
+        self.disk |= {header.block_hash for header in written}
         return [header.first_token + len(header.token_ids) for header in written]
 
     def left(self) -> list[int]:
-        headers = self.states.left(self.disk.__contains__)
-        return [header.first_token + len(header.token_ids) for header in headers]
+        return [header.first_token + len(header.token_ids) for header in self.left_headers()]
+
+    def left_headers(self) -> list[BlockHeader]:
+        self.unsaved.add_last()
+        return self.taken()
+
+    def taken(self) -> list[BlockHeader]:
+        headers = self.unsaved.headers()
+        self.unsaved.clear()
+        return headers
 
 
 def tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return [100 * seed + number for number in range(num_tokens)]
+
+
+# Blocks
+
+
+def new_unsaved(stored: set[bytes], num_groups: int = 1) -> Unsaved:
+    return Unsaved(BlockPool(2, SIZE), range(num_groups), stored.__contains__)
+
+
+def request_of(num_tokens: int, num_cached_tokens: int = 0) -> Completion:
+    completion = new_completion("a", tokens(num_tokens))
+    completion.block_hashes = hash_token_blocks(tokens(num_tokens), SIZE)
+    completion.request.num_cached_tokens = num_cached_tokens
+    return completion
+
+
+def test_each_full_block_is_saved_once_in_each_group_unless_it_is_stored():
+    request = request_of(14)
+    hashes = {group: group_hashes(request.block_hashes, group) for group in range(2)}
+    noted = new_unsaved({hashes[0][0]}, num_groups=2)
+    assert list(noted.note(request, 2, min_uses=1)) == [[hashes[0][0]], []]
+    expected = [
+        BlockHeader(hashes[0][1], hashes[0][0], (4, 5, 6, 7), 4, 0),
+        BlockHeader(hashes[1][0], None, (0, 1, 2, 3), 0, 1),
+        BlockHeader(hashes[1][1], hashes[1][0], (4, 5, 6, 7), 4, 1),
+    ]
+    assert noted.headers() == expected
+    noted.clear()
+    assert list(noted.note(request, 2, min_uses=1)) == []
+    assert list(noted.note(request, 3, min_uses=1)) == [[], []]
+    assert [each.first_token for each in noted.headers()] == [8, 8]
+
+
+def test_near_the_limit_of_a_day_only_blocks_that_were_found_in_memory_are_saved():
+    for min_uses, expected in ((1, [0, 4, 8]), (2, [0]), (3, [])):
+        noted = new_unsaved(set())
+        list(noted.note(request_of(12, num_cached_tokens=4), 3, min_uses))
+        assert [each.first_token for each in noted.headers()] == expected
+
+
+def test_blocks_that_are_too_many_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unsaved, "MAX_UNSAVED_BLOCKS", 2)
+    noted = new_unsaved(set())
+    list(noted.note(request_of(20), 5, min_uses=1))
+    assert [each.first_token for each in noted.headers()] == [0, 4] and noted.num_dropped == 3
+
+
+# States
 
 
 def test_a_state_is_written_when_the_kv_since_the_last_one_outweigh_it():
@@ -60,13 +131,13 @@ def test_a_state_is_written_when_the_kv_since_the_last_one_outweigh_it():
 def test_a_header_says_which_state_it_is_and_what_it_needs():
     engine = Engine()
     engine.ask(tokens(8), 8, 8)
-    [header] = engine.states.left(lambda key: False)
+    [header] = engine.left_headers()
     block_hash = hash_token_blocks(tokens(8), SIZE)[1]
     assert header.block_hash == state_key(block_hash) and header.parent_hash == block_hash
     assert (header.token_ids, header.first_token, header.group) == ((4, 5, 6, 7), 4, STATES)
     without_kv = Engine(NEVER, needs_blocks=False)
     without_kv.ask(tokens(8), 8, 8)
-    [header] = without_kv.states.left(lambda key: False)
+    [header] = without_kv.left_headers()
     assert header.parent_hash is None
 
 
@@ -113,11 +184,12 @@ def test_foreign_states_are_never_written_and_do_not_count_as_written():
     # What was computed here before the file came has left memory meanwhile.
     engine = Engine(NEVER)
     engine.ask(tokens(24), 24, 24)
-    [header] = engine.states.left(lambda key: False)
-    assert engine.states.in_memory(header) == Checkpoint(hashes[5], "at 24")
+    [header] = engine.left_headers()
+    assert engine.unsaved.find(header) == Checkpoint(hashes[5], "at 24")
     engine.checkpoints.clear()
     engine.checkpoints.put(Checkpoint(hashes[5], "of a file", is_foreign=True))
-    assert engine.left() == [] and engine.states.in_memory(header) is None
+    assert engine.left() == []
+    assert engine.unsaved.find(header) == Checkpoint(hashes[5], "of a file", is_foreign=True)
 
 
 def test_a_state_is_worth_the_kv_that_weigh_twice_as_much():
@@ -140,9 +212,10 @@ def evictions(engine: Engine) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
 
     def tell(checkpoint: Checkpoint) -> None:
-        written = list(engine.states.evicted(checkpoint.block_hash, engine.disk.__contains__))
-        engine.disk |= {BlockHash(header.block_hash) for header in written}
-        found.append((checkpoint.content, bool(written)))
+        header = engine.unsaved.take_evicted(checkpoint)
+        if header is not None:
+            engine.disk.add(header.block_hash)
+        found.append((checkpoint.content, header is not None))
 
     engine.checkpoints.on_eviction = tell
     return found
