@@ -11,7 +11,6 @@ import mlx.nn as nn
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
 from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
-from mlx_paged.engine.swap_space import is_reading_cheaper
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
@@ -22,7 +21,7 @@ from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import identity
 from mlx_paged.models.identity import fingerprint_of, model_identity
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.kv_cache import is_reading_cheaper, make_kv_cache
 from mlx_paged.ops.reference import ReferenceBackend
 
 BLOCK_SIZE = 16
