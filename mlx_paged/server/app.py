@@ -19,29 +19,29 @@ from mlx_paged.server.anthropic.answers import count_tokens, messages
 from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
 from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
-from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.http_server import Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
+from mlx_paged.server.metrics import count_request, metrics_endpoint
+from mlx_paged.server.openai.answers import chat_completions
 from mlx_paged.server.openai.chat import ChatRequest
-from mlx_paged.server.openai.chat_answers import chat_completions
 from mlx_paged.server.openai.completions import CompletionRequest, completions
-from mlx_paged.server.openai.models import health, model, models, version
-from mlx_paged.server.openai.tokenize import (
+from mlx_paged.server.openai.model import (
     DetokenizeRequest,
     TokenizeRequest,
     detokenize,
+    health,
+    model,
+    models,
     tokenize,
+    version,
 )
-from mlx_paged.server.openapi import openapi_endpoint
+from mlx_paged.server.page import cache, page_endpoint, pool
 from mlx_paged.server.responses.answers import responses, stored_response
 from mlx_paged.server.responses.body import ResponsesRequest
-from mlx_paged.server.routes import ApiRoute
+from mlx_paged.server.routes import ApiRoute, openapi_endpoint
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import ServerSettings
-from mlx_paged.server.watching.cache_report import cache
-from mlx_paged.server.watching.metrics import count_request, metrics_endpoint
-from mlx_paged.server.watching.pool_page import page_endpoint, pool
+from mlx_paged.server.settings import KeyFile, ServerSettings
 
 
 class App:

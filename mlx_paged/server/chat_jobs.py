@@ -18,20 +18,19 @@ from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation, api_error
-from mlx_paged.server.grammars.tool_grammar import (
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.fields import made_params
+from mlx_paged.server.generations import Generation
+from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
+from mlx_paged.server.prompt_threads import Work
+from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import (
     ToolGrammar,
     format_or_calls,
     reasoning_before,
     required_calls,
     strict_calls,
 )
-from mlx_paged.server.idle_prefill import Upcoming
-from mlx_paged.server.sampling_fields import made_params
-from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 

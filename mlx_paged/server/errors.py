@@ -1,14 +1,32 @@
-"""``ApiError``: an error response, and its form in each protocol."""
+"""``ApiError``: an error response, and its form in each protocol; and the end of requests whose
+clients have disconnected.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.engine.grammar import StructuredOutputError
+from mlx_paged.engine.thread import EngineStoppedError
+from mlx_paged.errors import (
+    ArgumentError,
+    CacheFullError,
+    PromptTooLongError,
+    RequestError,
+    one_line,
+    type_and_place,
+    without_room,
+)
 
 # The type of an error by its status, for OpenAI and for Anthropic.
 _TYPES = {
@@ -21,6 +39,8 @@ _TYPES = {
 }
 _OTHER_CLIENT_ERROR = ("invalid_request_error", "invalid_request_error")
 _OTHER_SERVER_ERROR = ("server_error", "api_error")
+
+logger = logging.getLogger("mlx_paged.server")
 
 FAILED = "the server failed; see its log"
 
@@ -111,3 +131,92 @@ class Guard(ABC):
         error = self.refusal(scope)
         app = self._app if error is None else error_response(error, scope)
         await app(scope, receive, send)
+
+
+T = TypeVar("T")
+
+CLIENT_LEFT = 499  # nginx's status for this
+
+
+class ClientLeftError(Exception):
+    """The client has disconnected."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``; it is cancelled as soon as the client disconnects.
+
+    Args:
+        receive: that of a request whose body was read. No other task may call it meanwhile.
+
+    Raises:
+        ClientLeftError: the client disconnected before the work was done.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        # Wait until cancelled work has released its resources.
+        await asyncio.wait({working, leaving})
+        if not working.cancelled():
+            working.exception()  # Retrieved, so that asyncio does not log it.
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
+    """The response to an error that ended a generation. Messages of this package's errors are
+    shown; for others, which may quote anything, only the type and the place. Frames are logged.
+
+    Args:
+        fields: the client's fields by the names of the parameters that they set. An error about a
+            parameter names the field instead.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        text = f"prompt is too long: {_words_of(error)}"
+        return ApiError(400, text, code="context_length_exceeded")
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
+    if isinstance(error, ArgumentError):
+        argument, fields = error.argument, {} if fields is None else fields
+        words = _in_clients_words(_words_of(error), argument, fields)
+        return ApiError(400, words, param=argument and fields.get(argument, argument))
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, _words_of(error))
+    logger.error("a request failed: %s", type_and_place(error), exc_info=error)
+    is_foreseen = isinstance(error, CacheFullError | RequestError | StructuredOutputError)
+    words = _words_of(error) if is_foreseen else type_and_place(error)
+    return ApiError(500, f"the request failed: {words}")
+
+
+def _words_of(error: BaseException) -> str:
+    """The message of an error on one line, without the ``[module]`` in front."""
+    return without_room(one_line(error, 500))
+
+
+def _in_clients_words(text: str, argument: str | None, fields: Mapping[str, str]) -> str:
+    """The text of an error with the client's fields in place of parameters."""
+    names = [name for name in fields if name == argument or "_" in name or "." in name]
+    if not names:
+        return text
+    seen: set[str] = set()
+
+    def field_of(match: re.Match[str]) -> str:
+        name = match[1]
+        # Without "_" it may be an ordinary word, so it is replaced only where it comes first.
+        is_name = "_" in name or "." in name or name not in seen
+        seen.add(name)
+        return fields[name] if is_name else name
+
+    either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.])({either})(?!\w)", field_of, text)

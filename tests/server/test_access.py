@@ -11,8 +11,14 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.server.app import guarded as shielded
 from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
-from mlx_paged.server.http.api_keys import KeyFile, read_api_keys, seems_named_by_equals
-from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
+from mlx_paged.server.settings import (
+    ApiKey,
+    KeyFile,
+    ServerSettings,
+    num_users,
+    read_api_keys,
+    seems_named_by_equals,
+)
 
 KEYS = read_api_keys(["alice sesame", "bob abracadabra", "plain"])
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlx_paged.server.admission import Admission, Counts
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.http.limits import Admission, Counts
 
 
 class Engine:

@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
-from mlx_paged.server import context
+from mlx_paged.server import routes
 from mlx_paged.server.app import App
-from mlx_paged.server.errors import ApiError, WireProtocol
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.errors import ApiError, ClientLeftError, WireProtocol, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event, named_event
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
@@ -87,14 +86,14 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
     server_url, service, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    prepare = context.prepare
+    prepare = routes.prepare
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(20)
         return prepare(*arguments)
 
-    monkeypatch.setattr(context, "prepare", slow)
+    monkeypatch.setattr(routes, "prepare", slow)
     started = []
     monkeypatch.setattr(
         service.engine, "generate", lambda *arguments, **options: started.append(arguments)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from helpers.servers import wait_until
 
-from mlx_paged.server.fair_threads import CancelledWorkError, FairThreads, Work
+from mlx_paged.server.prompt_threads import CancelledWorkError, FairThreads, Work
 
 
 def waits_for(event: threading.Event) -> Callable[[Work], None]:

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.stats import CACHED, EngineView
+from mlx_paged.server.page import MAX_CELLS, cells_of, security_policy
 from mlx_paged.server.service import Service
-from mlx_paged.server.watching.pool_page import MAX_CELLS, cells_of, security_policy
 
 
 @pytest.fixture(scope="module")

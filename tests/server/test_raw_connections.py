@@ -17,8 +17,7 @@ import pytest
 from helpers.asgi import IdleEngine, echo
 from helpers.fast_lane import mostly_slow
 
-from mlx_paged.server.http.connections import Connection
-from mlx_paged.server.http.http_server import Gate, HttpServer, bind
+from mlx_paged.server.http.http_server import Connection, Gate, HttpServer, bind
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.settings import ServerSettings

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.grammars.response_format import FormatFields
+from mlx_paged.server.fields import FormatFields
 from mlx_paged.server.responses.body import Text
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

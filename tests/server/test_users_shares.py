@@ -17,11 +17,10 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.servers import make_service, serving, wait_until
 
-from mlx_paged.server.admission import Admission, counts_of
 from mlx_paged.server.app import App
-from mlx_paged.server.http.api_keys import read_api_keys
+from mlx_paged.server.http.limits import Admission, counts_of
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import ServerSettings
+from mlx_paged.server.settings import ServerSettings, read_api_keys
 
 ANN, BOB = "Bearer A", "Bearer B"
 STEP_SECONDS = 0.02

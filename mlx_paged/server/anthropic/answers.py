@@ -12,16 +12,23 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent, CompletionState
 from mlx_paged.server.anthropic.messages import (
     AnyRequest,
     CountRequest,
     MessagesRequest,
     read_messages_body,
 )
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.generations import Answer, Generation, parts_of
+from mlx_paged.server.generations import (
+    Answer,
+    AnswerState,
+    Block,
+    BlockEvent,
+    CompletionState,
+    Generation,
+    parts_of,
+)
 from mlx_paged.server.http.sse import named_event
+from mlx_paged.server.routes import RequestContext
 
 C = TypeVar("C", bound=AnyRequest)
 

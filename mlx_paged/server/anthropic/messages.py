@@ -9,18 +9,26 @@ from pydantic import Field
 
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.grammars.response_format import Wanted, fields_of, read_wanted
-from mlx_paged.server.histories import History
-from mlx_paged.server.openai.messages import (
-    NO_MESSAGES,
+from mlx_paged.server.conversations import (
+    Content,
+    History,
+    OtherPart,
+    TextPart,
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    texts_of,
     tool_fields,
 )
-from mlx_paged.server.openai.options import ModelFields
-from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
-from mlx_paged.server.sampling_fields import StopTexts, made_params
+from mlx_paged.server.fields import (
+    ModelFields,
+    StopTexts,
+    Wanted,
+    fields_of,
+    made_params,
+    read_wanted,
+)
+from mlx_paged.server.openai.chat import NO_MESSAGES
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
     Body,

@@ -11,8 +11,15 @@ from typing import Any, Protocol
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_body, protocol_of
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.errors import (
+    FAILED,
+    ApiError,
+    ClientLeftError,
+    WireProtocol,
+    error_body,
+    protocol_of,
+    until_disconnect,
+)
 
 logger = logging.getLogger("mlx_paged.server")
 

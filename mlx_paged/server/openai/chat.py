@@ -1,25 +1,171 @@
-"""The body of ``POST /v1/chat/completions``, and its :class:`ChatJob`."""
+"""The body of ``POST /v1/chat/completions``, its messages and tools, and its :class:`ChatJob`."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from mlx_paged.answers.dialect import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.grammars.response_format import fields_of
-from mlx_paged.server.openai.messages import (
-    Conversation,
-    NamedFunction,
-    Tool,
+from mlx_paged.server.chat_jobs import ChatJob, arguments_of
+from mlx_paged.server.conversations import (
+    Content,
     checked_tool_choice,
-    read_messages,
-    read_tools,
+    refuse_second_names,
+    texts_of,
 )
-from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options, first_given
-from mlx_paged.server.schemas import Body, Children, OneOf, fixed, refused
+from mlx_paged.server.fields import (
+    CacheFields,
+    Effort,
+    FormatFields,
+    ModelFields,
+    SamplingFields,
+    StreamOptions,
+    effort_options,
+    fields_of,
+    first_given,
+)
+from mlx_paged.server.schemas import (
+    MAX_CHILDREN,
+    Body,
+    Children,
+    Filled,
+    OneOf,
+    Repeated,
+    at_most,
+    fixed,
+    refused,
+    wrong,
+)
 from mlx_paged.server.service import Service
+
+NO_MESSAGES = "is empty; give at least one message"
+
+
+class Message(Repeated):
+    place = "messages[]"
+    name: str | None = None
+    function_call: Annotated[Any, fixed(way_out="send tool_calls")] = None
+    audio: Annotated[Any, fixed(way_out="only text can be read")] = None
+
+
+class Question(Message):
+    """A message of any other role than the model and tools."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class ToolResult(Message):
+    role: Literal["tool"]
+    content: Content = ""  # Some clients omit it for a call without a result.
+    tool_call_id: str | None = None
+
+
+class CalledFunction(Repeated):
+    place = "messages[].tool_calls[].function"
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Repeated):
+    place = "messages[].tool_calls[]"
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Answer(Message):
+    """A message of the model. Without content and calls it is an empty text, which clients send
+    after an answer that was interrupted.
+    """
+
+    role: Literal["assistant"]
+    content: Content = ""
+    refusal: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Children[ToolCall] = Field(default_factory=list)
+
+
+AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
+
+
+Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+
+
+class Function(Repeated):
+    place = "tools[].function"
+    name: Filled
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Repeated):
+    place = "tools[]"
+    type: Annotated[str, fixed("function", way_out="describe it as a function")]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def _check_request_id(text: str) -> str:
+    if not _REQUEST_ID.fullmatch(text):
+        raise wrong("must be 1 to 128 letters, digits and ._:-")
+    return text
+
+
+class UsageOptions(StreamOptions):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+    """The fields that chat and completions share."""
+
+    stream: bool = False
+    stream_options: UsageOptions | None = None
+    request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    # Without effect: they identify the user, or help other servers to find a cache.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    store: Annotated[Any, fixed(False)] = None
+    service_tier: Annotated[Any, fixed("auto", "default")] = None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_usage_always(self) -> bool:
+        """Whether each event also contains the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    def check(self, service: Service) -> None:
+        """Check the model and the options of the stream."""
+        self.model_name(service)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "is given, but stream is not true")
+
 
 # Names that are fields of the body, or parameters of ``apply_chat_template``.
 _NO_TEMPLATE_VARIABLES = {
@@ -137,3 +283,46 @@ def _read_tool_choice(choice: str | NamedFunction, tools: tuple[dict[str, Any], 
     if isinstance(choice, NamedFunction):
         return checked_tool_choice(choice.function.name, "tool_choice.function.name", tools)
     return checked_tool_choice(choice, "", tools)
+
+
+def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    """The messages for a chat template: contents are texts, and arguments of tool calls are
+    objects. ``developer`` becomes ``system``. Images and the like are refused in the last message,
+    and replaced by a line of text in earlier ones.
+    """
+    last = len(messages) - 1
+    return [
+        _read_message(each, f"messages[{index}]", is_last=index == last)
+        for index, each in enumerate(messages)
+    ]
+
+
+def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    content = "".join(texts_of(message.content, f"{place}.content", is_last))
+    converted: dict[str, Any] = {"role": role, "content": content}
+    if isinstance(message, Answer):
+        converted["content"] += message.refusal
+        reasoning = message.reasoning_content
+        reasoning = message.reasoning if reasoning is None else reasoning
+        if reasoning is not None:
+            converted["reasoning_content"] = reasoning
+        if message.tool_calls:
+            converted["tool_calls"] = list(map(_read_call, message.tool_calls))
+    elif isinstance(message, ToolResult) and message.tool_call_id is not None:
+        converted["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        converted["name"] = message.name
+    return converted
+
+
+def _read_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    converted = {"type": "function", "function": function}
+    return converted if call.id is None else {**converted, "id": call.id}
+
+
+def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+    """The tools for a chat template, without unknown fields."""
+    refuse_second_names([tool.function.name for tool in tools], "function.name")
+    return tuple(tool.model_dump(exclude_unset=True) for tool in tools)

@@ -13,17 +13,18 @@ from starlette.responses import Response
 from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Usage
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation, api_error
-from mlx_paged.server.grammars.response_format import fields_of
-from mlx_paged.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from mlx_paged.server.openai.options import OpenAIFields, first_given
-from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
-from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
-from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.fields import MAX_TOKEN_IDS, fields_of, first_given
+from mlx_paged.server.generations import AnswerState, Generation, Usage
+from mlx_paged.server.openai.answers import (
+    CompletionLogprobs,
+    OpenAIRenderer,
+    prompt_logprobs,
+    usage_of,
+)
+from mlx_paged.server.openai.chat import OpenAIFields
+from mlx_paged.server.prompt_threads import MAX_PROMPT_TOKENS, Work
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import OneOf, fixed, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids

@@ -13,13 +13,19 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
-from mlx_paged.server.context import RequestContext
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.generations import Answer, Generation, parts_of
+from mlx_paged.server.generations import (
+    Answer,
+    AnswerState,
+    Block,
+    BlockEvent,
+    Generation,
+    parts_of,
+)
 from mlx_paged.server.http.sse import named_event, responses_error
-from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
+from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
 # For each kind of block: the type of its item, the prefix of its id, and the name of its events.

@@ -13,24 +13,26 @@ from pydantic import Field
 from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
-from mlx_paged.server.grammars.response_format import Format, fields_of
-from mlx_paged.server.histories import History
-from mlx_paged.server.openai.messages import (
+from mlx_paged.server.conversations import (
+    Content,
+    History,
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    texts_of,
     tool_fields,
 )
-from mlx_paged.server.openai.options import (
+from mlx_paged.server.fields import (
     CacheFields,
     Effort,
+    Format,
     ModelFields,
+    SamplingFields,
     StreamOptions,
     effort_options,
+    fields_of,
     first_given,
 )
-from mlx_paged.server.parts import Content, texts_of
-from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
     MAX_CHILDREN,
     ONE_OR_MORE,

@@ -30,8 +30,7 @@ from mlx_paged.engine.disk_tier import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.routes import Endpoint
+from mlx_paged.server.routes import Endpoint, RequestContext
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
