@@ -14,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.server.anthropic.answers import count_tokens, messages
 from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
 from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
-from mlx_paged.server.http.http_server import Gate
+from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.metrics import count_request, metrics_endpoint
@@ -50,12 +49,19 @@ class App:
     Args:
         is_loopback: whether only this machine can reach the server.
         key_file: provides the keys instead of the settings, and may be reread.
+        max_connections: further connections are refused with 503.
 
     Attributes:
         gate: closes the application.
     """
 
-    def __init__(self, service: Service, is_loopback: bool = True, key_file: KeyFile | None = None):
+    def __init__(
+        self,
+        service: Service,
+        is_loopback: bool = True,
+        key_file: KeyFile | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+    ):
         counts: Counter[tuple[str, str, int]] = Counter()
         routes = routes_of(service, counts)
         self._protocols = [
@@ -67,7 +73,11 @@ class App:
             routes=routes,
             exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         )
-        self.gate = guarded(inner, service.engine, service.settings, is_loopback, key_file)
+        self.gate = Gate(
+            guarded(inner, service.settings, is_loopback, key_file),
+            service.engine,
+            max_connections,
+        )
         self._app = RequestLog(self.gate, partial(count_request, counts, routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,12 +129,11 @@ def routes_of(service: Service, counts: Counter[tuple[str, str, int]]) -> list[A
 
 def guarded(
     app: ASGIApp,
-    engine: AsyncEngine,
     settings: ServerSettings,
     is_loopback: bool,
     key_file: KeyFile | None = None,
-) -> Gate:
-    """Wrap an application in all middleware except for ids and the log."""
+) -> ASGIApp:
+    """Wrap an application in the middleware that decides whose requests are answered."""
     app = Access(Limits(app, settings.max_body_bytes), settings, key_file)
     if settings.cors_origins:
         # Outside Access: preflight requests have no key, and pages may read that a key is missing.
@@ -136,7 +145,7 @@ def guarded(
             expose_headers=["x-request-id", "request-id", "retry-after"],
             max_age=600,
         )
-    return Gate(OriginGuard(app, settings, is_loopback), engine)
+    return OriginGuard(app, settings, is_loopback)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

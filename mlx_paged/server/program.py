@@ -275,10 +275,8 @@ def serve(
     # tenths of a second.
     gc.collect()
     gc.freeze()
-    app = App(service, is_loopback(sockets), key_file)
-    server = HttpServer(
-        app, app.gate, service.engine, service.settings, _max_connections(), announce, key_file
-    )
+    app = App(service, is_loopback(sockets), key_file, _max_connections())
+    server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
     with ended_by_signals(server):
         server.run(sockets)
         if server.has_failed:

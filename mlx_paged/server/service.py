@@ -25,7 +25,7 @@ from mlx_paged.server.generations import Answer, CompletionCollector, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.kept_answers import IdlePrefill, KeptItems, ReadAnswer
 from mlx_paged.server.prefix_reports import explanation, report_texts
-from mlx_paged.server.prompt_threads import FairThreads, LengthLimit, Work
+from mlx_paged.server.prompt_threads import LengthLimit, PromptThreads, Work
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.structured_outputs import KINDS, StructuredOutputsParams
 
@@ -87,12 +87,12 @@ class Service:
             self.kept_answers.stored = StoredAnswers(tier, self.tokenizer, ReadAnswer.of)
 
     @cached_property
-    def _threads(self) -> FairThreads:
-        return FairThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
+    def _threads(self) -> PromptThreads:
+        return PromptThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
 
     @cached_property
-    def _grammar_threads(self) -> FairThreads:
-        return FairThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
+    def _grammar_threads(self) -> PromptThreads:
+        return PromptThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
 
     @cached_property
     def _numbers(self) -> Iterator[int]:

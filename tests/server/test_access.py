@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.asgi import IdleEngine, ask, echo
+from helpers.asgi import ask, echo
 
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.server.app import guarded as shielded
@@ -434,7 +434,7 @@ def test_every_origin_may_be_allowed_by_name():
 
 def test_a_preflight_needs_no_key_and_an_answer_without_a_key_can_be_read():
     settings = ServerSettings(api_keys=KEYS, cors_origins=("http://mine.example",))
-    app = shielded(echo, IdleEngine(), settings, is_loopback=True)
+    app = shielded(echo, settings, is_loopback=True)
     asks = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization, content-type, x-stainless-lang",

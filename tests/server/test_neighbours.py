@@ -30,7 +30,7 @@ from mlx_paged.server.openai import answers
 from mlx_paged.server.openai import chat as openai_chat
 from mlx_paged.server.prompt_threads import PIECE_LEN, LengthLimit, Work
 from mlx_paged.server.schemas import MAX_CHILDREN
-from mlx_paged.server.service import Service
+from mlx_paged.server.service import MAX_PREPARING_OF_USER, Service
 
 LONG = "a" * 2**21
 THREADS = "mlx_paged prompts"
@@ -130,7 +130,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
         client.leave()
         assert cancelled.wait(20)
         tokenizer.go_on.set()
-        wait_until(lambda: not spied._threads._running)
+        wait_until(lambda: spied._threads._turns["-"]._value == MAX_PREPARING_OF_USER)
     assert tokenizer.lengths == [16]
 
 

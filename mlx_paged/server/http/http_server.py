@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -15,12 +14,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -36,8 +34,10 @@ logger = logging.getLogger("mlx_paged.server")
 BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
-_TICKS_PER_CHECK = 10  # of the key file; uvicorn's ticks are 0.1 seconds apart
-_RETRY_AFTER = "10"  # seconds until the server may have restarted
+MAX_CONNECTIONS = 1024
+_TICKS_PER_CHECK = 5  # of connections and of the key file; uvicorn's ticks are 0.1 seconds apart
+_RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -122,72 +122,84 @@ def url_of(host: str, sockets: list[socket.socket]) -> str:
 
 
 class Gate(Guard):
-    """Answers 503 while the server shuts down, and after its engine has failed."""
+    """Answers 503 while the server shuts down, after its engine has failed, and on more connections
+    than there may be.
+    """
 
-    def __init__(self, app: ASGIApp, engine: AsyncEngine):
+    def __init__(self, app: ASGIApp, engine: AsyncEngine, max_connections: int = MAX_CONNECTIONS):
         super().__init__(app)
         self._engine = engine
+        self._max_connections = max_connections
         self.is_closed = False
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        if not self.is_closed and not self._engine.stopped():
+        if {name for name, _ in scope["headers"]} >= _LENGTHS:
+            # A proxy may have read another end of this request, and what follows may not be its
+            # client's (RFC 9112, section 6.3). uvicorn closes the connection after the response.
+            scope["headers"].append((b"connection", b"close"))
+        connection = scope.get("state", {}).get("connection")
+        if self.is_closed:
+            what, seconds = "the server is shutting down", _RESTART_SECONDS
+        elif self._engine.stopped():
+            what, seconds = "the engine stopped", _RESTART_SECONDS
+        elif connection is not None and connection.number > self._max_connections:
+            what, seconds = "too many connections", _CONNECTION_SECONDS
+        else:
             return None
-        what = "the server is shutting down" if self.is_closed else "the engine stopped"
-        headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
+        headers = {"Retry-After": seconds, "Connection": "close"}
         return ApiError(503, f"{what}; retry later", headers=headers)
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if its client keeps the server waiting.
-
-    uvicorn itself waits without end for the head of a request, and for a client that stops reading.
+    """uvicorn's connection with the bounds that its settings lack: the time until the head of a
+    request is there, and the time in which a client reads nothing of a response. Besides, a client
+    that sends no more but reads on is answered, invalid requests are answered with JSON, and it is
+    known whether a response was read.
 
     Attributes:
-        max_connections: further connections are refused with 503.
         head_seconds: the maximum time from the beginning of a connection, or the end of a response,
             to the end of the next request's head; and for the rest of a request that was answered
             before it was complete.
         stall_seconds: the maximum time in which a client reads nothing of what is to be sent.
+        number: how many connections there were when it was made, itself included.
     """
 
-    max_connections = 1024
     head_seconds = 30.0
     stall_seconds = 60.0
-
-    reset_seconds = 0.1  # between two checks whether a half-closed connection was reset
-
-    _is_refused = False
-    _is_half_closed = False
-    _was_cut = False
-    _deadline: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # Writing is paused exactly while there is unsent data.
         transport.set_write_buffer_limits(high=0)
+        self.number = len(self.connections)
         self.app_state = {**self.app_state, "connection": self}
         self._is_lost = asyncio.Event()
-        if len(self.connections) > self.max_connections:
-            self._refuse(transport)
-        self._watch()
+        self._was_cut = self._is_half_closed = False
+        self._num_unread = 0
+        self._waits_since = self._last_read = self.loop.time()
 
-    def data_received(self, data: bytes) -> None:
-        # Data from a refused client is read and dropped: if the connection were closed at once, the
-        # client might not receive the response.
-        if not self._is_refused:
-            super().data_received(data)
-            self._watch()
-
-    def handle_events(self) -> None:
-        """Also ends the connection after a request with two lengths (RFC 9112, section 6.3): a
-        proxy may have read another end of it, and what follows may not be its client's.
+    def check(self) -> None:
+        """Close the connection if its client keeps the server waiting or has disconnected. The
+        server calls this regularly.
         """
-        before = self.scope
-        super().handle_events()
-        if self.scope is not before and _has_two_lengths(self.headers):
-            # The request is not handled before this method returns.
-            self.headers.append((b"connection", b"close"))
+        now, unread = self.loop.time(), self.transport.get_write_buffer_size()
+        if not 0 < self._num_unread <= unread:
+            self._num_unread, self._last_read = unread, now
+        # In the second case, the request was answered before it was complete.
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        waits = theirs is h11.IDLE or (ours is h11.DONE and theirs is h11.SEND_BODY)
+        if waits and now > self._waits_since + self.head_seconds:
+            self._abort("sends nothing")
+        elif now > self._last_read + self.stall_seconds:
+            self._abort("reads nothing")
+        elif self._is_half_closed and not self.transport.is_closing():
+            client: socket.socket = self.transport.get_extra_info("socket")
+            if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._abort("has disconnected")
+
+    def _abort(self, why: str) -> None:
+        logger.debug("a connection was closed: its client %s", why)
+        self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it is waiting for the response. If it has left,
@@ -203,14 +215,16 @@ class Connection(H11Protocol):
             # Data that all clients ignore. HTTP/1.0 has no such response.
             event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
             self.transport.write(self.conn.send(event))
-        self._check_for_reset()
         return True
+
+    def _is_answering(self) -> bool:
+        return self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._waits_since = self.loop.time()
         if self._is_half_closed and not self._is_answering():
             self.transport.close()
-        self._watch()
 
     async def has_sent(self, send: Send, message: Message) -> bool:
         """Send the last message of a response, wait until all data is sent or the connection is
@@ -226,99 +240,16 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._was_cut = exc is not None or self.flow.write_paused
         self._is_lost.set()
-        for timer in (self._deadline, self._stall):
-            if timer is not None:
-                timer.cancel()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-
     def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            # Invalid data after a request that is being answered: no response is possible.
-            self.transport.close()
-            return
-        self.transport.write(_plain_response(ApiError(400, msg)))
+        # Otherwise it is invalid data after a request that is being answered.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            found = JSONResponse(error_body(ApiError(400, msg)), 400, {"Connection": "close"})
+            head = h11.Response(status_code=400, headers=found.raw_headers, reason="Bad Request")
+            for event in (head, h11.Data(data=found.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def _is_answering(self) -> bool:
-        return self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
-
-    def _check_for_reset(self) -> None:
-        client: socket.socket = self.transport.get_extra_info("socket")
-        if self.transport.is_closing() or not self._is_answering():
-            return
-        if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._abort("has disconnected")
-        else:
-            self.loop.call_later(self.reset_seconds, self._check_for_reset)
-
-    def _watch(self) -> None:
-        """Run the timer exactly while the client has to send something."""
-        waits = self._is_refused or self.conn.their_state is h11.IDLE
-        # The request was answered before it was complete.
-        waits = waits or (
-            self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
-        )
-        if not waits and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        elif waits and self._deadline is None:
-            self._deadline = self.loop.call_later(self.head_seconds, self._abort, "sends nothing")
-
-    def _watch_reader(self, num_unread: int | None = None) -> None:
-        """Abort the connection if the client has read nothing since ``num_unread`` bytes were
-        unsent.
-        """
-        now = self.transport.get_write_buffer_size()
-        if num_unread is not None and now >= num_unread:
-            self._abort("reads nothing")
-        else:
-            self._stall = self.loop.call_later(self.stall_seconds, self._watch_reader, now)
-
-    def _refuse(self, transport: asyncio.Transport) -> None:
-        self._is_refused = True
-        logger.warning("a connection was refused: there are %d already", self.max_connections)
-        error = ApiError(503, "too many connections; retry later", headers={"Retry-After": "5"})
-        transport.write(_plain_response(error))
-        if transport.can_write_eof():
-            transport.write_eof()
-
-    def _abort(self, why: str) -> None:
-        logger.debug("a connection was closed: its client %s", why)
-        self.transport.abort()
-
-
-def _has_two_lengths(headers: list[tuple[bytes, bytes]]) -> bool:
-    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}
-
-
-def connection_class(max_connections: int) -> type[Connection]:
-    """A class of connections for ``uvicorn.Config(http=...)``."""
-    limits: dict[str, Any] = {"max_connections": max_connections}
-    return type("Connection", (Connection,), limits)
-
-
-def _plain_response(error: ApiError) -> bytes:
-    """An HTTP response for a connection without a valid request."""
-    body = json.dumps(error_body(error)).encode()
-    headers = {
-        "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
-        "Connection": "close",
-        **error.headers,
-    }
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    reason = HTTPStatus(error.status).phrase
-    return f"HTTP/1.1 {error.status} {reason}\r\n{head}\r\n".encode() + body
 
 
 class HttpServer(uvicorn.Server):
@@ -343,14 +274,13 @@ class HttpServer(uvicorn.Server):
         gate: Gate,
         engine: AsyncEngine,
         settings: ServerSettings,
-        max_connections: int = Connection.max_connections,
         announce: Callable[[], None] = lambda: None,
         key_file: KeyFile | None = None,
     ):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(max_connections),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -388,6 +318,10 @@ class HttpServer(uvicorn.Server):
             self.has_failed = True
             return True
         self._check_step()
+        is_check = counter % _TICKS_PER_CHECK == 0
+        if is_check:
+            for connection in list(self.server_state.connections):
+                connection.check()  # type: ignore[union-attr]
         # A SIGHUP that arrives from here on is handled in the next tick.
         hung_up, self.is_hung_up = self.is_hung_up, False
         if hung_up and self._ends_with_terminal():
@@ -395,7 +329,7 @@ class HttpServer(uvicorn.Server):
         if self._key_file is not None:
             if hung_up:
                 self._key_file.read_again()
-            elif counter % _TICKS_PER_CHECK == 0:
+            elif is_check:
                 self._key_file.look()
         return await super().on_tick(counter)
 

@@ -8,13 +8,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import PENDING_TOKEN
 from mlx_paged.server.errors import ApiError, ClientLeftError, error_response
+from mlx_paged.server.http.access import ANONYMOUS
 
 BODY_SECONDS = 60.0
 MAX_BODIES = 8  # of maximum size, in requests that are not answered yet
@@ -23,6 +26,15 @@ MAX_HEAD_BYTES = 2**16
 MAX_PATH_BYTES = 2**13
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+
+
+@dataclass
+class _Held:
+    """The bytes of the bodies that a user may have here at a time, and those of one request."""
+
+    user: str
+    max_num_bytes: int
+    num_bytes: int = 0
 
 
 class Limits:
@@ -40,26 +52,26 @@ class Limits:
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = BODY_SECONDS):
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_num_bytes = MAX_BODIES * max_body_bytes
         self._body_seconds = body_seconds
         self._nbytes_held: Counter[str] = Counter()  # by user
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
+        principal = scope.get("state", {}).get("principal", ANONYMOUS)
+        held = _Held(principal.name, self._max_num_bytes // (1 if principal.is_alone else 2))
         try:
-            try:
-                check_head(scope)
-                if scope["method"] in _METHODS_WITH_BODY:
-                    receive = _replayed(await self._body(scope, receive, held), receive)
-            except ClientLeftError:
-                return
-            except ApiError as error:
-                await error_response(error, scope)(scope, receive, send)
-                return
+            check_head(scope)
+            if scope["method"] in _METHODS_WITH_BODY:
+                receive = _replayed(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
+        except ClientLeftError:
+            pass
+        except ApiError as error:
+            await error_response(error, scope)(scope, receive, send)
         finally:
-            held.release()
+            self._nbytes_held[held.user] -= held.num_bytes
 
-    async def _body(self, scope: Scope, receive: Receive, held: _HeldBytes) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
@@ -71,7 +83,7 @@ class Limits:
                 408, f"the body was not complete after {self._body_seconds:g} seconds"
             ) from error
 
-    async def _read(self, receive: Receive, held: _HeldBytes) -> bytes:
+    async def _read(self, receive: Receive, held: _Held) -> bytes:
         chunks: list[bytes] = []
         while True:
             message = await receive()
@@ -79,9 +91,13 @@ class Limits:
                 raise ClientLeftError
             chunk = message.get("body", b"")
             chunks.append(chunk)
-            if held.num_bytes + len(chunk) > self._max_body_bytes:
+            held.num_bytes += len(chunk)
+            self._nbytes_held[held.user] += len(chunk)
+            if held.num_bytes > self._max_body_bytes:
                 raise self._too_large()
-            held.add(len(chunk))
+            is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
+            if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+                raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
             if not message.get("more_body"):
                 return b"".join(chunks)
 
@@ -91,37 +107,6 @@ class Limits:
             f"the body of a request may have at most {self._max_body_bytes:,} bytes; the server's "
             "--max-body-bytes changes that",
         )
-
-
-class _HeldBytes:
-    """The bytes of a request's body, counted in the totals of all users.
-
-    Attributes:
-        num_bytes: the bytes of this request.
-    """
-
-    def __init__(self, by_user: Counter[str], max_body_bytes: int, scope: Scope):
-        self.num_bytes = 0
-        principal = scope.get("state", {}).get("principal")
-        self._user = "-" if principal is None else principal.name
-        self._by_user = by_user
-        self._max_num_bytes = MAX_BODIES * max_body_bytes
-        is_alone = principal is None or principal.is_alone
-        self._max_of_user = self._max_num_bytes // (1 if is_alone else 2)
-
-    def add(self, num_bytes: int) -> None:
-        """Hold more bytes; raises :class:`ApiError` beyond the user's or the overall limit."""
-        self.num_bytes += num_bytes
-        self._by_user[self._user] += num_bytes
-        is_too_much = self._by_user[self._user] > self._max_of_user
-        if is_too_much or self._by_user.total() > self._max_num_bytes:
-            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
-
-    def release(self) -> None:
-        """Release the bytes, once the request is answered."""
-        self._by_user[self._user] -= self.num_bytes
-        if not self._by_user[self._user]:
-            del self._by_user[self._user]
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -145,9 +130,6 @@ def check_head(scope: Scope) -> None:
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_PATH_BYTES:
         raise ApiError(414, f"a path may have at most {MAX_PATH_BYTES:,} bytes")
 
-
-if TYPE_CHECKING:
-    from mlx_paged.engine.async_engine import AsyncEngine
 
 WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
 MAX_RETRY_AFTER = 60  # seconds
