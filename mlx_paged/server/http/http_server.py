@@ -172,6 +172,7 @@ class Connection(H11Protocol):
         # Writing is paused exactly while there is unsent data.
         transport.set_write_buffer_limits(high=0)
         self.number = len(self.connections)
+        self._client: socket.socket = transport.get_extra_info("socket")
         self.app_state = {**self.app_state, "connection": self}
         self._is_lost = asyncio.Event()
         self._was_cut = self._is_half_closed = False
@@ -179,9 +180,7 @@ class Connection(H11Protocol):
         self._waits_since = self._last_read = self.loop.time()
 
     def check(self) -> None:
-        """Close the connection if its client keeps the server waiting or has disconnected. The
-        server calls this regularly.
-        """
+        """Close the connection if its client keeps the server waiting or has disconnected."""
         now, unread = self.loop.time(), self.transport.get_write_buffer_size()
         if not 0 < self._num_unread <= unread:
             self._num_unread, self._last_read = unread, now
@@ -189,24 +188,24 @@ class Connection(H11Protocol):
         ours, theirs = self.conn.our_state, self.conn.their_state
         waits = theirs is h11.IDLE or (ours is h11.DONE and theirs is h11.SEND_BODY)
         if waits and now > self._waits_since + self.head_seconds:
-            self._abort("sends nothing")
+            why = "sends nothing"
         elif now > self._last_read + self.stall_seconds:
-            self._abort("reads nothing")
-        elif self._is_half_closed and not self.transport.is_closing():
-            client: socket.socket = self.transport.get_extra_info("socket")
-            if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._abort("has disconnected")
-
-    def _abort(self, why: str) -> None:
+            why = "reads nothing"
+        elif self._is_half_closed and self._client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            why = "has disconnected"
+        else:
+            return
         logger.debug("a connection was closed: its client %s", why)
         self.transport.abort()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has left, or it is waiting for the response. If it has left,
-        its system answers data with a reset.
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_unread = 0
 
-        Returns:
-            Whether the connection stays open, because a complete request is not answered yet.
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it is waiting for the response, or it has left, in which case
+        its system answers data with a reset. Returns whether the connection stays open, because a
+        complete request is not answered yet.
         """
         if not self._is_answering() or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
             return False
