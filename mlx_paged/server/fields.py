@@ -25,8 +25,6 @@ from mlx_paged.server.schemas import (
     Body,
     Filled,
     OneOf,
-    at_most,
-    fixed,
     refused,
     short,
 )
@@ -109,13 +107,17 @@ MAX_WORDS = 1000
 MAX_WORDS_LEN = 2**16  # characters in total; they are encoded twice
 MAX_TOKEN_IDS = 2**18  # about the size of the largest vocabularies
 
-StopTexts = Annotated[list[Filled], at_most(MAX_STOPS), short(MAX_STOPS_LEN), ONE_OR_MORE]
-TokenIds = Annotated[list[int], at_most(MAX_TOKEN_IDS)]
+StopTexts = Annotated[
+    list[Filled], Field(max_length=MAX_STOPS, fail_fast=True), short(MAX_STOPS_LEN), ONE_OR_MORE
+]
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 # The keys of JSON objects are texts.
 _Biases = dict[str, float | None]
 _TYPES = {
     "stop": StopTexts,
-    "bad_words": Annotated[list[Filled], at_most(MAX_WORDS), short(MAX_WORDS_LEN), ONE_OR_MORE],
+    "bad_words": Annotated[
+        list[Filled], Field(max_length=MAX_WORDS, fail_fast=True), short(MAX_WORDS_LEN), ONE_OR_MORE
+    ],
     "logit_bias": _Biases,
 }
 
@@ -128,9 +130,9 @@ def _type_of(name: str) -> Any:
 
 class _SamplingFields(Body):
     # Further features of vLLM; only the values that describe what happens here are accepted.
-    use_beam_search: Annotated[Any, fixed(False)] = None
-    length_penalty: Annotated[Any, fixed(1, 1.0)] = None
-    spaces_between_special_tokens: Annotated[Any, fixed(True)] = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Literal[1] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
     best_of: int | None = None
 
     def sampling(
@@ -272,9 +274,9 @@ class StructuredOutputs(Body):
     choice: Any = None
     grammar: Any = None
     json_object: Any = None
-    structural_tag: Annotated[Any, fixed()] = None
+    structural_tag: None = None
     # True is the default here. vLLM would fall back to another grammar engine.
-    disable_any_whitespace: Annotated[Any, fixed(True)] = None
+    disable_any_whitespace: Literal[True] | None = None
     disable_fallback: Any = None
     whitespace_flexible: bool = False
 

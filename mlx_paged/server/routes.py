@@ -220,10 +220,8 @@ def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
     """The document of some routes."""
     bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
-    variants = {body: body.variants() for body in bodies}
-    models = dict.fromkeys(each for found in variants.values() for each in found)
     places, definitions = models_json_schema(
-        [(model, "validation") for model in models],
+        [(model, "validation") for model in bodies],
         ref_template=_PLACE,
         schema_generator=_WithoutNulls,
     )
@@ -240,9 +238,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
                 for name in names
             ]
         if route.body is not None:
-            schemas = [places[model, "validation"] for model in variants[route.body]]
-            schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-            content = {"application/json": {"schema": schema}}
+            content = {"application/json": {"schema": places[route.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
         methods = sorted((route.methods or set()) - {"HEAD"})
         paths[route.path_format] = {method.lower(): operation for method in methods}

@@ -24,7 +24,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    GetPydanticSchema,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -57,6 +56,11 @@ _EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
+}
+_EMPTY = {
+    "missing": "is missing",
+    "string_too_short": "is empty",
+    "too_short": "is empty; give at least one entry",
 }
 # Names of the same field in different protocols: the first one that a body declares is recommended.
 # Other names of sampling parameters are in the table of foreign_arguments.
@@ -117,24 +121,10 @@ class Body(BaseModel):
         Raises:
             ApiError: the first error, with its place; 400.
         """
-        *others, last = cls.variants()
-        schema = next((each for each in others if each.fits(value)), last)
         try:
-            body: Self = schema.model_validate(value, context=leaves_out or None)
-            return body
+            return cls.model_validate(value, context=leaves_out or None)
         except ValidationError as error:
-            raise _refusal(schema, value, error) from None
-
-    @classmethod
-    def variants(cls) -> tuple[type[Any], ...]:
-        """The alternative classes of a body: the first that fits is used, or else the last."""
-        return (cls,)
-
-    @classmethod
-    def fits(cls, value: object) -> bool:
-        """Whether all required fields are present."""
-        required = (name for name, field in cls.model_fields.items() if field.is_required())
-        return isinstance(value, dict) and all(value.get(name) is not None for name in required)
+            raise _refusal(cls, value, error) from None
 
 
 class Repeated(Body):
@@ -167,29 +157,21 @@ def refused(place: str, words: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
 
 
-def fixed(
-    *values: object, way_out: str = "leave it out", code: str | None = None
-) -> GetPydanticSchema:
-    """``Annotated[Any, fixed(False)]``: a field that is accepted only with the values that describe
-    what happens anyway.
+def only(*values: object, way_out: str, code: str | None = None) -> AfterValidator:
+    """``Annotated[Any, only([], way_out="send none")]``: a field that is accepted only with some
+    values, with advice in its error. Others are ``Literal``.
 
     Args:
-        values: the accepted values.
         way_out: what to do instead.
         code: the code of the :class:`ApiError`.
     """
 
     def check(value: Any) -> Any:
-        if any(type(value) is type(each) and value == each for each in values):
+        if value in values:
             return value
         raise wrong(f"is not supported, got {shown(value)}; {way_out}", code)
 
-    return GetPydanticSchema(
-        lambda source, handler: core_schema.no_info_after_validator_function(
-            check, handler(source)
-        ),
-        lambda schema, handler: {"enum": list(values)},
-    )
+    return AfterValidator(check)
 
 
 class OneOf:
@@ -243,33 +225,9 @@ class OneOf:
         return other if other in self._tags and tag not in self._tags else tag
 
 
-def at_most(most: int, if_empty: str = "") -> GetPydanticSchema:
-    """``Annotated[list[T], at_most(8)]``: a list of limited length. The length is checked before
-    the entries, and reading ends at the first invalid entry.
-
-    Args:
-        if_empty: the message for an empty list; ``""``: the list may be empty.
-    """
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > most:
-            raise wrong(f"has {len(value):,} entries, but at most {most:,} are allowed")
-        if value == [] and if_empty:
-            raise wrong(if_empty)
-        return value
-
-    def schema_of(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler(source)
-        schema["fail_fast"] = True
-        return core_schema.no_info_before_validator_function(check, schema)
-
-    least = {"minItems": 1} if if_empty else {}
-    return GetPydanticSchema(
-        schema_of, lambda schema, handler: {**handler(schema), **least, "maxItems": most}
-    )
-
-
-Children = Annotated[list[T], at_most(MAX_CHILDREN)]
+# Reading ends at the first invalid entry.
+Children = Annotated[list[T], Field(max_length=MAX_CHILDREN, fail_fast=True)]
+SomeChildren = Annotated[Children[T], Field(min_length=1)]
 Filled = Annotated[str, Field(min_length=1)]
 
 
@@ -323,8 +281,13 @@ def _words(cls: type[Body], error: ErrorDetails) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == _OURS:
         return error["msg"]
-    if kind in ("missing", "string_too_short"):
-        return "is missing" if kind == "missing" else "is empty"
+    if kind in _EMPTY:
+        return _EMPTY[kind]
+    if kind == "too_long":
+        number, most = context["actual_length"], context["max_length"]
+        return f"has {number:,} entries, but at most {most:,} are allowed"
+    if kind == "none_required" or (kind == "literal_error" and "or" not in context["expected"]):
+        return f"is not supported, got {shown(value)}; leave it out"
     if kind == "extra_forbidden":
         name, *inside = error["loc"]
         advice = None if inside else _advice(cls, str(name))

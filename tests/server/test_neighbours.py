@@ -34,6 +34,7 @@ from mlx_paged.server.service import MAX_PREPARING_OF_USER, Service
 
 LONG = "a" * 2**21
 THREADS = "mlx_paged prompts"
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 class SpiedTokenizer:
@@ -205,7 +206,7 @@ def test_prompts_have_a_limit_together(server_url, service, monkeypatch):
     [
         ({"messages": user("a") * (MAX_CHILDREN + 1)}, "messages has 8,193 entries, but"),
         (
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * (MAX_CHILDREN + 1)},
+            {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL] * (MAX_CHILDREN + 1)},
             "tools has 8,193 entries, but at most 8,192 are allowed",
         ),
         (

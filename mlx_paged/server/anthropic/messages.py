@@ -28,16 +28,14 @@ from mlx_paged.server.fields import (
     made_params,
     read_wanted,
 )
-from mlx_paged.server.openai.chat import NO_MESSAGES
 from mlx_paged.server.schemas import (
-    MAX_CHILDREN,
     Body,
     Children,
     Filled,
     OneOf,
     Repeated,
-    at_most,
-    fixed,
+    SomeChildren,
+    only,
     refused,
 )
 from mlx_paged.server.service import Service
@@ -111,14 +109,14 @@ class Reminder(Repeated):
 
 
 AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
-Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = SomeChildren[AnyMessage]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        fixed(
+        only(
             "custom",
             way_out="it is Anthropic's own tool; describe it as a custom tool with an input_schema",
         ),
@@ -161,9 +159,9 @@ class ConversationFields(ModelFields):
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
-    thread: Annotated[
-        Any, fixed(way_out="send all messages", code="thread_unsupported_request")
-    ] = None
+    thread: Annotated[Any, only(way_out="send all messages", code="thread_unsupported_request")] = (
+        None
+    )
     messages: Conversation
     system: Content = ""
     tools: Children[Tool] = Field(default_factory=list)
@@ -180,7 +178,7 @@ class ConversationFields(ModelFields):
     cache_salt: str | None = None
     no_store: bool = False
     mcp_servers: Annotated[
-        Any, fixed([], way_out="give the servers' tools as tools, and call them yourself")
+        Any, only([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
     # Without effect: they identify the user, choose a service tier, or control the cache, in which
     # everything is kept; or they let Anthropic's servers shorten a conversation, which is not done

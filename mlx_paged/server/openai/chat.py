@@ -28,27 +28,24 @@ from mlx_paged.server.fields import (
     first_given,
 )
 from mlx_paged.server.schemas import (
-    MAX_CHILDREN,
     Body,
     Children,
     Filled,
     OneOf,
     Repeated,
-    at_most,
-    fixed,
+    SomeChildren,
+    only,
     refused,
     wrong,
 )
 from mlx_paged.server.service import Service
 
-NO_MESSAGES = "is empty; give at least one message"
-
 
 class Message(Repeated):
     place = "messages[]"
     name: str | None = None
-    function_call: Annotated[Any, fixed(way_out="send tool_calls")] = None
-    audio: Annotated[Any, fixed(way_out="only text can be read")] = None
+    function_call: Annotated[Any, only(way_out="send tool_calls")] = None
+    audio: Annotated[Any, only(way_out="only text can be read")] = None
 
 
 class Question(Message):
@@ -93,7 +90,7 @@ class Answer(Message):
 AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
 
 
-Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+Conversation = SomeChildren[AnyMessage]
 
 
 class Function(Repeated):
@@ -106,7 +103,7 @@ class Function(Repeated):
 
 class Tool(Repeated):
     place = "tools[]"
-    type: Annotated[str, fixed("function", way_out="describe it as a function")]
+    type: Annotated[str, only("function", way_out="describe it as a function")]
     function: Function
 
 
@@ -146,8 +143,8 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    store: Annotated[Any, fixed(False)] = None
-    service_tier: Annotated[Any, fixed("auto", "default")] = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def has_usage(self) -> bool:
@@ -236,10 +233,10 @@ class ChatRequest(OpenAIFields, TemplateFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
-    modalities: Annotated[Any, fixed(["text"])] = None
-    verbosity: Annotated[Any, fixed("medium")] = None
-    echo: Annotated[Any, fixed(False)] = None
-    add_special_tokens: Annotated[Any, fixed(False)] = None
+    modalities: Annotated[Any, only(["text"], way_out="leave it out")] = None
+    verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
 from starlette.responses import Response
@@ -25,7 +25,7 @@ from mlx_paged.server.openai.answers import (
 from mlx_paged.server.openai.chat import OpenAIFields
 from mlx_paged.server.prompt_threads import MAX_PROMPT_TOKENS, Work
 from mlx_paged.server.routes import RequestContext
-from mlx_paged.server.schemas import OneOf, fixed, refused
+from mlx_paged.server.schemas import OneOf, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids
 
@@ -49,7 +49,7 @@ class CompletionRequest(OpenAIFields):
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
-    suffix: Annotated[Any, fixed("")] = None
+    suffix: Literal[""] | None = None
     add_special_tokens: bool = True
 
     def num_tokens(self, service: Service) -> int:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
@@ -24,7 +24,7 @@ from mlx_paged.server.openai.chat import (
 )
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
-from mlx_paged.server.schemas import Body, Children, fixed
+from mlx_paged.server.schemas import Body, Children, refused
 from mlx_paged.server.service import Service
 from mlx_paged.token_ids import check_token_ids
 
@@ -78,25 +78,27 @@ async def version(context: RequestContext[Body]) -> Response:
     return JSONResponse({"version": mlx_paged.__version__})
 
 
-class TokenizeRequest(ModelFields):
-    """The body of ``POST /tokenize``, in one of two variants."""
+class TokenizeRequest(ModelFields, TemplateFields):
+    """The body of ``POST /tokenize``: a prompt, or a conversation."""
 
+    prompt: str | None = None
+    messages: Conversation | None = None
+    tools: Children[Tool] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
-    @classmethod
-    def variants(cls) -> tuple[type[Any], ...]:
-        return (TokenizeChat, TokenizeText) if cls is TokenizeRequest else (cls,)
+    def check(self) -> None:
+        """Check that the fields belong together."""
+        if self.prompt is None and self.messages is None:
+            raise refused("prompt", "is missing")
+        if self.prompt is not None:
+            for name in sorted(self.model_fields_set & _OF_CONVERSATIONS):
+                raise refused(name, "can't be combined with prompt")
+        elif self.add_special_tokens:
+            raise refused("add_special_tokens", "can't be combined with messages")
 
 
-class TokenizeText(TokenizeRequest):
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class TokenizeChat(TokenizeRequest, TemplateFields):
-    messages: Conversation
-    tools: Children[Tool] = Field(default_factory=list)
-    add_special_tokens: Annotated[Any, fixed(False)] = None
+_OF_CONVERSATIONS = {"messages", "tools", *TemplateFields.model_fields}
 
 
 class DetokenizeRequest(ModelFields):
@@ -124,17 +126,17 @@ def _tokens(
     """The token ids of a text or a conversation, and their names if requested."""
     service, body = context.service, context.read_body()
     body.model_name(service)
+    body.check()
     tokenizer = service.tokenizer
-    if isinstance(body, TokenizeText):
+    if body.prompt is not None:
         service.length_limit(work).check(body.prompt)
-        if body.add_special_tokens:
+        if body.add_special_tokens is not False:
             token_ids = encode_prompt(tokenizer, body.prompt)
         else:
             token_ids = tokenizer.encode(body.prompt, add_special_tokens=False)
     else:
-        assert isinstance(body, TokenizeChat)
         job = ChatJob(
-            messages=read_messages(body.messages),
+            messages=read_messages(body.messages or ()),
             params=service.default_params,
             tools=read_tools(body.tools),
             template_options=body.template_options(),

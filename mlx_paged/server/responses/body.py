@@ -34,15 +34,14 @@ from mlx_paged.server.fields import (
     first_given,
 )
 from mlx_paged.server.schemas import (
-    MAX_CHILDREN,
     ONE_OR_MORE,
     Body,
     Children,
     Filled,
     OneOf,
     Repeated,
-    at_most,
-    fixed,
+    SomeChildren,
+    only,
     refused,
     short,
 )
@@ -98,15 +97,14 @@ AnyItem = Annotated[
     MessageItem | CallItem | OutputItem | ReasoningItem | ItemReference,
     OneOf("type", default="message"),
 ]
-_NO_ITEMS = "is empty; give a text, or at least one item"
-Items = Annotated[list[AnyItem], at_most(MAX_CHILDREN, if_empty=_NO_ITEMS)]
+Items = SomeChildren[AnyItem]
 
 
 class Tool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        fixed(
+        only(
             "function",
             way_out="this server has function tools only; turn the tool off in the client, or "
             "describe it as a function",
@@ -159,9 +157,9 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[Filled], at_most(100), short(2**14), ONE_OR_MORE] = Field(
-        default_factory=list
-    )
+    include: Annotated[
+        list[Filled], Field(max_length=100, fail_fast=True), short(2**14), ONE_OR_MORE
+    ] = Field(default_factory=list)
     top_logprobs: int = 0
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
@@ -171,12 +169,12 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
-    background: Annotated[Any, fixed(False)] = None
+    background: Literal[False] | None = None
     # Conversations are never truncated; those that are too long are refused.
-    truncation: Annotated[Any, fixed("disabled", "auto")] = None
-    service_tier: Annotated[Any, fixed("auto", "default")] = None
-    n: Annotated[Any, fixed(1)] = None
-    prompt_logprobs: Annotated[Any, fixed()] = None
+    truncation: Literal["disabled", "auto"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    n: Literal[1] | None = None
+    prompt_logprobs: None = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
