@@ -8,8 +8,8 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from enum import Enum
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -73,47 +73,63 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
-class WireProtocol(Enum):
-    """The API that an endpoint belongs to, which determines the form of its errors."""
-
-    OPENAI = "openai"
-    RESPONSES = "responses"
-    ANTHROPIC = "anthropic"
+def _openai_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    kind = _types_of(error)[0]
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": fields}
 
 
-def error_body(
-    error: ApiError, protocol: WireProtocol = WireProtocol.OPENAI, request_id: str | None = None
-) -> dict[str, Any]:
-    """The error in the form of a protocol."""
+def _responses_event(error: ApiError) -> dict[str, Any]:
+    """The event of the protocol, and additionally the object ``error`` that OpenAI's clients look
+    for in any event.
+    """
+    body = _openai_body(error)["error"]
+    fields = {name: body[name] for name in ("code", "message", "param")}
+    return {"type": "error", **fields, "error": body}
+
+
+def _anthropic_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    fields = {"type": _types_of(error)[1], "message": error.message, **details}
+    return {"type": "error", "error": fields, "request_id": request_id}
+
+
+def _types_of(error: ApiError) -> tuple[str, str]:
     other = _OTHER_CLIENT_ERROR if error.status < 500 else _OTHER_SERVER_ERROR
-    openai_type, anthropic_type = _TYPES.get(error.status, other)
-    if protocol is WireProtocol.ANTHROPIC:
-        details = {} if error.code is None else {"details": {"error_code": error.code}}
-        return {
-            "type": "error",
-            "error": {"type": anthropic_type, "message": error.message, **details},
-            "request_id": request_id,
-        }
-    return {
-        "error": {
-            "message": error.message,
-            "type": openai_type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+    return _TYPES.get(error.status, other)
+
+
+@dataclass(frozen=True)
+class WireProtocol:
+    """The form of errors in an API.
+
+    Args:
+        prefix: the beginning of its paths.
+        body: the body of a response, for an error and the request's id.
+        event: the last event of a stream that failed; one with a ``type`` is named by it.
+    """
+
+    prefix: str
+    body: Callable[[ApiError, str | None], dict[str, Any]]
+    event: Callable[[ApiError], dict[str, Any]]
+
+
+OPENAI = WireProtocol("/", _openai_body, _openai_body)
+RESPONSES = WireProtocol("/v1/responses", _openai_body, _responses_event)
+ANTHROPIC = WireProtocol("/v1/messages", _anthropic_body, _anthropic_body)
 
 
 def protocol_of(scope: Scope) -> WireProtocol:
-    """The protocol of a request, as set by :mod:`mlx_paged.server.app`."""
-    protocol: WireProtocol = scope.get("state", {}).get("protocol", WireProtocol.OPENAI)
-    return protocol
+    """The protocol of a request, by its path: requests that are refused before they are routed need
+    one, too.
+    """
+    found = (each for each in (RESPONSES, ANTHROPIC) if scope["path"].startswith(each.prefix))
+    return next(found, OPENAI)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """The error as a response."""
-    request_id = scope.get("state", {}).get("request_id")
-    body = error_body(error, protocol_of(scope), request_id)
+    body = protocol_of(scope).body(error, scope.get("state", {}).get("request_id"))
     return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 

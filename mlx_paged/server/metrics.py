@@ -30,7 +30,7 @@ from mlx_paged.engine.disk_tier import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.server.routes import Endpoint, RequestContext
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
@@ -301,24 +301,24 @@ class EngineCollector(Collector):
         return metric
 
 
-def metrics_endpoint(
+def metrics_of(
     service: Service, http_counts: Mapping[tuple[str, str, int], int]
-) -> Endpoint[Body]:
-    """The endpoint for the metrics of a service.
+) -> CollectorRegistry:
+    """The metrics of a service.
 
     Args:
         http_counts: HTTP requests by method, path and status.
     """
     registry = CollectorRegistry()  # not the global one, which allows one server per process
     registry.register(EngineCollector(service.engine.engine, service.model_names[0], http_counts))
+    return registry
 
-    async def metrics(context: RequestContext[Body]) -> Response:
-        """Metrics for Prometheus."""
-        body, content_type = exposition(registry, context.request.headers.get("accept", ""))
-        headers = {"Content-Type": content_type, "Cache-Control": "no-store"}
-        return Response(body, headers=headers)
 
-    return metrics
+async def metrics(context: RequestContext[Body]) -> Response:
+    """Metrics for Prometheus."""
+    request = context.request
+    body, kind = exposition(request.app.state.metrics, request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-store"})
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:

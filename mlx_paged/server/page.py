@@ -1,5 +1,5 @@
-"""``/``, a page that shows the pool; ``/v1/pool``, its data; and ``/v1/cache``: how much of recent
-prompts was cached, and why not more.
+"""What the server shows of itself: ``/``, a page that shows the pool, and ``/v1/pool``, its data;
+``/v1/cache``, how much of recent prompts was cached, and why not more; ``/health``, ``/version``.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ import hashlib
 import re
 import time
 from dataclasses import asdict
+from functools import cache
 from importlib import resources
 from typing import Any
 
 import numpy as np
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+import mlx_paged
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
 from mlx_paged.errors import shown
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.prefix_reports import report_body
-from mlx_paged.server.routes import Endpoint, RequestContext
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
@@ -30,21 +32,22 @@ MAX_ROWS = 200
 _STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
 
 
-def page_endpoint() -> Endpoint[Body]:
-    """The endpoint of the page."""
+@cache
+def _page() -> tuple[str, dict[str, str]]:
+    """The page and its headers."""
     html = resources.files("mlx_paged.server").joinpath("page.html").read_text("utf-8")
-    page_headers = {
+    return html, {
         "Content-Security-Policy": security_policy(html),
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-cache",
     }
 
-    async def page(context: RequestContext[Body]) -> Response:
-        """A page that shows the pool."""
-        return HTMLResponse(html, headers=page_headers)
 
-    return page
+async def page(context: RequestContext[Body]) -> Response:
+    """A page that shows the pool."""
+    html, headers = _page()
+    return HTMLResponse(html, headers=headers)
 
 
 async def pool(context: RequestContext[Body]) -> Response:
@@ -152,7 +155,7 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
 DEFAULT_LIMIT = 20
 
 
-async def cache(context: RequestContext[Body]) -> Response:
+async def cache_report(context: RequestContext[Body]) -> Response:
     """The state of the prefix cache: ``?limit=20&request_id=...&text=true``."""
     service, owns = context.service, context.principal.owns
     query = dict(context.request.query_params)
@@ -215,3 +218,25 @@ def _truth(text: str) -> bool:
     if text not in ("true", "false", "1", "0"):
         raise ApiError(400, "text must be true or false", param="text")
     return text in ("true", "1")
+
+
+async def health(context: RequestContext[Body]) -> Response:
+    """The health of the server: 503 after the engine has stopped, and while a step hangs."""
+    service = context.service
+    reason = service.engine.stopped()
+    if reason is not None:
+        raise api_error(reason)
+    seconds = service.engine.step_seconds()
+    if seconds > service.settings.step_timeout:
+        raise ApiError(
+            503,
+            f"a step of the engine has been running for {seconds:.0f} seconds, and --step-timeout "
+            f"is {service.settings.step_timeout:g}; if it does not end, restart the server",
+            code="step_hangs",
+        )
+    return JSONResponse({"status": "ok"})
+
+
+async def version(context: RequestContext[Body]) -> Response:
+    """The version of the package."""
+    return JSONResponse({"version": mlx_paged.__version__})

@@ -1,4 +1,4 @@
-"""``ApiRoute``: a path with its endpoint, its protocol and the class of its body;
+"""``ApiRoute``: a path with its endpoint and the class of its body;
 ``RequestContext``: what an endpoint gets for a request; and ``/openapi.json``, made of the routes.
 """
 
@@ -22,7 +22,6 @@ from mlx_paged.server.errors import (
     CLIENT_LEFT,
     ApiError,
     ClientLeftError,
-    WireProtocol,
     until_disconnect,
 )
 from mlx_paged.server.generations import Answer, Generation
@@ -33,14 +32,7 @@ from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
 B = TypeVar("B", bound=Body)
-
-
-B = TypeVar("B", bound=Body)
-
-
 T = TypeVar("T")
-
-
 J = TypeVar("J", ChatJob, Generation)
 
 
@@ -141,25 +133,18 @@ class ApiRoute(Route):
         body: the class of the body of POST requests; ``None`` for GET requests. An endpoint with a
             body is cancelled if the client disconnects before the response begins.
         methods: overrides these methods.
-
-    Attributes:
-        service: set before the first request.
     """
-
-    service: Service
 
     def __init__(
         self,
         path: str,
         endpoint: Endpoint[B],
         body: type[B] | None = None,
-        protocol: WireProtocol = WireProtocol.OPENAI,
         methods: Sequence[str] = (),
     ):
         methods = methods or ("GET" if body is None else "POST",)
         super().__init__(path, self._respond, methods=list(methods))
         self.body = body
-        self.protocol = protocol
         self.summary = (endpoint.__doc__ or "").strip().partition("\n")[0]
         self._endpoint = endpoint
 
@@ -184,13 +169,23 @@ class ApiRoute(Route):
         body, user = await request.body(), request.state.principal.name
         if len(body) <= _SMALL_BODY:
             return parse_json(body)
-        return await self.service.run_in_tokenizer_pool(user, lambda _: parse_json(body))
+        return await _service_of(request).run_in_tokenizer_pool(user, lambda _: parse_json(body))
 
     def _context(self, request: Request, value: Any) -> RequestContext[Any]:
         state = request.state
         return RequestContext(
-            request, self.service, self.body or Body, value, state.principal, state.request_id
+            request,
+            _service_of(request),
+            self.body or Body,
+            value,
+            state.principal,
+            state.request_id,
         )
+
+
+def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
 
 
 _PLACE = "#/components/schemas/{model}"
@@ -206,15 +201,10 @@ class _WithoutNulls(GenerateJsonSchema):
         return described
 
 
-def openapi_endpoint(routes: Sequence[ApiRoute]) -> Endpoint[Body]:
-    """The endpoint for the document of some routes."""
-
-    async def openapi(context: RequestContext[Body]) -> Response:
-        """The routes and the fields of their bodies, as an OpenAPI 3.1 document."""
-        document = await context.run_in_tokenizer_pool(lambda _: openapi_document(routes))
-        return JSONResponse(document)
-
-    return openapi
+async def openapi(context: RequestContext[Body]) -> Response:
+    """The routes and the fields of their bodies, as an OpenAPI 3.1 document."""
+    routes = context.request.app.routes
+    return JSONResponse(await context.run_in_tokenizer_pool(lambda _: openapi_document(routes)))
 
 
 def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from helpers.asgi import ask, echo
 
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.server.app import guarded as shielded
-from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
 from mlx_paged.server.settings import (
     ApiKey,
@@ -61,8 +60,7 @@ def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
 ):
     app = guarded(api_keys=KEYS)
     openai, anthropic = (
-        ask(app, "POST", headers=headers, state={"protocol": protocol})
-        for protocol in (WireProtocol.OPENAI, WireProtocol.ANTHROPIC)
+        ask(app, "POST", path, headers=headers) for path in ("/v1/chat/completions", "/v1/messages")
     )
     assert openai.status == anthropic.status == 401
     assert message in openai.json["error"]["message"]

@@ -12,7 +12,7 @@ import pytest
 from helpers.asgi import ask, asked, echo
 
 from mlx_paged.server import schemas
-from mlx_paged.server.errors import ApiError, WireProtocol
+from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http import limits
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.limits import Limits
@@ -44,8 +44,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
     headers: dict[str, str], chunks: list[bytes]
 ):
     app = Limits(echo, max_body_bytes=1000)
-    state = {"protocol": WireProtocol.ANTHROPIC}
-    answered = ask(app, "POST", "/", headers, chunks, leaves=True, state=state)
+    answered = ask(app, "POST", "/v1/messages", headers, chunks, leaves=True)
     assert answered.status == 413
     assert answered.json["error"] == {
         "type": "request_too_large",

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.server.errors import ApiError, Guard, error_body
+from mlx_paged.server.errors import OPENAI, ApiError, Guard
 from mlx_paged.server.http.access import is_loopback_name
 from mlx_paged.server.settings import KeyFile, ServerSettings
 from mlx_paged.standard_streams import say
@@ -244,9 +244,10 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         # Otherwise it is invalid data after a request that is being answered.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            found = JSONResponse(error_body(ApiError(400, msg)), 400, {"Connection": "close"})
+            body = OPENAI.body(ApiError(400, msg), None)
+            found = JSONResponse(body, 400, {"Connection": "close"})
             head = h11.Response(status_code=400, headers=found.raw_headers, reason="Bad Request")
-            for event in (head, h11.Data(data=found.body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=bytes(found.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -16,7 +16,6 @@ from mlx_paged.server.errors import (
     ApiError,
     ClientLeftError,
     WireProtocol,
-    error_body,
     protocol_of,
     until_disconnect,
 )
@@ -113,17 +112,5 @@ def _error_event(error: Exception, protocol: WireProtocol) -> bytes:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
-    if protocol is WireProtocol.OPENAI:
-        return event(error_body(error))
-    if protocol is WireProtocol.RESPONSES:
-        return named_event(responses_error(error))
-    return named_event(error_body(error, protocol))
-
-
-def responses_error(error: ApiError) -> dict[str, Any]:
-    """The error event of ``/v1/responses``: in the protocol's format, and additionally with the
-    object ``error`` that OpenAI's clients look for in any event.
-    """
-    body = error_body(error)["error"]
-    fields = {name: body[name] for name in ("code", "message", "param")}
-    return {"type": "error", **fields, "error": body}
+    data = protocol.event(error)
+    return named_event(data) if "type" in data else event(data)

@@ -1,6 +1,4 @@
-"""What clients ask about the model and the server: ``GET /v1/models``, ``/health`` and
-``/version``, and vLLM's ``POST /tokenize`` and ``/detokenize``.
-"""
+"""``GET /v1/models``, and vLLM's ``POST /tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -10,10 +8,9 @@ from typing import Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-import mlx_paged
 from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.errors import api_error
 from mlx_paged.server.fields import ModelFields, TokenIds, check_model_name
 from mlx_paged.server.openai.chat import (
     Conversation,
@@ -54,28 +51,6 @@ def _model(name: str, service: Service) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.max_model_len,
     }
-
-
-async def health(context: RequestContext[Body]) -> Response:
-    """The health of the server: 503 after the engine has stopped, and while a step hangs."""
-    service = context.service
-    reason = service.engine.stopped()
-    if reason is not None:
-        raise api_error(reason)
-    seconds = service.engine.step_seconds()
-    if seconds > service.settings.step_timeout:
-        raise ApiError(
-            503,
-            f"a step of the engine has been running for {seconds:.0f} seconds, and --step-timeout "
-            f"is {service.settings.step_timeout:g}; if it does not end, restart the server",
-            code="step_hangs",
-        )
-    return JSONResponse({"status": "ok"})
-
-
-async def version(context: RequestContext[Body]) -> Response:
-    """The version of the package."""
-    return JSONResponse({"version": mlx_paged.__version__})
 
 
 class TokenizeRequest(ModelFields, TemplateFields):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import RESPONSES, ApiError
 from mlx_paged.server.generations import (
     Answer,
     AnswerState,
@@ -22,7 +22,7 @@ from mlx_paged.server.generations import (
     Generation,
     parts_of,
 )
-from mlx_paged.server.http.sse import named_event, responses_error
+from mlx_paged.server.http.sse import named_event
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
 from mlx_paged.server.routes import RequestContext
@@ -107,7 +107,7 @@ class ResponseRenderer:
         except ApiError as error:
             response = self._response("failed", error)
             yield numbered({"type": "response.failed", "response": response})
-            yield numbered(responses_error(error))
+            yield numbered(RESPONSES.event(error))
             return
         response = self._response(self._status)
         yield numbered({"type": f"response.{self._status}", "response": response})
