@@ -76,10 +76,7 @@ class App:
 
 
 def guarded(
-    app: ASGIApp,
-    settings: ServerSettings,
-    is_loopback: bool,
-    key_file: KeyFile | None = None,
+    app: ASGIApp, settings: ServerSettings, is_loopback: bool, key_file: KeyFile | None = None
 ) -> ASGIApp:
     """Wrap an application in the middleware that decides whose requests are answered."""
     app = Access(Limits(app, settings.max_body_bytes), settings, key_file)

@@ -28,6 +28,10 @@ from mlx_paged.errors import (
     without_room,
 )
 
+T = TypeVar("T")
+logger = logging.getLogger("mlx_paged.server")
+CLIENT_LEFT = 499  # nginx's status for this
+
 # The type of an error by its status, for OpenAI and for Anthropic.
 _TYPES = {
     401: ("authentication_error", "authentication_error"),
@@ -39,8 +43,6 @@ _TYPES = {
 }
 _OTHER_CLIENT_ERROR = ("invalid_request_error", "invalid_request_error")
 _OTHER_SERVER_ERROR = ("server_error", "api_error")
-
-logger = logging.getLogger("mlx_paged.server")
 
 FAILED = "the server failed; see its log"
 
@@ -147,11 +149,6 @@ class Guard(ABC):
         error = self.refusal(scope)
         app = self._app if error is None else error_response(error, scope)
         await app(scope, receive, send)
-
-
-T = TypeVar("T")
-
-CLIENT_LEFT = 499  # nginx's status for this
 
 
 class ClientLeftError(Exception):

@@ -20,18 +20,18 @@ from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.schemas import (
-    ONE_OR_MORE,
-    Body,
-    Filled,
-    OneOf,
-    refused,
-    short,
-)
+from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
 _MAX_NAME_LEN = 256  # of a model; each event of a stream contains it
+
+MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
+MAX_STOPS = 64  # each new piece of text is searched for all of them
+MAX_STOPS_LEN = 2**14  # characters in total
+MAX_WORDS = 1000
+MAX_WORDS_LEN = 2**16  # characters in total; they are encoded twice
+MAX_TOKEN_IDS = 2**18  # about the size of the largest vocabularies
 
 
 class ModelFields(Body):
@@ -99,13 +99,6 @@ def first_given(*values: int | None) -> int | None:
     """The first value that is not ``None``."""
     return next((value for value in values if value is not None), None)
 
-
-MAX_COMPLETIONS = 128  # per prompt, as in OpenAI's API
-MAX_STOPS = 64  # each new piece of text is searched for all of them
-MAX_STOPS_LEN = 2**14  # characters in total
-MAX_WORDS = 1000
-MAX_WORDS_LEN = 2**16  # characters in total; they are encoded twice
-MAX_TOKEN_IDS = 2**18  # about the size of the largest vocabularies
 
 StopTexts = Annotated[
     list[Filled], Field(max_length=MAX_STOPS, fail_fast=True), short(MAX_STOPS_LEN), ONE_OR_MORE

@@ -32,6 +32,14 @@ from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
+logger = logging.getLogger("mlx_paged.server")
+MAX_KEPT_CHARACTERS = 2**25  # of JSON
+MAX_WAITING = 8  # conversations; the oldest ones are dropped
+# Tokens computed in one request, so that other requests wait for at most one such step.
+PIECE_LEN = 512
+MIN_NEW_TOKENS = 64  # fewer are not worth a request
+PAUSE = 0.05  # seconds between two checks whether the engine is idle
+
 
 class ReadAnswer(Reading):
     """A kept answer, compared by its reasoning, text and calls instead of its exact text."""
@@ -155,17 +163,9 @@ def message_of(reading: Reading) -> dict[str, Any] | None:
     return {"role": "assistant", "content": reading.text, "tool_calls": calls}
 
 
-logger = logging.getLogger("mlx_paged.server")
-
-MAX_WAITING = 8  # conversations; the oldest ones are dropped
-# Tokens computed in one request, so that other requests wait for at most one such step.
-PIECE_LEN = 512
-MIN_NEW_TOKENS = 64  # fewer are not worth a request
-PAUSE = 0.05  # seconds between two checks whether the engine is idle
 _ONE_TOKEN = SamplingParams(
     max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
 )
-
 
 Encode: TypeAlias = Callable[[], tuple[Sequence[int], int]]
 
@@ -272,9 +272,6 @@ class IdlePrefill:
     async def _until_idle(self) -> None:
         while self._engine.engine.has_unfinished_requests():
             await asyncio.sleep(PAUSE)
-
-
-MAX_KEPT_CHARACTERS = 2**25  # of JSON
 
 
 class KeptItems:

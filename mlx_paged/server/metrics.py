@@ -185,14 +185,10 @@ class EngineCollector(Collector):
             "state",
         )
         yield counter(
-            "mlx_paged:kv_cache_evictions",
-            "Cached blocks that were evicted.",
-            stats.num_evictions,
+            "mlx_paged:kv_cache_evictions", "Cached blocks that were evicted.", stats.num_evictions
         )
         yield gauge(
-            "mlx_paged:checkpoints",
-            "Recurrent states kept for prefix hits.",
-            stats.num_checkpoints,
+            "mlx_paged:checkpoints", "Recurrent states kept for prefix hits.", stats.num_checkpoints
         )
         yield gauge(
             "mlx_paged:checkpoint_bytes", "Bytes of recurrent states.", stats.nbytes_checkpoints

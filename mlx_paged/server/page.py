@@ -31,6 +31,8 @@ DEFAULT_CELLS = 4096
 MAX_ROWS = 200
 _STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
 
+DEFAULT_LIMIT = 20
+
 
 @cache
 def _page() -> tuple[str, dict[str, str]]:
@@ -150,9 +152,6 @@ def _num_cells(text: str) -> int:
 def _histogram(histogram: Histogram) -> dict[str, Any]:
     counts = list(histogram.counts)
     return {"bounds": histogram.bounds, "counts": counts, "sum": histogram.sum}
-
-
-DEFAULT_LIMIT = 20
 
 
 async def cache_report(context: RequestContext[Body]) -> Response:

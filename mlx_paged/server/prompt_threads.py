@@ -26,6 +26,10 @@ FREE_SECONDS = 0.002  # of work without a pause: what small requests take
 PAUSE_RATIO = 6.0
 MAX_PAUSE = 1.0  # seconds
 
+PIECE_LEN = 2**14  # characters; at most 64 KiB of UTF-8
+# For models without a context limit, and for all prompts of a request together.
+MAX_PROMPT_TOKENS = 2**20
+
 
 class CancelledWorkError(Exception):
     """The result of the work is not needed any more."""
@@ -99,11 +103,6 @@ class PromptThreads:
             loop.call_later(min(pause, MAX_PAUSE), turn.release)
         else:
             turn.release()
-
-
-PIECE_LEN = 2**14  # characters; at most 64 KiB of UTF-8
-# For models without a context limit, and for all prompts of a request together.
-MAX_PROMPT_TOKENS = 2**20
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,7 @@ import mlx_paged
 from mlx_paged.errors import shown
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import (
-    CLIENT_LEFT,
-    ApiError,
-    ClientLeftError,
-    until_disconnect,
-)
+from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
 from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -34,6 +29,10 @@ from mlx_paged.server.service import Service
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 J = TypeVar("J", ChatJob, Generation)
+
+# Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
+_SMALL_BODY = 2**15
+_PLACE = "#/components/schemas/{model}"
 
 
 class Renderer(Protocol):
@@ -119,10 +118,6 @@ class RequestContext(Generic[B]):
         return JSONResponse(renderer.whole(*outputs))
 
 
-# Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
-_SMALL_BODY = 2**15
-
-
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
 
 
@@ -186,9 +181,6 @@ class ApiRoute(Route):
 def _service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-_PLACE = "#/components/schemas/{model}"
 
 
 class _WithoutNulls(GenerateJsonSchema):

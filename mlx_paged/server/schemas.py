@@ -46,21 +46,25 @@ _logged: set[str] = set()
 # The prefix of the tags of unions, which appear in pydantic's error locations.
 _MEMBER = "::"
 _OURS = "mlx_paged"  # the type of errors with messages of this package
-_EXPECTED = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-_EMPTY = {
+# What is said of a field, by the type of pydantic's error.
+_WORDS = {
+    _OURS: "{words}",
     "missing": "is missing",
     "string_too_short": "is empty",
     "too_short": "is empty; give at least one entry",
+    "too_long": "has {actual_length:,} entries, but at most {max_length:,} are allowed",
+    "none_required": "is not supported, got {input}; leave it out",
+    "literal_error": "must be {expected}, got {input}",
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "string_pattern_mismatch": "must match {pattern}, got {input}",
+    "string_type": "must be a text, got {input}",
+    "int_type": "must be a whole number, got {input}",
+    **dict.fromkeys(("float_type", "finite_number"), "must be a number, got {input}"),
+    "bool_type": "must be true or false, got {input}",
+    "list_type": "must be a list, got {input}",
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), "must be an object, got {input}"
+    ),
 }
 # Names of the same field in different protocols: the first one that a body declares is recommended.
 # Other names of sampling parameters are in the table of foreign_arguments.
@@ -81,6 +85,110 @@ _ADVICE = {
     "conversation": "nothing is stored here; send the whole conversation as input",
     "container": "containers run on Anthropic's servers; leave it out",
 }
+
+MAX_JSON_DEPTH = 64
+# Python's parser holds the GIL while it reads a text: half a second for the worst bodies of maximum
+# size, about 50 ms within these limits.
+MAX_JSON_VALUES = 2**19
+MAX_JSON_OBJECTS = 2**16  # including lists
+MAX_JSON_NUMBER = 64  # characters
+_LONG_NUMBER = re.compile(rb"[0-9+\-.eE]{%d}" % (MAX_JSON_NUMBER + 1))
+_CHUNK = 2**17  # bytes that are scanned before another thread may run
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse a JSON text.
+
+    Raises:
+        ApiError: it is invalid, or too expensive to parse; 400.
+    """
+    check_json(body)
+    try:
+        value = json.loads(
+            body, parse_constant=_refuse_constant, object_pairs_hook=_with_unique_names
+        )
+        if b"\\ud" in body.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # Fails for lone surrogates.
+        return value
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body contains a lone surrogate, half a character") from None
+    except ValueError as error:
+        # Also UnicodeDecodeError, whose message would quote the body.
+        what = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ApiError(400, f"the body is not valid JSON{what}") from None
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate names: a proxy that inspects the body might use the other value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ApiError(400, f"the body contains the name {shown(name)} twice in an object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is not valid JSON: {name} is not allowed")
+
+
+def check_json(body: bytes) -> None:
+    """Raise :class:`ApiError` if a body is not UTF-8 or would be expensive to parse: nested too
+    deeply, with too many values, or with overlong numbers. Validity is left to the parser.
+
+    The body is scanned in chunks, so that other threads can run in between.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Each value has at most four quotes: those of its name and of its text.
+    if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:
+        raise _too_many("values", MAX_JSON_VALUES)
+    num_commas = num_brackets = depth = 0
+    end = b""  # the end of the previous chunks
+    for bare in _without_texts(unescaped):
+        num_commas += bare.count(b",")
+        if num_commas >= MAX_JSON_VALUES:
+            raise _too_many("values", MAX_JSON_VALUES)
+        if _LONG_NUMBER.search(end + bare):
+            raise ApiError(
+                400, f"the body has a number with more than {MAX_JSON_NUMBER} characters"
+            )
+        end = (end + bare)[-MAX_JSON_NUMBER:]
+        brackets = bare.translate(None, _NO_BRACKETS)
+        deepest, depth = _depths(brackets, depth)
+        if deepest > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+        num_brackets += len(brackets)
+        if num_brackets > 2 * MAX_JSON_OBJECTS:
+            raise _too_many("objects and lists", MAX_JSON_OBJECTS)
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return ApiError(400, f"the body has more than {most:,} {what}")
+
+
+def _without_texts(unescaped: bytes) -> Iterator[bytes]:
+    """The chunks of JSON text without escaped quotes, with all strings removed."""
+    is_text = 0
+    for start in range(0, len(unescaped), _CHUNK):
+        parts = unescaped[start : start + _CHUNK].split(b'"')
+        yield b"".join(parts[is_text::2])
+        is_text ^= (len(parts) - 1) % 2
+
+
+def _depths(brackets: bytes, depth: int) -> tuple[int, int]:
+    """The maximum and the final nesting depth of brackets that begin at ``depth``."""
+    if not brackets:
+        return depth, depth
+    codes = np.frombuffer(brackets, np.uint8)
+    opens = (codes == ord("[")) | (codes == ord("{"))
+    depths = np.cumsum(np.where(opens, 1, -1))
+    return depth + int(depths.max()), depth + int(depths[-1])
 
 
 class Body(BaseModel):
@@ -278,28 +386,16 @@ def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
 
 
 def _words(cls: type[Body], error: ErrorDetails) -> str:
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == _OURS:
-        return error["msg"]
-    if kind in _EMPTY:
-        return _EMPTY[kind]
-    if kind == "too_long":
-        number, most = context["actual_length"], context["max_length"]
-        return f"has {number:,} entries, but at most {most:,} are allowed"
-    if kind == "none_required" or (kind == "literal_error" and "or" not in context["expected"]):
-        return f"is not supported, got {shown(value)}; leave it out"
+    kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         name, *inside = error["loc"]
         advice = None if inside else _advice(cls, str(name))
         return f"is not supported; {advice or 'leave it out'}"
-    if kind == "literal_error":
-        expected = context["expected"].replace(", ", " or ")
-        return f"must be {expected}, got {shown(value)}"
-    if kind == "greater_than_equal":
-        return f"must be at least {context['ge']}, got {shown(value)}"
-    if kind in _EXPECTED:
-        return f"must be {_EXPECTED[kind]}, got {shown(value)}"
-    return "is invalid"
+    expected = context.get("expected", "").replace(", ", " or ")
+    if kind == "literal_error" and " or " not in expected:
+        kind = "none_required"  # Only the value that describes what happens anyway is accepted.
+    words = _WORDS.get(kind, "is invalid")
+    return words.format(**{**context, "expected": expected, "input": shown(error["input"])})
 
 
 def _refused_member(place: str, error: ErrorDetails) -> ApiError:
@@ -340,109 +436,3 @@ def log_left_out(place: str) -> None:
     if is_word and place not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(place)
         LOG.info("an unknown field was ignored: %s", place)
-
-
-MAX_JSON_DEPTH = 64
-# Python's parser holds the GIL while it reads a text: half a second for the worst bodies of maximum
-# size, about 50 ms within these limits.
-MAX_JSON_VALUES = 2**19
-MAX_JSON_OBJECTS = 2**16  # including lists
-MAX_JSON_NUMBER = 64  # characters
-
-_LONG_NUMBER = re.compile(rb"[0-9+\-.eE]{%d}" % (MAX_JSON_NUMBER + 1))
-_CHUNK = 2**17  # bytes that are scanned before another thread may run
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def parse_json(body: bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ApiError: it is invalid, or too expensive to parse; 400.
-    """
-    check_json(body)
-    try:
-        value = json.loads(
-            body, parse_constant=_refuse_constant, object_pairs_hook=_with_unique_names
-        )
-        if b"\\ud" in body.lower():
-            json.dumps(value, ensure_ascii=False).encode()  # Fails for lone surrogates.
-        return value
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body contains a lone surrogate, half a character") from None
-    except ValueError as error:
-        # Also UnicodeDecodeError, whose message would quote the body.
-        what = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ApiError(400, f"the body is not valid JSON{what}") from None
-
-
-def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate names: a proxy that inspects the body might use the other value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ApiError(400, f"the body contains the name {shown(name)} twice in an object")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(400, f"the body is not valid JSON: {name} is not allowed")
-
-
-def check_json(body: bytes) -> None:
-    """Raise :class:`ApiError` if a body is not UTF-8 or would be expensive to parse: nested too
-    deeply, with too many values, or with overlong numbers. Validity is left to the parser.
-
-    The body is scanned in chunks, so that other threads can run in between.
-    """
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Each value has at most four quotes: those of its name and of its text.
-    if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:
-        raise _too_many("values", MAX_JSON_VALUES)
-    num_commas = num_brackets = depth = 0
-    end = b""  # the end of the previous chunks
-    for bare in _without_texts(unescaped):
-        num_commas += bare.count(b",")
-        if num_commas >= MAX_JSON_VALUES:
-            raise _too_many("values", MAX_JSON_VALUES)
-        if _LONG_NUMBER.search(end + bare):
-            raise ApiError(
-                400, f"the body has a number with more than {MAX_JSON_NUMBER} characters"
-            )
-        end = (end + bare)[-MAX_JSON_NUMBER:]
-        brackets = bare.translate(None, _NO_BRACKETS)
-        deepest, depth = _depths(brackets, depth)
-        if deepest > MAX_JSON_DEPTH:
-            raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
-        num_brackets += len(brackets)
-        if num_brackets > 2 * MAX_JSON_OBJECTS:
-            raise _too_many("objects and lists", MAX_JSON_OBJECTS)
-
-
-def _too_many(what: str, most: int) -> ApiError:
-    return ApiError(400, f"the body has more than {most:,} {what}")
-
-
-def _without_texts(unescaped: bytes) -> Iterator[bytes]:
-    """The chunks of JSON text without escaped quotes, with all strings removed."""
-    is_text = 0
-    for start in range(0, len(unescaped), _CHUNK):
-        parts = unescaped[start : start + _CHUNK].split(b'"')
-        yield b"".join(parts[is_text::2])
-        is_text ^= (len(parts) - 1) % 2
-
-
-def _depths(brackets: bytes, depth: int) -> tuple[int, int]:
-    """The maximum and the final nesting depth of brackets that begin at ``depth``."""
-    if not brackets:
-        return depth, depth
-    codes = np.frombuffer(brackets, np.uint8)
-    opens = (codes == ord("[")) | (codes == ord("{"))
-    depths = np.cumsum(np.where(opens, 1, -1))
-    return depth + int(depths.max()), depth + int(depths[-1])

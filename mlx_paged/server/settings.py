@@ -19,6 +19,12 @@ from mlx_paged.declarations import Flag, Option
 from mlx_paged.domains import AT_LEAST_0, BOOL, Domain, one_of, such, whole
 from mlx_paged.errors import ArgumentError, shown, system_reason
 
+logger = logging.getLogger("mlx_paged.server")
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
+_INNER_EQUALS = re.compile(r"[^=]=+[^=]")
+_MAX_FILE = 2**20  # bytes
+
 
 @dataclass(frozen=True)
 class ApiKey:
@@ -170,14 +176,6 @@ def num_users(keys: Iterable[ApiKey]) -> int:
 SERVER_SETTINGS: dict[str, Option] = {
     each.name: each.metadata["declared"] for each in fields(ServerSettings) if each.metadata
 }
-
-
-logger = logging.getLogger("mlx_paged.server")
-
-_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
-_INNER_EQUALS = re.compile(r"[^=]=+[^=]")
-_MAX_FILE = 2**20  # bytes
 
 
 def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey, ...]:

@@ -21,7 +21,6 @@ from mlx_paged.engine.json_schema import one_of_as_any_of
 # JSON on one line, with an optional space after commas and colons.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
-
 _MAX_REFERENCES = 20  # one after another
 
 
@@ -151,7 +150,6 @@ _NOTES = {"type", "description", "title", "default", "examples"}
 _OBJECT = {*_NOTES, "properties", "required", "additionalProperties"}
 _ARRAY = {*_NOTES, "items", "minItems", "maxItems"}
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]*)/", "number": "/-?(0|[1-9][0-9]*)(\\.[0-9]+)?/"}
-
 
 # The rest of a call after its start mark, what stands between two calls (``None`` if a call is all
 # of them), and further rules.

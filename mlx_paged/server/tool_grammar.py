@@ -22,12 +22,7 @@ from typing import Any
 
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.server.tool_call_grammars import (
-    Function,
-    call_rules,
-    json_objects,
-    json_rule,
-)
+from mlx_paged.server.tool_call_grammars import Function, call_rules, json_objects, json_rule
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
@@ -92,10 +87,7 @@ def required_calls(
 
 
 def strict_calls(
-    tools: Sequence[Mapping[str, Any]],
-    dialect: Dialect,
-    *,
-    parallel_tool_calls: bool = True,
+    tools: Sequence[Mapping[str, Any]], dialect: Dialect, *, parallel_tool_calls: bool = True
 ) -> ToolGrammar | None:
     """A grammar for text that may contain calls, each of which is valid once begun: for
     ``tool_choice: "auto"``. ``None`` if no tool is ``strict``.

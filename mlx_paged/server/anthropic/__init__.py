@@ -1,10 +1,9 @@
 """Anthropic's Messages API."""
 
-from mlx_paged.server.anthropic.answers import count_tokens, messages
-from mlx_paged.server.anthropic.messages import CountRequest, MessagesRequest
+from mlx_paged.server.anthropic import answers, messages
 from mlx_paged.server.routes import ApiRoute
 
 ROUTES = [
-    ApiRoute("/v1/messages", messages, MessagesRequest),
-    ApiRoute("/v1/messages/count_tokens", count_tokens, CountRequest),
+    ApiRoute("/v1/messages", answers.messages, messages.MessagesRequest),
+    ApiRoute("/v1/messages/count_tokens", answers.count_tokens, messages.CountRequest),
 ]

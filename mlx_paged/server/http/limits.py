@@ -27,6 +27,9 @@ MAX_PATH_BYTES = 2**13
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
+WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
+MAX_RETRY_AFTER = 60  # seconds
+
 
 @dataclass
 class _Held:
@@ -129,10 +132,6 @@ def check_head(scope: Scope) -> None:
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_PATH_BYTES:
         raise ApiError(414, f"a path may have at most {MAX_PATH_BYTES:,} bytes")
-
-
-WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
-MAX_RETRY_AFTER = 60  # seconds
 
 
 class Counts(NamedTuple):

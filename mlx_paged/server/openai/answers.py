@@ -29,6 +29,8 @@ from mlx_paged.server.http.sse import DONE, event
 from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, read_chat
 from mlx_paged.server.routes import RequestContext
 
+LEAST = -9999.0  # instead of minus infinity, which JSON can't represent
+
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     """The answer to a conversation, as one object or as events."""
@@ -99,10 +101,7 @@ class ChatRenderer(OpenAIRenderer):
     """Renders the completions of a conversation."""
 
     def __init__(
-        self,
-        context: RequestContext[ChatRequest],
-        body: ChatRequest,
-        generation: Generation,
+        self, context: RequestContext[ChatRequest], body: ChatRequest, generation: Generation
     ):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(context, body, "chatcmpl", kind)
@@ -216,13 +215,7 @@ class ChatRenderer(OpenAIRenderer):
 def _choice(
     index: int, delta: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": None,
-        "finish_reason": None,
-        **(more or {}),
-    }
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(more or {})}
 
 
 def _end(completion: CompletionState) -> dict[str, Any]:
@@ -232,9 +225,6 @@ def _end(completion: CompletionState) -> dict[str, Any]:
 def _call(call: ToolCall, arguments: str = "") -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.call_id, "type": "function", "function": function}
-
-
-LEAST = -9999.0  # instead of minus infinity, which JSON can't represent
 
 
 class TokenNames:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
@@ -36,9 +35,31 @@ from mlx_paged.server.schemas import (
     SomeChildren,
     only,
     refused,
-    wrong,
 )
 from mlx_paged.server.service import Service
+
+# Names that are fields of the body, or parameters of ``apply_chat_template``.
+_NO_TEMPLATE_VARIABLES = {
+    "add_generation_prompt": "send the field add_generation_prompt",
+    "continue_final_message": "send the field continue_final_message",
+    "tools": "send tools",
+    "messages": "send messages",
+    **dict.fromkeys(
+        (
+            "chat_template",
+            "conversation",
+            "max_length",
+            "padding",
+            "return_assistant_tokens_mask",
+            "return_dict",
+            "return_tensors",
+            "tokenize",
+            "tokenizer_kwargs",
+            "truncation",
+        ),
+        "leave it out",
+    ),
+}
 
 
 class Message(Repeated):
@@ -89,7 +110,6 @@ class Answer(Message):
 
 AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
 
-
 Conversation = SomeChildren[AnyMessage]
 
 
@@ -116,15 +136,6 @@ class NamedFunction(Body):
     function: FunctionName
 
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-def _check_request_id(text: str) -> str:
-    if not _REQUEST_ID.fullmatch(text):
-        raise wrong("must be 1 to 128 letters, digits and ._:-")
-    return text
-
-
 class UsageOptions(StreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -135,7 +146,7 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
 
     stream: bool = False
     stream_options: UsageOptions | None = None
-    request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     # Without effect: they identify the user, or help other servers to find a cache.
@@ -162,30 +173,6 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
         self.model_name(service)
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "is given, but stream is not true")
-
-
-# Names that are fields of the body, or parameters of ``apply_chat_template``.
-_NO_TEMPLATE_VARIABLES = {
-    "add_generation_prompt": "send the field add_generation_prompt",
-    "continue_final_message": "send the field continue_final_message",
-    "tools": "send tools",
-    "messages": "send messages",
-    **dict.fromkeys(
-        (
-            "chat_template",
-            "conversation",
-            "max_length",
-            "padding",
-            "return_assistant_tokens_mask",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tokenizer_kwargs",
-            "truncation",
-        ),
-        "leave it out",
-    ),
-}
 
 
 class TemplateFields(Body):

@@ -35,7 +35,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 Prompt = str | tuple[int, ...]
 
-
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKEN_IDS}
 _PROMPT = {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]}
 _PROMPTS = {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}
