@@ -11,19 +11,19 @@ import time
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import mlx_paged
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
-from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.prefix_reports import report_body
 from mlx_paged.server.routes import RequestContext
-from mlx_paged.server.schemas import Body
+from mlx_paged.server.schemas import Body, read_query
 from mlx_paged.server.service import Service
 
 MAX_CELLS = 16384
@@ -52,13 +52,17 @@ async def page(context: RequestContext[Body]) -> Response:
     return HTMLResponse(html, headers=headers)
 
 
+class PoolQuery(BaseModel):
+    cells: Annotated[int, Field(ge=1, le=MAX_CELLS)] = DEFAULT_CELLS
+
+
 async def pool(context: RequestContext[Body]) -> Response:
     """The data of the page: the blocks of the pool, the requests, and statistics.
 
     ``?cells=N`` asks for at most N cells, each of which represents one or more blocks.
     """
-    num_cells = _num_cells(context.request.query_params.get("cells", str(DEFAULT_CELLS)))
-    body = pool_report(context.service, num_cells)
+    query = read_query(PoolQuery, context.request.query_params)
+    body = pool_report(context.service, query.cells)
     return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
 
@@ -138,44 +142,33 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _num_cells(text: str) -> int:
-    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else 0
-    if not 1 <= number <= MAX_CELLS:
-        raise ApiError(
-            400,
-            f"cells must be a whole number within 1..{MAX_CELLS}, got {shown(text)}",
-            param="cells",
-        )
-    return number
-
-
 def _histogram(histogram: Histogram) -> dict[str, Any]:
     counts = list(histogram.counts)
     return {"bounds": histogram.bounds, "counts": counts, "sum": histogram.sum}
 
 
+class CacheQuery(BaseModel, extra="forbid"):
+    limit: Annotated[int, Field(ge=0)] = DEFAULT_LIMIT
+    request_id: str | None = None
+    text: bool = False
+
+
 async def cache_report(context: RequestContext[Body]) -> Response:
     """The state of the prefix cache: ``?limit=20&request_id=...&text=true``."""
     service, owns = context.service, context.principal.owns
-    query = dict(context.request.query_params)
-    limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
-    request_id = query.pop("request_id", None)
-    wants_text = _truth(query.pop("text", "false"))
-    if wants_text and not service.settings.allow_cache_texts:
+    query = read_query(CacheQuery, context.request.query_params)
+    if query.text and not service.settings.allow_cache_texts:
         raise ApiError(
             403,
             "this server does not show texts of prompts; start it with --allow-cache-texts",
             param="text",
             code="texts_not_allowed",
         )
-    for name in query:
-        words = "is not supported; use limit, request_id or text"
-        raise ApiError(400, f"{name} {words}", param=name)
     history = service.engine.engine.prefix_history
     reports = [
         report
         for report in reversed(list(history.reports))
-        if owns(report.cache_salt) and request_id in (None, report.request_id)
+        if owns(report.cache_salt) and query.request_id in (None, report.request_id)
     ]
     stats = service.engine.stats()
     body = {
@@ -196,27 +189,11 @@ async def cache_report(context: RequestContext[Body]) -> Response:
         "disk": None if stats.disk_tier is None else asdict(stats.disk_tier),
         "num_missed_tokens": dict(history.num_missed_tokens),
         "reports": [
-            report_body(report, service.tokenizer if wants_text else None)
-            for report in reports[:limit]
+            report_body(report, service.tokenizer if query.text else None)
+            for report in reports[: query.limit]
         ],
     }
     return JSONResponse(body)
-
-
-def _limit(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ApiError(400, "limit must be a whole number, at least 0", param="limit")
-    return number
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false", "1", "0"):
-        raise ApiError(400, "text must be true or false", param="text")
-    return text in ("true", "1")
 
 
 async def health(context: RequestContext[Body]) -> Response:

@@ -36,6 +36,7 @@ from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 # Messages of a conversation, parts of a message, tools. Reading one takes about ten microseconds.
 MAX_CHILDREN = 2**13
 MAX_PLACE = 200  # characters of a field's place in an error
@@ -44,7 +45,7 @@ LOG = logging.getLogger("mlx_paged.server")
 _MAX_LOGGED = 256  # names of ignored fields
 _logged: set[str] = set()
 # The prefix of the tags of unions, which appear in pydantic's error locations.
-_MEMBER = "::"
+MEMBER = "::"
 _OURS = "mlx_paged"  # the type of errors with messages of this package
 # What is said of a field, by the type of pydantic's error.
 _WORDS = {
@@ -56,11 +57,14 @@ _WORDS = {
     "none_required": "is not supported, got {input}; leave it out",
     "literal_error": "must be {expected}, got {input}",
     "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
     "string_pattern_mismatch": "must match {pattern}, got {input}",
     "string_type": "must be a text, got {input}",
-    "int_type": "must be a whole number, got {input}",
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_parsing_size"), "must be a whole number, got {input}"
+    ),
     **dict.fromkeys(("float_type", "finite_number"), "must be a number, got {input}"),
-    "bool_type": "must be true or false, got {input}",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false, got {input}"),
     "list_type": "must be a list, got {input}",
     **dict.fromkeys(
         ("dict_type", "model_type", "model_attributes_type"), "must be an object, got {input}"
@@ -235,6 +239,18 @@ class Body(BaseModel):
             raise _refusal(cls, value, error) from None
 
 
+def read_query(cls: type[M], query: Mapping[str, str]) -> M:
+    """Validate the parameters of a query as a model.
+
+    Raises:
+        ApiError: the first error; 400.
+    """
+    try:
+        return cls.model_validate_strings(dict(query))
+    except ValidationError as error:
+        raise _refusal(cls, query, error) from None
+
+
 class Repeated(Body):
     """An object that clients copy from the answer of some server, or that contains hints for other
     servers: undeclared fields are dropped, and each is logged once.
@@ -244,7 +260,7 @@ class Repeated(Body):
 
 
 @cache
-def _names_of(cls: type[Body]) -> frozenset[str]:
+def _names_of(cls: type[BaseModel]) -> frozenset[str]:
     """The names of the fields in JSON."""
     return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
@@ -304,7 +320,7 @@ class OneOf:
         for member in get_args(source):
             schema = handler.generate_schema(member)
             for tag in self._tags_of(member):
-                choices[_MEMBER + tag] = schema
+                choices[MEMBER + tag] = schema
         self._tags = frozenset(choices)
         return core_schema.tagged_union_schema(choices, self._tag_of)
 
@@ -319,17 +335,17 @@ class OneOf:
 
     def _tag_of(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"{_MEMBER}a text"
+            return f"{MEMBER}a text"
         if isinstance(value, list):
-            return f"{_MEMBER}a list"
+            return f"{MEMBER}a list"
         if isinstance(value, Body):  # when it is serialised
             kind = getattr(value, self._name, None)
         elif isinstance(value, dict):
             kind = value.get(self._name)
         else:
-            return _MEMBER
-        tag = f"{_MEMBER}{self._name}={self._default if kind is None else kind}"
-        other = f"{_MEMBER}an object"
+            return MEMBER
+        tag = f"{MEMBER}{self._name}={self._default if kind is None else kind}"
+        other = f"{MEMBER}an object"
         return other if other in self._tags and tag not in self._tags else tag
 
 
@@ -360,7 +376,7 @@ ONE_OR_MORE = BeforeValidator(
 # Messages of errors
 
 
-def _refusal(cls: type[Body], value: object, error: ValidationError) -> ApiError:
+def _refusal(cls: type[BaseModel], value: object, error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     place = _place_of(first["loc"], value)
     if first["type"] == "union_tag_invalid":
@@ -375,7 +391,7 @@ def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
     place = ""
     for each in loc:
         if isinstance(each, str):
-            if each.startswith(_MEMBER):
+            if each.startswith(MEMBER):
                 continue
             place = f"{place}.{each}" if place else each
             value = value.get(each) if isinstance(value, Mapping) else None
@@ -385,7 +401,7 @@ def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
     return place
 
 
-def _words(cls: type[Body], error: ErrorDetails) -> str:
+def _words(cls: type[BaseModel], error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         name, *inside = error["loc"]
@@ -402,7 +418,7 @@ def _refused_member(place: str, error: ErrorDetails) -> ApiError:
     """The error of a value that fits no member of a union: a wrong type, or an unknown tag."""
     value = error["input"]
     expected = error.get("ctx", {})["expected_tags"].split(", ")
-    tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]
+    tags = [tag.strip("'").removeprefix(MEMBER) for tag in expected]
     named = [tag.partition("=") for tag in tags if "=" in tag]
     if isinstance(value, dict) and named:
         name = named[0][0]
@@ -415,7 +431,7 @@ def _refused_member(place: str, error: ErrorDetails) -> ApiError:
     return refused(place, f"must be {' or '.join(plain)}, got {shown(value)}")
 
 
-def _advice(cls: type[Body], name: str) -> str | None:
+def _advice(cls: type[BaseModel], name: str) -> str | None:
     """What to send instead of an undeclared field."""
     declared = _names_of(cls)
     for names in _SYNONYMS:
