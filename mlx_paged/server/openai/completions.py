@@ -35,7 +35,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 def _kind_of(value: object) -> str:
     """The kind of a prompt, as errors name it."""
-    return MEMBER + {str: "a text", list: "token ids"}.get(type(value), "")
+    kind = "token ids" if isinstance(value, list) else "a text" if isinstance(value, str) else ""
+    return MEMBER + kind
 
 
 def _kind_of_all(value: object) -> str:
@@ -66,9 +67,8 @@ class CompletionRequest(OpenAIFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts and token ids."""
-        is_list = _kind_of_all(self.prompt).endswith("a list")
-        prompts: Any = self.prompt if is_list else [self.prompt]
-        return prompts
+        prompts: Any = self.prompt
+        return list(prompts) if _kind_of_all(prompts) == f"{MEMBER}a list" else [prompts]
 
     def num_tokens(self, service: Service) -> int:
         """The maximum number of tokens of an answer."""

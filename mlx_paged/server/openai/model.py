@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.fields import ModelFields, TokenIds, check_model_name
@@ -19,6 +18,7 @@ from mlx_paged.server.openai.chat import (
     read_messages,
     read_tools,
 )
+from mlx_paged.server.openai.completions import encode_all
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body, Children, refused
@@ -104,11 +104,8 @@ def _tokens(
     body.check()
     tokenizer = service.tokenizer
     if body.prompt is not None:
-        service.length_limit(work).check(body.prompt)
-        if body.add_special_tokens is not False:
-            token_ids = encode_prompt(tokenizer, body.prompt)
-        else:
-            token_ids = tokenizer.encode(body.prompt, add_special_tokens=False)
+        adds_special_tokens = body.add_special_tokens is not False
+        [token_ids] = encode_all(work, service, [body.prompt], adds_special_tokens)
     else:
         job = ChatJob(
             messages=read_messages(body.messages or ()),
