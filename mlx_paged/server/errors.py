@@ -108,7 +108,7 @@ class WireProtocol:
     Args:
         prefix: the beginning of its paths.
         body: the body of a response, for an error and the request's id.
-        event: the last event of a stream that failed; one with a ``type`` is named by it.
+        event: the last event of a stream that failed.
     """
 
     prefix: str

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -255,9 +256,7 @@ class EngineCollector(Collector):
             "enable_prefix_caching": str(self._engine.scheduler.config.enable_prefix_caching),
         }
         info = "The configuration of the K/V cache; the value is always 1."
-        metric = GaugeMetricFamily("vllm:cache_config_info", info, labels=[*self._labels, *labels])
-        metric.add_metric([*self._labels.values(), *labels.values()], 1)
-        return metric
+        return self._gauge("vllm:cache_config_info", info, {tuple(labels.values()): 1}, *labels)
 
     def _http(self) -> Metric:
         labels = ("method", "path", "status")
@@ -275,15 +274,13 @@ class EngineCollector(Collector):
         family: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         documentation: str,
-        values: float | Mapping[str, float],
-        label: str = "",
+        values: float | Mapping[Any, float],
+        *labels: str,
     ) -> Metric:
-        """A metric with one value, or with one for each value of an additional label."""
-        names = [*self._labels, label] if label else list(self._labels)
-        metric = family(name, documentation, labels=names)
-        of_label = values.items() if isinstance(values, Mapping) else [(None, values)]
-        for value_of_label, value in of_label:
-            more = [] if value_of_label is None else [value_of_label]
+        """A metric with one value, or with one for each value of additional labels."""
+        metric = family(name, documentation, labels=[*self._labels, *labels])
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            more = [key] if isinstance(key, str) else key
             metric.add_metric([*self._labels.values(), *more], value)
         return metric
 

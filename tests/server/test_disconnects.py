@@ -16,7 +16,7 @@ from helpers.servers import is_idle, make_service, serving, wait_until
 from mlx_paged.server import routes
 from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError, ClientLeftError, until_disconnect
-from mlx_paged.server.http.sse import EventStream, event, named_event
+from mlx_paged.server.http.sse import EventStream, event
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {
@@ -314,5 +314,5 @@ def test_a_stream_without_events_says_that_it_lives(monkeypatch):
 
 def test_events_are_one_line_each():
     assert event({"a": "x\ny é"}) == 'data: {"a":"x\\ny é"}\n\n'.encode()
-    assert named_event({"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert event({"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
     assert event({"a": "\ud800"}) == b'data: {"a":"?"}\n\n'

@@ -27,7 +27,7 @@ from mlx_paged.server.generations import (
     Generation,
     parts_of,
 )
-from mlx_paged.server.http.sse import named_event
+from mlx_paged.server.http.sse import event
 from mlx_paged.server.routes import RequestContext
 
 C = TypeVar("C", bound=AnyRequest)
@@ -88,16 +88,16 @@ class MessageRenderer:
             for completion, part in self._state.parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
-                    yield named_event({"type": "message_start", "message": self._start()})
-                    yield named_event({"type": "ping"})
+                    yield event({"type": "message_start", "message": self._start()})
+                    yield event({"type": "ping"})
                 for each in events:
                     for data in self._block_events(each):
-                        yield named_event(data)
+                        yield event(data)
                 if completion.finish_reason is not None:
                     has_calls = any(block.call is not None for block in completion.blocks)
                     end = {"type": "message_delta", "delta": self._end(completion, has_calls)}
-                    yield named_event({**end, "usage": self._usage()})
-        yield named_event({"type": "message_stop"})
+                    yield event({**end, "usage": self._usage()})
+        yield event({"type": "message_stop"})
 
     def _start(self) -> dict[str, Any]:
         """The message without its content."""

@@ -22,7 +22,7 @@ from mlx_paged.server.generations import (
     Generation,
     parts_of,
 )
-from mlx_paged.server.http.sse import named_event
+from mlx_paged.server.http.sse import event
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
 from mlx_paged.server.routes import RequestContext
@@ -95,7 +95,7 @@ class ResponseRenderer:
         numbers = itertools.count()
 
         def numbered(data: dict[str, Any]) -> bytes:
-            return named_event({**data, "sequence_number": next(numbers)})
+            return event({**data, "sequence_number": next(numbers)})
 
         for kind in ("created", "in_progress"):
             response = self._response("in_progress")
