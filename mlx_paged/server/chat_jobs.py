@@ -134,16 +134,16 @@ def _grammar_of_calls(dialect: Dialect, job: ChatJob) -> ToolGrammar | None:
     """The grammar of an answer that may or must call tools; ``None`` if none is needed. If the
     request also asks for a format, the answer is either in that format or calls tools.
     """
-    wanted, choice, is_parallel = (
+    requested, choice, is_parallel = (
         job.params.structured_outputs, job.tool_choice, job.parallel_tool_calls,
     )  # fmt: skip
     if not job.tools or choice == "none":
         return None
     if choice == "auto":
-        if wanted is None:
+        if requested is None:
             return strict_calls(job.tools, dialect, parallel_tool_calls=is_parallel)
-        return format_or_calls(job.tools, dialect, wanted, parallel_tool_calls=is_parallel)
-    if wanted is not None:
+        return format_or_calls(job.tools, dialect, requested, parallel_tool_calls=is_parallel)
+    if requested is not None:
         raise ArgumentError(
             "tool_choice requires a call, but the request also asks for an answer in a format; "
             "send only one of them",

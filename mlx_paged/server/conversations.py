@@ -89,7 +89,7 @@ class History:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._is_over = False
+        self._has_ended = False
         self._names: dict[str, str] = {}  # names of tools by the ids of their calls
 
     @property
@@ -99,14 +99,14 @@ class History:
 
     def end_message(self) -> None:
         """Begin a new message with the next text, even if its role is the same."""
-        self._is_over = True
+        self._has_ended = True
 
     def message(self, role: str, *texts: str) -> dict[str, Any]:
         """Add texts of a role to the last message, or to a new one, and return the message."""
         messages = self._messages
-        if self._is_over or not messages or messages[-1]["role"] != role:
+        if self._has_ended or not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": []})
-            self._is_over = False
+            self._has_ended = False
         messages[-1]["content"] += texts
         return messages[-1]
 

@@ -193,24 +193,24 @@ def _biases_of(biases: dict[str, float | None]) -> dict[int, float]:
     return {int(name): bias for name, bias in biases.items() if bias is not None}
 
 
-class Wanted(NamedTuple):
+class RequestedFormat(NamedTuple):
     """A structured output, and the place in the body that describes it."""
 
     params: StructuredOutputsParams
     place: str
 
 
-def fields_of(wanted: Wanted | None) -> dict[str, str]:
+def fields_of(requested: RequestedFormat | None) -> dict[str, str]:
     """The place of a structured output by the names that the engine's errors have for it."""
-    if wanted is None:
+    if requested is None:
         return {}
-    return {wanted.params.kind: wanted.place, "structured_outputs": wanted.place}
+    return {requested.params.kind: requested.place, "structured_outputs": requested.place}
 
 
 class TextFormat(Body):
     type: Literal["text"]
 
-    def wanted(self, place: str) -> Wanted | None:
+    def requested(self, place: str) -> RequestedFormat | None:
         """The structured output for the format; ``None``: any text.
 
         Args:
@@ -225,10 +225,10 @@ class JsonFormat(Body):
     type: Literal["json_object"]
     schema_: Any = Field(None, alias="schema")
 
-    def wanted(self, place: str) -> Wanted:
+    def requested(self, place: str) -> RequestedFormat:
         if self.schema_ is None:
-            return Wanted(StructuredOutputsParams(json_object=True), place)
-        return read_wanted(f"{place}.schema", json=self.schema_)
+            return RequestedFormat(StructuredOutputsParams(json_object=True), place)
+        return read_format(f"{place}.schema", json=self.schema_)
 
 
 class JsonSchema(Body):
@@ -248,12 +248,12 @@ class SchemaFormat(Body):
     strict: bool | None = None
     schema_: Any = Field(None, alias="schema")
 
-    def wanted(self, place: str) -> Wanted:
+    def requested(self, place: str) -> RequestedFormat:
         if self.json_schema is not None:
-            return read_wanted(f"{place}.json_schema.schema", json=self.json_schema.schema_)
+            return read_format(f"{place}.json_schema.schema", json=self.json_schema.schema_)
         if self.schema_ is None:
             raise refused(f"{place}.json_schema", "is missing")
-        return read_wanted(f"{place}.schema", json=self.schema_)
+        return read_format(f"{place}.schema", json=self.schema_)
 
 
 Format = Annotated[TextFormat | JsonFormat | SchemaFormat, OneOf("type")]
@@ -273,10 +273,10 @@ class StructuredOutputs(Body):
     disable_fallback: Any = None
     whitespace_flexible: bool = False
 
-    def wanted(self, place: str) -> Wanted:
+    def requested(self, place: str) -> RequestedFormat:
         options = {name: getattr(self, "json_" if name == "json" else name) for name in KINDS}
         given = {name: value for name, value in options.items() if value is not None}
-        return read_wanted(place, whitespace_flexible=self.whitespace_flexible, **given)
+        return read_format(place, whitespace_flexible=self.whitespace_flexible, **given)
 
 
 class FormatFields(Body):
@@ -291,21 +291,21 @@ class FormatFields(Body):
     json_schema: Any = None
     grammar: str | None = None
 
-    def structured(self) -> Wanted | None:
+    def structured(self) -> RequestedFormat | None:
         """The structured output that is requested; ``None``: any text."""
-        found: dict[str, Wanted] = {}
+        found: dict[str, RequestedFormat] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, Body):
-                wanted = value.wanted(name)  # type: ignore[attr-defined]
+                requested = value.requested(name)  # type: ignore[attr-defined]
             else:
                 kind = "json" if name == "json_schema" else name.removeprefix("guided_")
                 value = _lark_of(value) if name == "grammar" else value
-                wanted = read_wanted(name, **{kind: value})
-            if wanted is not None:
-                found[name] = wanted
+                requested = read_format(name, **{kind: value})
+            if requested is not None:
+                found[name] = requested
         if len(found) > 1:
             first, second, *_ = found
             raise refused(second, f"can't be combined with {first}; send only one of them")
@@ -327,7 +327,7 @@ def _lark_of(text: str) -> str:
     return lark
 
 
-def read_wanted(place: str, **options: Any) -> Wanted:
+def read_format(place: str, **options: Any) -> RequestedFormat:
     """Check the options, which are given by the field at ``place`` or by its fields.
 
     Raises:
@@ -341,4 +341,4 @@ def read_wanted(place: str, **options: Any) -> Wanted:
         message = str(error).removeprefix("[structured_outputs] ")
         raise ApiError(400, f"{place} can't be used: {message}", param=place) from error
     in_field = f".{params.kind}" if "whitespace_flexible" in options else ""
-    return Wanted(params, place + in_field)
+    return RequestedFormat(params, place + in_field)

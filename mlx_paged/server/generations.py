@@ -200,7 +200,7 @@ def _check_end(output: RequestOutput, fields: Mapping[str, str]) -> RequestOutpu
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A contiguous part of an answer of one kind.
 
     Args:
@@ -226,7 +226,7 @@ class BlockEvent(NamedTuple):
     """
 
     what: Literal["start", "delta", "end"]
-    block: Block
+    block: AnswerBlock
     text: str = ""
 
 
@@ -257,12 +257,12 @@ class CompletionState:
 
     def __init__(self, index: int, answer_format: AnswerFormat):
         self.index = index
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.num_tokens = 0
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
-        self._open_block: Block | None = None
+        self._open_block: AnswerBlock | None = None
         self._reader = AnswerReader(answer_format)
         self._format = answer_format
         self._places: TokenPlaces | None = None
@@ -296,7 +296,7 @@ class CompletionState:
             block = self._open_block
             if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
-                block = self._open_block = Block(len(self.blocks), kind, call)
+                block = self._open_block = AnswerBlock(len(self.blocks), kind, call)
                 self.blocks.append(block)
                 events.append(BlockEvent("start", block))
             if not text:

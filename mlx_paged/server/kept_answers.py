@@ -105,8 +105,8 @@ def keep_answer(
         return None  # The tokens end with half a call, which the client has not seen.
     message = message_of(reading)
     if message is not None:
-        said = ReadAnswer(*reading)
-        kept.keep(tokenizer, prompt, token_ids, message, said, no_store)
+        answer = ReadAnswer(*reading)
+        kept.keep(tokenizer, prompt, token_ids, message, answer, no_store)
     return message
 
 

@@ -106,8 +106,8 @@ def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
     begins = np.arange(0, len(blocks), blocks_per_cell)
     sizes = np.diff(np.append(begins, len(blocks)))
 
-    def share(is_so: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
-        counts = np.add.reduceat(is_so, begins, dtype=np.int64)
+    def share(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
+        counts = np.add.reduceat(condition, begins, dtype=np.int64)
         # Rounded up, so that a single block of a large cell is not lost.
         return _base64(np.ceil(255 * counts / sizes).astype(np.uint8).tobytes())
 

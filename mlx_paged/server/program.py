@@ -204,7 +204,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import read_sampling_defaults
-    from mlx_paged.server.http.limits import Admission, counts_of
+    from mlx_paged.server.http.limits import QueueLimit, counts_of
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
@@ -228,7 +228,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         template_options=options,
         created=int(time.time()),
         # max_num_seqs may be lower than requested if the model's recurrent states are large.
-        admit=Admission(
+        admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
             partial(counts_of, engine),

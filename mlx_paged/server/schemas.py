@@ -172,8 +172,8 @@ def check_json(body: bytes) -> None:
             raise _too_many("objects and lists", MAX_JSON_OBJECTS)
 
 
-def _too_many(what: str, most: int) -> ApiError:
-    return ApiError(400, f"the body has more than {most:,} {what}")
+def _too_many(what: str, limit: int) -> ApiError:
+    return ApiError(400, f"the body has more than {limit:,} {what}")
 
 
 def _without_texts(unescaped: bytes) -> Iterator[bytes]:

@@ -67,9 +67,9 @@ def _read_origin(text: object) -> str | None:
         parts = urlsplit(text)
     except ValueError:
         return None
-    is_right = bool(parts.scheme and parts.netloc) and text.isprintable() and "@" not in text
-    is_right = is_right and text == f"{parts.scheme}://{parts.netloc}"
-    return text.lower() if is_right or text == "*" else None
+    is_origin = bool(parts.scheme and parts.netloc) and text.isprintable() and "@" not in text
+    is_origin = is_origin and text == f"{parts.scheme}://{parts.netloc}"
+    return text.lower() if is_origin or text == "*" else None
 
 
 def setting(

@@ -20,8 +20,8 @@ from mlx_paged.server.anthropic.messages import (
 )
 from mlx_paged.server.generations import (
     Answer,
+    AnswerBlock,
     AnswerState,
-    Block,
     BlockEvent,
     CompletionState,
     Generation,
@@ -153,7 +153,7 @@ class MessageRenderer:
             kind, name = _DELTAS[block.kind]
             yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: each.text}}
 
-    def _whole_block(self, block: Block) -> dict[str, Any]:
+    def _whole_block(self, block: AnswerBlock) -> dict[str, Any]:
         text, new = block.text, _new_block(block)
         if block.kind == "text":
             return {**new, "text": text}
@@ -174,7 +174,7 @@ _DELTAS = {
 }
 
 
-def _new_block(block: Block) -> dict[str, Any]:
+def _new_block(block: AnswerBlock) -> dict[str, Any]:
     """A block without its text."""
     if block.call is not None:
         call = block.call

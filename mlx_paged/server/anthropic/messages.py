@@ -22,11 +22,11 @@ from mlx_paged.server.conversations import (
 )
 from mlx_paged.server.fields import (
     ModelFields,
+    RequestedFormat,
     StopTexts,
-    Wanted,
     fields_of,
     made_params,
-    read_wanted,
+    read_format,
 )
 from mlx_paged.server.schemas import (
     Body,
@@ -45,38 +45,38 @@ from mlx_paged.server.service import Service
 _BILLING = "x-anthropic-billing-header:"
 
 
-class Block(Repeated):
+class ContentBlock(Repeated):
     place = "messages[].content[]"
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: Any = None
 
 
-class RedactedBlock(Block):
+class RedactedBlock(ContentBlock):
     """Reasoning encrypted by Anthropic, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
 
 
-class CallBlock(Block):
+class CallBlock(ContentBlock):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ResultBlock(Block):
+class ResultBlock(ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
     is_error: bool = False
 
 
-class Answer(Repeated):
+class AssistantTurn(Repeated):
     """A message of the model."""
 
     place = "messages[]"
@@ -92,7 +92,7 @@ class Answer(Repeated):
     ]
 
 
-class Question(Repeated):
+class UserTurn(Repeated):
     """A message of the user, with texts and results of tools in any order."""
 
     place = "messages[]"
@@ -102,17 +102,17 @@ class Question(Repeated):
     ]
 
 
-class Reminder(Repeated):
+class SystemTurn(Repeated):
     place = "messages[]"
     role: Literal["system", "ctx"]
     content: Content
 
 
-AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
+AnyMessage = Annotated[AssistantTurn | UserTurn | SystemTurn, OneOf("role")]
 Conversation = SomeChildren[AnyMessage]
 
 
-class Tool(Repeated):
+class AnthropicTool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
@@ -137,14 +137,14 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class SchemaFormat(Body):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: OutputFormat | None = None
     task_budget: Any = None
 
 
@@ -164,11 +164,11 @@ class ConversationFields(ModelFields):
     )
     messages: Conversation
     system: Content = ""
-    tools: Children[Tool] = Field(default_factory=list)
+    tools: Children[AnthropicTool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
-    output_format: SchemaFormat | None = None
+    output_format: OutputFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -234,16 +234,16 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     if messages[-1]["role"] == "assistant":
         # The answer continues it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
-    wanted = _wanted(request)
+    requested = _requested_format(request)
     fields = {
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
         **tool_fields([f"tools[{index}]" for index in range(len(tools))], "input_schema"),
-        **fields_of(wanted),
+        **fields_of(requested),
     }
     return ChatJob(
         messages,
-        _read_params(request, service, wanted, fields),
+        _read_params(request, service, requested, fields),
         tools,
         choice,
         request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
@@ -255,18 +255,21 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     )
 
 
-def _wanted(request: AnyRequest) -> Wanted | None:
+def _requested_format(request: AnyRequest) -> RequestedFormat | None:
     """The JSON that is requested, if any."""
     in_config = request.output_config.format
     if in_config is not None:
-        return read_wanted("output_config.format.schema", json=in_config.schema_)
+        return read_format("output_config.format.schema", json=in_config.schema_)
     if request.output_format is not None:
-        return read_wanted("output_format.schema", json=request.output_format.schema_)
+        return read_format("output_format.schema", json=request.output_format.schema_)
     return None
 
 
 def _read_params(
-    request: AnyRequest, service: Service, wanted: Wanted | None, fields: Mapping[str, str]
+    request: AnyRequest,
+    service: Service,
+    requested: RequestedFormat | None,
+    fields: Mapping[str, str],
 ) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "max_tokens")
     values = {name: getattr(request, name) for name in names}
@@ -274,8 +277,8 @@ def _read_params(
     if request.thinking is not None:
         values["thinking_token_budget"] = request.thinking.budget_tokens
     values = {name: value for name, value in values.items() if value is not None}
-    if wanted is not None:
-        values["structured_outputs"] = wanted.params
+    if requested is not None:
+        values["structured_outputs"] = requested.params
     return made_params(service.default_params, values, fields)
 
 
@@ -305,16 +308,16 @@ def _read_messages(system: Content, messages: Sequence[AnyMessage]) -> list[dict
         history.message("system", instructions)
     for index, each in enumerate(messages):
         place, is_last = f"messages[{index}].content", index == len(messages) - 1
-        if isinstance(each, Answer):
+        if isinstance(each, AssistantTurn):
             _read_answer(history, each, place, is_last)
-        elif isinstance(each, Question):
+        elif isinstance(each, UserTurn):
             _read_question(history, each, place, is_last)
         else:
             history.remind("\n\n".join(texts_of(each.content, place, is_last)))
     return history.messages("\n\n")
 
 
-def _read_question(history: History, question: Question, place: str, is_last: bool) -> None:
+def _read_question(history: History, question: UserTurn, place: str, is_last: bool) -> None:
     if isinstance(question.content, str):
         history.message("user", question.content)
         return
@@ -333,7 +336,7 @@ def _read_question(history: History, question: Question, place: str, is_last: bo
         message["content"].append(text)
 
 
-def _read_answer(history: History, answer: Answer, place: str, is_last: bool) -> None:
+def _read_answer(history: History, answer: AssistantTurn, place: str, is_last: bool) -> None:
     if isinstance(answer.content, str):
         history.message("assistant", answer.content)
         return

@@ -164,7 +164,7 @@ def counts_of(engine: AsyncEngine) -> Counts:
     return Counts(len(running), len(waiting), num_new, by_user)
 
 
-class Admission:
+class QueueLimit:
     """The queue limit: refuses sequences if too many are waiting.
 
         with admission.admit(params.n):
@@ -219,16 +219,17 @@ class Admission:
         """
         num_running, num_waiting, num_new, by_user = self._counts()
         num_unseen = max(self.num_pending - num_new, 0)
-        num_there = num_running + num_waiting + num_unseen
+        num_admitted = num_running + num_waiting + num_unseen
         # Sequences that wait while fewer than max_num_seqs run are waiting for memory.
         num_places = num_running if num_waiting else self._max_num_seqs
-        num_most = num_places + self._max_queue_len
-        if num_there and num_there + num_seqs > num_most:
+        max_admitted = num_places + self._max_queue_len
+        if num_admitted and num_admitted + num_seqs > max_admitted:
             users = {user, *by_user, *self._num_pending}
-            num_own = self._num_there_of(user, by_user)
+            num_seen, num_new_of_user = by_user.get(user, (0, 0))
+            num_own = num_seen + max(self._num_pending[user] - num_new_of_user, 0)
             # Of a user alone all are there.
-            if len(users) == 1 or (num_own and (num_own + num_seqs) * len(users) > num_most):
-                raise self._refusal(max(num_there - num_places, 0))
+            if len(users) == 1 or (num_own and (num_own + num_seqs) * len(users) > max_admitted):
+                raise self._refusal(max(num_admitted - num_places, 0))
         self._num_pending[user] += num_seqs
         try:
             yield
@@ -238,11 +239,6 @@ class Admission:
                 del self._num_pending[user]
             self._forget_old()
             self._begun.append((self._clock(), num_seqs))
-
-    def _num_there_of(self, user: str | None, by_user: Mapping[str | None, tuple[int, int]]) -> int:
-        """The sequences of a user, in the engine or not seen by it yet."""
-        num_seen, num_new = by_user.get(user, (0, 0))
-        return num_seen + max(self._num_pending[user] - num_new, 0)
 
     def retry_after(self, num_ahead: int) -> int:
         """Estimated seconds until the waiting sequences begin: ``num_ahead / rate``, within 1..60,

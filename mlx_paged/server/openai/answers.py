@@ -29,7 +29,7 @@ from mlx_paged.server.http.sse import DONE, event
 from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, read_chat
 from mlx_paged.server.routes import RequestContext
 
-LEAST = -9999.0  # instead of minus infinity, which JSON can't represent
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON can't represent
 
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
@@ -266,7 +266,7 @@ def chat_logprobs(
 def _chat_token(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, Any]:
     return {
         "token": names[token_id],
-        "logprob": max(entry.logprob, LEAST),
+        "logprob": max(entry.logprob, MIN_LOGPROB),
         "bytes": list(names.texts.bytes_of(token_id)),
     }
 
@@ -302,7 +302,7 @@ class CompletionLogprobs:
         return {
             "tokens": [self._names[token] for token in token_ids],
             "token_logprobs": [
-                None if entry is None else max(entry[token].logprob, LEAST)
+                None if entry is None else max(entry[token].logprob, MIN_LOGPROB)
                 for token, entry in pairs
             ],
             "top_logprobs": [self._top(token, entry) for token, entry in pairs],
@@ -314,7 +314,7 @@ class CompletionLogprobs:
             return None
         # The token itself is always included, as in OpenAI's API.
         likely = dict(most_likely(entry, self._num_top)) | {token: entry[token]}
-        return {self._names[each]: max(likely[each].logprob, LEAST) for each in likely}
+        return {self._names[each]: max(likely[each].logprob, MIN_LOGPROB) for each in likely}
 
 
 def prompt_logprobs(
@@ -326,7 +326,7 @@ def prompt_logprobs(
         if entry is None
         else {
             str(token): {
-                "logprob": max(each.logprob, LEAST),
+                "logprob": max(each.logprob, MIN_LOGPROB),
                 "rank": each.rank,
                 "decoded_token": names.texts.text_of(token),
             }

@@ -62,21 +62,21 @@ _NO_TEMPLATE_VARIABLES = {
 }
 
 
-class Message(Repeated):
+class ChatMessage(Repeated):
     place = "messages[]"
     name: str | None = None
     function_call: Annotated[Any, only(way_out="send tool_calls")] = None
     audio: Annotated[Any, only(way_out="only text can be read")] = None
 
 
-class Question(Message):
+class InputMessage(ChatMessage):
     """A message of any other role than the model and tools."""
 
     role: Literal["system", "developer", "user"]
     content: Content
 
 
-class ToolResult(Message):
+class ToolMessage(ChatMessage):
     role: Literal["tool"]
     content: Content = ""  # Some clients omit it for a call without a result.
     tool_call_id: str | None = None
@@ -88,14 +88,14 @@ class CalledFunction(Repeated):
     arguments: str = ""
 
 
-class ToolCall(Repeated):
+class ChatToolCall(Repeated):
     place = "messages[].tool_calls[]"
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Answer(Message):
+class AssistantMessage(ChatMessage):
     """A message of the model. Without content and calls it is an empty text, which clients send
     after an answer that was interrupted.
     """
@@ -105,15 +105,15 @@ class Answer(Message):
     refusal: str = ""
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Children[ToolCall] = Field(default_factory=list)
+    tool_calls: Children[ChatToolCall] = Field(default_factory=list)
 
 
-AnyMessage = Annotated[Question | ToolResult | Answer, OneOf("role")]
+AnyMessage = Annotated[InputMessage | ToolMessage | AssistantMessage, OneOf("role")]
 
 Conversation = SomeChildren[AnyMessage]
 
 
-class Function(Repeated):
+class ChatFunction(Repeated):
     place = "tools[].function"
     name: Filled
     description: str | None = None
@@ -121,10 +121,10 @@ class Function(Repeated):
     strict: bool | None = None
 
 
-class Tool(Repeated):
+class ChatTool(Repeated):
     place = "tools[]"
     type: Annotated[str, only("function", way_out="describe it as a function")]
-    function: Function
+    function: ChatFunction
 
 
 class FunctionName(Body):
@@ -210,7 +210,7 @@ class ChatRequest(OpenAIFields, TemplateFields):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Conversation
-    tools: Children[Tool] = Field(default_factory=list)
+    tools: Children[ChatTool] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, OneOf("type")] = (
         "auto"
     )
@@ -238,8 +238,8 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
-    wanted = request.structured()
-    fields = {"logprobs": "top_logprobs", **fields_of(wanted)}
+    requested = request.structured()
+    fields = {"logprobs": "top_logprobs", **fields_of(requested)}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
     job = ChatJob(
@@ -249,7 +249,7 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
             fields,
             max_tokens=max_tokens,
             logprobs=request.num_top_logprobs,
-            structured_outputs=wanted and wanted.params,
+            structured_outputs=requested and requested.params,
         ),
         tools=tools,
         tool_choice=_read_tool_choice(request.tool_choice, tools),
@@ -285,7 +285,7 @@ def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, A
     role = "system" if message.role == "developer" else message.role
     content = "".join(texts_of(message.content, f"{place}.content", is_last))
     converted: dict[str, Any] = {"role": role, "content": content}
-    if isinstance(message, Answer):
+    if isinstance(message, AssistantMessage):
         converted["content"] += message.refusal
         reasoning = message.reasoning_content
         reasoning = message.reasoning if reasoning is None else reasoning
@@ -293,20 +293,20 @@ def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, A
             converted["reasoning_content"] = reasoning
         if message.tool_calls:
             converted["tool_calls"] = list(map(_read_call, message.tool_calls))
-    elif isinstance(message, ToolResult) and message.tool_call_id is not None:
+    elif isinstance(message, ToolMessage) and message.tool_call_id is not None:
         converted["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         converted["name"] = message.name
     return converted
 
 
-def _read_call(call: ToolCall) -> dict[str, Any]:
+def _read_call(call: ChatToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
     converted = {"type": "function", "function": function}
     return converted if call.id is None else {**converted, "id": call.id}
 
 
-def read_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+def read_tools(tools: Sequence[ChatTool]) -> tuple[dict[str, Any], ...]:
     """The tools for a chat template, without unknown fields."""
     refuse_second_names([tool.function.name for tool in tools], "function.name")
     return tuple(tool.model_dump(exclude_unset=True) for tool in tools)

@@ -101,11 +101,11 @@ def read_completions(
     request.check(service)
     prompts = request.prompts
     max_tokens = request.num_tokens(service)
-    wanted = request.structured()
-    fields = fields_of(wanted)
+    requested = request.structured()
+    fields = fields_of(requested)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": wanted and wanted.params,
+        "structured_outputs": requested and requested.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }

@@ -12,9 +12,9 @@ from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.fields import ModelFields, TokenIds, check_model_name
 from mlx_paged.server.openai.chat import (
+    ChatTool,
     Conversation,
     TemplateFields,
-    Tool,
     read_messages,
     read_tools,
 )
@@ -58,7 +58,7 @@ class TokenizeRequest(ModelFields, TemplateFields):
 
     prompt: str | None = None
     messages: Conversation | None = None
-    tools: Children[Tool] = Field(default_factory=list)
+    tools: Children[ChatTool] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

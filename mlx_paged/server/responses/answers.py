@@ -16,8 +16,8 @@ from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import RESPONSES, ApiError
 from mlx_paged.server.generations import (
     Answer,
+    AnswerBlock,
     AnswerState,
-    Block,
     BlockEvent,
     Generation,
     parts_of,
@@ -207,7 +207,7 @@ class ResponseRenderer:
             yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
     def _item(
-        self, item_id: str, block: Block, status: str, text: str | None = None
+        self, item_id: str, block: AnswerBlock, status: str, text: str | None = None
     ) -> dict[str, Any]:
         """The item for a block; ``text`` is given once the block is complete."""
         item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind][0]}
@@ -226,7 +226,7 @@ class ResponseRenderer:
             item["encrypted_content"] = sealed(text)
         return item
 
-    def _part(self, block: Block, text: str) -> dict[str, Any]:
+    def _part(self, block: AnswerBlock, text: str) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}

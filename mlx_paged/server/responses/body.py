@@ -100,7 +100,7 @@ AnyItem = Annotated[
 Items = SomeChildren[AnyItem]
 
 
-class Tool(Repeated):
+class ResponsesTool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
@@ -128,7 +128,10 @@ class Namespace(Repeated):
     type: Literal["namespace"]
     name: Filled
     description: str | None = None
-    tools: Children[Tool]
+    tools: Children[ResponsesTool]
+
+
+AnyTool = Annotated[ResponsesTool | Namespace, OneOf("type")]
 
 
 class NamedTool(Body):
@@ -144,7 +147,7 @@ class Reasoning(Body):
     context: Any = None
 
 
-class Text(Body):
+class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
     format: Format | None = None
 
@@ -154,7 +157,7 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
 
     input: Annotated[str | Items, OneOf()]
     instructions: str | None = None
-    tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
+    tools: Children[AnyTool] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
     include: Annotated[
@@ -163,7 +166,7 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     top_logprobs: int = 0
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
-    text: Text = Field(default_factory=Text)
+    text: TextOptions = Field(default_factory=TextOptions)
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
@@ -226,17 +229,17 @@ def read_responses_body(
     """
     request.model_name(service)
     tools = _read_tools(request.tools)
-    wanted = request.tool_choice
-    if isinstance(wanted, NamedTool):
-        choice = checked_tool_choice(wanted.name, "tool_choice.name", tools)
+    requested = request.tool_choice
+    if isinstance(requested, NamedTool):
+        choice = checked_tool_choice(requested.name, "tool_choice.name", tools)
     else:
-        choice = checked_tool_choice(wanted, "", tools)
+        choice = checked_tool_choice(requested, "", tools)
     num_top_logprobs = _num_top_logprobs(request)
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
     answer_format = request.text.format
-    structured = None if answer_format is None else answer_format.wanted("text.format")
+    structured = None if answer_format is None else answer_format.requested("text.format")
     fields = {
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
@@ -274,7 +277,7 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     return request.top_logprobs if has_logprobs else None
 
 
-def _places_of(tools: Sequence[Tool | Namespace]) -> list[str]:
+def _places_of(tools: Sequence[AnyTool]) -> list[str]:
     """The places of all tools, including those in namespaces."""
     places: list[str] = []
     for index, each in enumerate(tools):
@@ -286,7 +289,7 @@ def _places_of(tools: Sequence[Tool | Namespace]) -> list[str]:
     return places
 
 
-def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
+def _read_tools(tools: Sequence[AnyTool]) -> tuple[dict[str, Any], ...]:
     """All tools, including those in namespaces."""
     functions: list[dict[str, Any]] = []
     for each in tools:
