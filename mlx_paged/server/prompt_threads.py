@@ -8,7 +8,8 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -81,10 +82,13 @@ class PromptThreads:
         await turn.acquire()
         begin = loop.time()
         running = self._threads.submit(copy_context().run, call, work)
+
+        def end(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(self._end_turn, user, loop.time() - begin)
+
         # Not before the thread is free: cancelled work may run on for a while.
-        running.add_done_callback(
-            lambda _: loop.call_soon_threadsafe(self._end_turn, user, loop.time() - begin)
-        )
+        running.add_done_callback(end)
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
