@@ -50,7 +50,7 @@ from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.command_line.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
 from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
-from mlx_paged.server.sampling_fields import SamplingFields
+from mlx_paged.server.fields import SamplingFields
 
 for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):
     args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])

@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_paged.command_line import flags, parser
 from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
-from mlx_paged.server.http.api_keys import read_api_keys
-from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings
+from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings, read_api_keys
 
 _FLAGS = {
     **flags.FLAGS,

@@ -6,6 +6,7 @@ Nothing heavy is imported before the arguments have been checked.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import resource
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.service import Service
+    from mlx_paged.server.settings import KeyFile
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -100,9 +101,9 @@ def _run(args: argparse.Namespace) -> int:
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
-    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
+    from mlx_paged.server.settings import KeyFile
 
     # A thread that reads a long request keeps the GIL for up to this long while the event loop and
     # the engine wait, several times per step. Python's default is 5 ms.
@@ -141,7 +142,7 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
 
 def _note_equals(settings: ServerSettings) -> None:
     """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``."""
-    from mlx_paged.server.http.api_keys import seems_named_by_equals
+    from mlx_paged.server.settings import seems_named_by_equals
 
     num_keys = sum(map(seems_named_by_equals, settings.api_keys))
     if num_keys:
@@ -203,7 +204,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import read_sampling_defaults
-    from mlx_paged.server.admission import Admission, counts_of
+    from mlx_paged.server.http.limits import QueueLimit, counts_of
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
@@ -227,7 +228,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         template_options=options,
         created=int(time.time()),
         # max_num_seqs may be lower than requested if the model's recurrent states are large.
-        admit=Admission(
+        admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
             partial(counts_of, engine),
@@ -269,13 +270,13 @@ def serve(
     from mlx_paged.engine.thread import STUCK_STATUS
     from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.tidying import freeze_startup_objects
 
-    freeze_startup_objects()
-    app = App(service, is_loopback(sockets), key_file)
-    server = HttpServer(
-        app, app.gate, service.engine, service.settings, _max_connections(), announce, key_file
-    )
+    # Excludes all objects so far from garbage collections, which then take milliseconds instead of
+    # tenths of a second.
+    gc.collect()
+    gc.freeze()
+    app = App(service, is_loopback(sockets), key_file, _max_connections())
+    server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
     with ended_by_signals(server):
         server.run(sockets)
         if server.has_failed:
@@ -306,8 +307,8 @@ def _max_connections() -> int:
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
     from mlx_paged.command_line.descriptions import describe_engine
-    from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
+    from mlx_paged.server.settings import in_words
 
     engine, settings = service.engine.engine, service.settings
     url = url_of(settings.host, sockets)

@@ -14,8 +14,7 @@ from mlx_paged.engine_options import EngineOptions
 from mlx_paged.server import command_line, program
 from mlx_paged.server.command_line import read_settings, setup_arg_parser, template_options
 from mlx_paged.server.http import logs
-from mlx_paged.server.http.api_keys import in_words, read_api_keys
-from mlx_paged.server.settings import ApiKey, ServerSettings
+from mlx_paged.server.settings import ApiKey, ServerSettings, in_words, read_api_keys
 
 ENGINE_FLAGS = shared_flags.engine_flags("server")
 engine_options = partial(shared_flags.engine_options, program="server")

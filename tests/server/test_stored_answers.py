@@ -27,8 +27,8 @@ from mlx_paged.block_store import BlockStore, CacheFolder
 from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.kept_answers import ReadAnswer, keep_answer
 from mlx_paged.server.app import App
+from mlx_paged.server.kept_answers import ReadAnswer, keep_answer
 
 QUESTION = {"role": "user", "content": "What is there?"}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Nothing."}

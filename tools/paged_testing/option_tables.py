@@ -18,14 +18,13 @@ import argparse
 import inspect
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_paged import AsyncEngine, Engine, demo_model_path, load
+from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.argument_values import Argument
 from mlx_paged.cache_tool.command_line import setup_arg_parser as cache_parser
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
@@ -36,10 +35,9 @@ from mlx_paged.fit.command_line import setup_list_parser as list_parser
 from mlx_paged.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.app import routes_of
+from mlx_paged.server.app import ROUTES
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
-from mlx_paged.server.service import Service
-from mlx_paged.server.watching.metrics import EngineCollector
+from mlx_paged.server.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
 # The columns where all rows are shown, and where some are.
@@ -230,11 +228,8 @@ def _metrics() -> dict[str, Row]:
 
 def _endpoints() -> dict[str, Row]:
     """The routes of a server; those that answer the same in one row."""
-    model, tokenizer = load(demo_model_path())
-    with AsyncEngine(model, tokenizer, kv_cache_bytes="64blocks") as engine:
-        routes = routes_of(Service(engine, tokenizer, ("demo",)), Counter())
     paths: dict[str, list[str]] = {}
-    for route in routes:
+    for route in ROUTES:
         if route.path_format.endswith("{path}"):
             continue  # stored responses, of which there are none
         methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))

@@ -20,7 +20,6 @@ from mlx_paged.answers.json_schema import Parameters, one_of_as_any_of
 # JSON on one line, with an optional space after commas and colons.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
-
 _MAX_REFERENCES = 20  # one after another
 
 
@@ -123,7 +122,7 @@ def call_rules(
     if dialect.calls is None:
         return None
     try:
-        return _Writer(dialect, dialect.calls, may_be_several).rules(functions)
+        return _GrammarWriter(dialect, dialect.calls, may_be_several).rules(functions)
     except UnsupportedError:
         return None
 
@@ -151,13 +150,12 @@ _OBJECT = {*_NOTES, "properties", "required", "additionalProperties"}
 _ARRAY = {*_NOTES, "items", "minItems", "maxItems"}
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]*)/", "number": "/-?(0|[1-9][0-9]*)(\\.[0-9]+)?/"}
 
-
 # The rest of a call after its start mark, what stands between two calls (``None`` if a call is all
 # of them), and further rules.
 _Rules: TypeAlias = "tuple[str, str | None, str]"
 
 
-class _Writer:
+class _GrammarWriter:
     """Writes the rules of one format."""
 
     def __init__(self, dialect: Dialect, calls: CallFormat, may_be_several: bool):
@@ -300,11 +298,11 @@ class _Writer:
             return f'"{{" ({self._gemma_fields(function, schema)}) "}}"'
         if kind == "array" and schema.keys() <= _ARRAY:
             item = self._gemma_value(function, schema.get("items", {"type": "string"}))
-            least, most = schema.get("minItems", 0), schema.get("maxItems")
-            if most == 0:
+            min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+            if max_items == 0:
                 return '"[]"'
-            times = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-            return f'"[" ({item} ("," {item}){times}){"" if least else "?"} "]"'
+            times = f"{{{max(0, min_items - 1)},{'' if max_items is None else max_items - 1}}}"
+            return f'"[" ({item} ("," {item}){times}){"" if min_items else "?"} "]"'
         if kind == "string" and schema.keys() <= _NOTES:
             return f"{self._term(self._calls.quote)} {self._text_before(self._calls.quote)}"
         if kind in ("integer", "number", "boolean", "null"):

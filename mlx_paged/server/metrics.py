@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,8 +31,7 @@ from mlx_paged.engine.disk_cache import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.routes import Endpoint
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service
 
@@ -186,14 +186,10 @@ class EngineCollector(Collector):
             "state",
         )
         yield counter(
-            "mlx_paged:kv_cache_evictions",
-            "Cached blocks that were evicted.",
-            stats.num_evictions,
+            "mlx_paged:kv_cache_evictions", "Cached blocks that were evicted.", stats.num_evictions
         )
         yield gauge(
-            "mlx_paged:checkpoints",
-            "Recurrent states kept for prefix hits.",
-            stats.num_checkpoints,
+            "mlx_paged:checkpoints", "Recurrent states kept for prefix hits.", stats.num_checkpoints
         )
         yield gauge(
             "mlx_paged:checkpoint_bytes", "Bytes of recurrent states.", stats.nbytes_checkpoints
@@ -260,9 +256,7 @@ class EngineCollector(Collector):
             "enable_prefix_caching": str(self._engine.scheduler.config.enable_prefix_caching),
         }
         info = "The configuration of the K/V cache; the value is always 1."
-        metric = GaugeMetricFamily("vllm:cache_config_info", info, labels=[*self._labels, *labels])
-        metric.add_metric([*self._labels.values(), *labels.values()], 1)
-        return metric
+        return self._gauge("vllm:cache_config_info", info, {tuple(labels.values()): 1}, *labels)
 
     def _http(self) -> Metric:
         labels = ("method", "path", "status")
@@ -280,15 +274,13 @@ class EngineCollector(Collector):
         family: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         documentation: str,
-        values: float | Mapping[str, float],
-        label: str = "",
+        values: float | Mapping[Any, float],
+        *labels: str,
     ) -> Metric:
-        """A metric with one value, or with one for each value of an additional label."""
-        names = [*self._labels, label] if label else list(self._labels)
-        metric = family(name, documentation, labels=names)
-        of_label = values.items() if isinstance(values, Mapping) else [(None, values)]
-        for value_of_label, value in of_label:
-            more = [] if value_of_label is None else [value_of_label]
+        """A metric with one value, or with one for each value of additional labels."""
+        metric = family(name, documentation, labels=[*self._labels, *labels])
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            more = [key] if isinstance(key, str) else key
             metric.add_metric([*self._labels.values(), *more], value)
         return metric
 
@@ -302,24 +294,24 @@ class EngineCollector(Collector):
         return metric
 
 
-def metrics_endpoint(
+def metrics_of(
     service: Service, http_counts: Mapping[tuple[str, str, int], int]
-) -> Endpoint[Body]:
-    """The endpoint for the metrics of a service.
+) -> CollectorRegistry:
+    """The metrics of a service.
 
     Args:
         http_counts: HTTP requests by method, path and status.
     """
     registry = CollectorRegistry()  # not the global one, which allows one server per process
     registry.register(EngineCollector(service.engine.engine, service.model_names[0], http_counts))
+    return registry
 
-    async def metrics(context: RequestContext[Body]) -> Response:
-        """Metrics for Prometheus."""
-        body, content_type = exposition(registry, context.request.headers.get("accept", ""))
-        headers = {"Content-Type": content_type, "Cache-Control": "no-store"}
-        return Response(body, headers=headers)
 
-    return metrics
+async def metrics(context: RequestContext[Body]) -> Response:
+    """Metrics for Prometheus."""
+    request = context.request
+    body, kind = exposition(request.app.state.metrics, request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-store"})
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:

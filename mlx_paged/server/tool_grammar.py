@@ -23,12 +23,7 @@ from typing import Any
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_declarations import StructuredOutputsParams
-from mlx_paged.server.grammars.tool_call_grammars import (
-    Function,
-    call_rules,
-    json_objects,
-    json_rule,
-)
+from mlx_paged.server.tool_call_grammars import Function, call_rules, json_objects, json_rule
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,7 @@ def required_calls(
 
 
 def strict_calls(
-    tools: Sequence[Mapping[str, Any]],
-    dialect: Dialect,
-    *,
-    parallel_tool_calls: bool = True,
+    tools: Sequence[Mapping[str, Any]], dialect: Dialect, *, parallel_tool_calls: bool = True
 ) -> ToolGrammar | None:
     """A grammar for text that may contain calls, each of which is valid once begun: for
     ``tool_choice: "auto"``. ``None`` if no tool is ``strict``.
@@ -134,23 +126,23 @@ def strict_calls(
 def format_or_calls(
     tools: Sequence[Mapping[str, Any]],
     dialect: Dialect,
-    wanted: StructuredOutputsParams,
+    requested: StructuredOutputsParams,
     *,
     parallel_tool_calls: bool = True,
 ) -> ToolGrammar:
-    """A grammar for JSON as described by ``wanted``, or calls in the model's own format.
+    """A grammar for JSON as described by ``requested``, or calls in the model's own format.
 
     Raises:
-        ArgumentError: ``wanted`` is not JSON, or there is no grammar for the model's format.
+        ArgumentError: ``requested`` is not JSON, or there is no grammar for the model's format.
     """
     calls = required_calls(tools, dialect, parallel_tool_calls=parallel_tool_calls)
-    if wanted.kind not in ("json", "json_object") or calls.is_json:
+    if requested.kind not in ("json", "json_object") or calls.is_json:
         raise ArgumentError(
             "tools can't be combined with this format of the answer, or for this model with any; "
             "send tool_choice 'none', or leave one of them out",
             "tools",
         )
-    schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
+    schema = {"type": "object"} if requested.json is None else json.loads(str(requested.json))
     rule = json_rule(schema if isinstance(schema, dict) else {})
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
     return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.functions)
