@@ -8,14 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
-from mlx_paged.errors import harmless, shown
-from mlx_paged.standard_streams import (
-    OutputLostError,
-    discard_output,
-    open_closed_streams,
-    say,
-    write,
-)
+from mlx_paged.command_line.program import Parser, run_program
+from mlx_paged.errors import shown
+from mlx_paged.standard_streams import write
 
 HELP = """\
 usage: {prog} COMMAND ...
@@ -35,29 +30,31 @@ commands:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a command that does not exist."""
-    open_closed_streams()
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    prog = _name_as_called()
+    name = Path(sys.argv[0]).name
+    prog = name if name == "mlx-paged" else "python -m mlx_paged"
     if command in COMMANDS:
         module, name = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
+    return run_program(Parser(prog=prog), [], lambda _: _answer(prog, command, rest), {})
+
+
+def _answer(prog: str, command: str, rest: list[str]) -> int:
+    """Print what there is; raises ``ValueError`` for a command that does not exist."""
     if command in ("--help", "-h", "help"):
-        return _print(HELP.format(prog=prog), prog)
-    if command == "--version":
-        return _print(f"mlx_paged {__version__}", prog)
-    if command in ELSEWHERE:
-        typed = ELSEWHERE[command].format(
-            prog=prog, rest=" ".join(map(shlex.quote, rest)) or "MODEL"
-        )
-        say(f"{prog}: error: there is no command {command}; {harmless(typed)}")
-        return 2
-    kind = "option" if command.startswith("-") else "command"
-    say(
-        f"{prog}: error: unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} "
-        "(see --help)"
-    )
-    return 2
+        write(f"{HELP.format(prog=prog)}\n")
+    elif command == "--version":
+        write(f"mlx_paged {__version__}\n")
+    elif command in ELSEWHERE:
+        words = " ".join(map(shlex.quote, rest)) or "MODEL"
+        instead = ELSEWHERE[command].format(prog=prog, rest=words)
+        raise ValueError(f"there is no command {command}; {instead}")
+    else:
+        kind = "option" if command.startswith("-") else "command"
+        commands = ", ".join(COMMANDS)
+        raise ValueError(f"unknown {kind} {shown(command)}; commands: {commands} (see --help)")
+    return 0
 
 
 # The module and the function of each command.
@@ -81,24 +78,6 @@ ELSEWHERE = {
     "rm": "type hf cache rm model/REPO; {prog} list lists the models",
     "show": "type {prog} fit {rest}",
 }
-
-
-def _print(text: str, prog: str) -> int:
-    try:
-        write(text + "\n")
-    except OutputLostError as error:
-        discard_output()
-        say(f"{prog}: error: {error}")
-        return 1
-    except BrokenPipeError:
-        discard_output()
-        return 1
-    return 0
-
-
-def _name_as_called() -> str:
-    name = Path(sys.argv[0]).name
-    return name if name == "mlx-paged" else "python -m mlx_paged"
 
 
 if __name__ == "__main__":

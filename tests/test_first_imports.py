@@ -11,7 +11,7 @@ import pytest
 BEGIN = """
 import gc, sys
 from types import ModuleType
-from mlx_paged.command_line.imports import import_first
+from mlx_paged.command_line.program import import_first
 """
 
 
@@ -81,7 +81,7 @@ def test_transformers_searches_its_files_once_and_knows_the_same_of_them():
         "from transformers.utils import import_utils\n"
         "print(import_utils.create_import_structure_from_path.cache_info().misses)\n"
     )
-    begin = "from mlx_paged.command_line.imports import import_transformers\n"
+    begin = "from mlx_paged.command_line.program import import_transformers\n"
     once = run(begin + "import_transformers()\n" + tell).splitlines()
     twice = run(tell).splitlines()
     assert once[:-1] == twice[:-1]

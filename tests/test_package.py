@@ -85,7 +85,6 @@ def test_imports_go_one_way():
         "memory",
         "cache",
         "ops",
-        "launch",
         "standard_streams",
         "replaced_file",
     ]

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlx_paged.cache_tool import verbs
-from mlx_paged.command_line import parser
-from mlx_paged.command_line.program import run_program
+from mlx_paged.command_line.program import Parser, run_program
 from mlx_paged.config import DURATION, NBYTES
 
 _FLAGS = {"cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
 _HASH_HELP = "the first digits of a block's hash, as ls shows them"
 
 
-def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def setup_arg_parser(prog: str | None = None) -> Parser:
     """The argument parser of the tool, for a program of this name. The namespace's ``run`` is the
     function of the verb.
     """
-    tool = parser.Parser(
+    tool = Parser(
         prog=prog or "python -m mlx_paged cache",
         description="Inspect and maintain a folder of K/V blocks (--cache-dir of chat and serve). "
         "Engines may use the folder at the same time.",
@@ -93,7 +92,7 @@ def _add_choices_of_rm(rm: argparse.ArgumentParser) -> None:
 
 
 def _add(
-    subparsers: argparse._SubParsersAction[parser.Parser],
+    subparsers: argparse._SubParsersAction[Parser],
     run: Callable[[argparse.Namespace], int],
     what: str,
 ) -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 Answers go to stdout and everything else to stderr.
 """
 
-from mlx_paged.chat.command_line import setup_arg_parser
-from mlx_paged.chat.program import main
+from mlx_paged.chat.program import main, setup_arg_parser
 
 __all__ = ["main", "setup_arg_parser"]

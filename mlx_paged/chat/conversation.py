@@ -76,9 +76,7 @@ class Conversation:
         self._template_options = (
             {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         )
-        self.messages: list[dict[str, Any]] = []
-        if system_prompt is not None:
-            self.messages.append({"role": "system", "content": system_prompt})
+        self.messages = _system_message(system_prompt)
         self._check_prefix(self.messages)
 
     @property
@@ -94,10 +92,8 @@ class Conversation:
         Raises:
             ChatTemplateError: the template rejects it; nothing has changed.
         """
-        turns = self.messages[0 if self.system_prompt is None else 1 :]
-        self._replace_messages(
-            [*([] if text is None else [{"role": "system", "content": text}]), *turns]
-        )
+        turns = self.messages[self.system_prompt is not None :]
+        self._replace_messages([*_system_message(text), *turns])
 
     def load_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Replace the conversation by these messages.
@@ -107,14 +103,6 @@ class Conversation:
                 changed.
         """
         self._replace_messages(normalise_messages(messages))
-
-    def save_kv(self, path: str | Path) -> int:
-        """Write the conversation's full blocks of K/V to a file; returns their number of tokens.
-
-        Raises:
-            ValueError: they can't be saved, or the file can't be written.
-        """
-        return self.engine.save_snapshot(path, self.tokens)
 
     def load_kv(self, path: str | Path) -> int:
         """Load the K/V of the conversation whose messages were loaded; returns their number of
@@ -127,13 +115,13 @@ class Conversation:
         """
         self.tokens = self.engine.load_snapshot(path)
         if self.messages:
-            behind = self.tokens[len(self._prefix) :]
-            self._encoder.keep_tokens(self.tokenizer, self.messages, behind)
+            rest = self.tokens[len(self._prefix) :]
+            self._encoder.keep_tokens(self.tokenizer, self.messages, rest)
         return len(self.tokens)
 
     def reset(self) -> None:
         """Remove all turns but the system prompt."""
-        self.messages = self.messages[: 0 if self.system_prompt is None else 1]
+        self.messages = self.messages[: self.system_prompt is not None]
         self.tokens = []
 
     def fork(self) -> Conversation:
@@ -229,8 +217,8 @@ class Conversation:
                 self.messages += replaced
 
     def _last_user_index(self) -> int | None:
-        roles = [message["role"] for message in self.messages]
-        return max((index for index, role in enumerate(roles) if role == "user"), default=None)
+        each = enumerate(self.messages)
+        return max((at for at, message in each if message["role"] == "user"), default=None)
 
     def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
         if self._prefix and messages and messages[0]["role"] == "system":
@@ -248,14 +236,12 @@ class Conversation:
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        prefix = self._prefix
-        write = behind_prefix if prefix else render_chat
-        prompt = self._encoder.encode(
-            self.tokenizer, self.messages, self._template_options, write=write
-        )
+        write = after_prefix if self._prefix else render_chat
+        options = self._template_options
+        prompt = self._encoder.encode(self.tokenizer, self.messages, options, write=write)
         self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
         self._prompt = prompt
-        return [*prefix, *prompt.token_ids]
+        return [*self._prefix, *prompt.token_ids]
 
     def _keep_answer(self) -> None:
         """Keep the tokens of the last answer, as far as they are computed."""
@@ -264,6 +250,10 @@ class Conversation:
         token_ids = self.tokens[len(self._prefix) + len(prompt.token_ids) :]
         said = Verbatim(decoded(self.tokenizer, prompt.token_ids, token_ids))
         self._encoder.keep(self.tokenizer, prompt, token_ids, self.messages[-1], said)
+
+
+def _system_message(text: str | None) -> list[dict[str, Any]]:
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -347,7 +337,7 @@ def load_prefix(engine: Engine, facts: PromptCacheFacts) -> list[int]:
     return engine.import_prompt_cache(facts.path, allow_other_model=True)
 
 
-def behind_prefix(
+def after_prefix(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any],

@@ -6,28 +6,28 @@ import argparse
 import itertools
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.reader import AnswerReader
-from mlx_paged.chat.command_line import Settings
+from mlx_paged.chat.program import Settings
 from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.command_line.descriptions import (
+    context_length,
     describe_backend,
-    describe_budget_in_full,
     describe_context,
-    describe_context_briefly,
     describe_device,
     describe_disk_tier,
-    describe_disk_tier_briefly,
     describe_memory,
     describe_model,
+    describe_token_size,
     in_words,
 )
 from mlx_paged.command_line.flags import EXAMPLE_MODEL
@@ -36,31 +36,17 @@ from mlx_paged.memory import format_nbytes, memory_size
 from mlx_paged.standard_streams import say
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.chat.conversation import Answer, Conversation
     from mlx_paged.engine.engine import Engine
-    from mlx_paged.generation import GenerationResponse, Progress
+    from mlx_paged.generation import GenerationResponse
     from mlx_paged.sampling_params import SamplingParams
 
 
 # The fields of GenerationResponse that --json reports.
 _FIGURES = (
-    "prompt_tokens",
-    "cached_tokens",
-    "read_tokens",
-    "generation_tokens",
-    "time_to_first_token",
-    "prompt_tps",
-    "generation_tps",
-    "peak_memory",
+    *("prompt_tokens", "cached_tokens", "read_tokens", "generation_tokens"),
+    *("time_to_first_token", "prompt_tps", "generation_tps", "peak_memory"),
 )
-
-
-class Ask(Protocol):
-    """Generates an answer, and calls ``progress`` between the steps of its prompt."""
-
-    def __call__(
-        self, params: SamplingParams, *, progress: Progress
-    ) -> Generator[GenerationResponse, None, None]: ...
 
 
 @dataclass
@@ -82,34 +68,44 @@ class Dialogue:
     def conversation(self) -> Conversation:
         return self.branches[-1]
 
-    def say(self, text: str) -> None:
-        self.screen.say(text)
-
     def ask(self, text: str) -> bool:
         """Show the answer to a message; returns whether Ctrl-C interrupted it."""
         return self.show(partial(self.conversation.ask, text))
 
-    def ask_again(self, text: str | None = None) -> bool:
-        return self.show(partial(self.conversation.ask_again, text))
-
-    def show(self, ask: Ask) -> bool:
+    def show(self, ask: Callable[..., Answer]) -> bool:
         """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
+
+        Args:
+            ask: generates an answer with ``params``, and calls ``progress`` between the steps of
+                its prompt.
 
         Raises:
             OutputLostError: stdout can't be written; the conversation keeps the answer so far.
         """
-        view = _AnswerView(self.screen, self.settings.show_thinking)
+        screen, hides_thinking, is_hidden = self.screen, not self.settings.show_thinking, False
+
+        def show(piece: Piece) -> None:
+            nonlocal is_hidden
+            if piece.is_thinking and hides_thinking:
+                is_hidden = True
+                screen.show_progress("[thinking ...]")
+                return
+            # Empty lines between hidden reasoning and the answer are hidden, too.
+            text = piece.text.lstrip() if is_hidden else piece.text
+            is_hidden = is_hidden and not text
+            screen.answer(text, piece.is_thinking)
+
         params = self.settings.next_params()
         try:
-            response, is_interrupted = self._stream(ask, params, view.show)
+            response, is_interrupted = self._stream(ask, params, show)
         except BaseException:
-            self.screen.abandon_answer()
+            screen.abandon_answer()
             raise
         if response is not None:
-            self.screen.finish_answer()
+            screen.finish_answer()
             self._say_figures(response, params.max_tokens)
         if is_interrupted:
-            self.screen.say("[stopped]")
+            screen.say("[stopped]")
         return is_interrupted
 
     def answer_in_full(self, text: str) -> dict[str, Any]:
@@ -125,8 +121,10 @@ class Dialogue:
         response, is_interrupted = self._stream(ask, params, pieces.append)
         if response is None:
             raise KeyboardInterrupt
-        said = "".join(piece.text for piece in pieces if not piece.is_thinking)
-        reasoning = "".join(piece.text for piece in pieces if piece.is_thinking)
+        said, reasoning = (
+            "".join(piece.text for piece in pieces if piece.is_thinking is is_thinking)
+            for is_thinking in (False, True)
+        )
         marks = self.conversation.answer_format.dialect.reasoning
         for mark in () if marks is None else (marks.start, marks.end):
             reasoning = reasoning.replace(mark, "")
@@ -138,7 +136,7 @@ class Dialogue:
         }
 
     def _stream(
-        self, ask: Ask, params: SamplingParams, show: Callable[[Piece], None]
+        self, ask: Callable[..., Answer], params: SamplingParams, show: Callable[[Piece], None]
     ) -> tuple[GenerationResponse | None, bool]:
         """Show the pieces of an answer; returns its last response, if there was one, and whether
         Ctrl-C interrupted it.
@@ -155,7 +153,7 @@ class Dialogue:
 
             try:
                 # Closing the generator adds the answer so far to the conversation.
-                with closing(ask(params, progress=progress)) as answer:
+                with closing(ask(params=params, progress=progress)) as answer:
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
@@ -179,32 +177,11 @@ class Dialogue:
     def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
         engine = self.conversation.engine
         if self.is_verbose:
-            self.say(describe_answer(self.conversation, response))
+            self.screen.say(describe_answer(self.conversation, response))
         else:
-            self.screen.say_dim(describe_answer_briefly(engine, response))
+            self.screen.say(describe_answer_briefly(engine, response), is_dim=True)
         if response.finish_reason == "length":
-            self.say(describe_cut(response, max_tokens, engine))
-
-
-class _AnswerView:
-    """Shows the pieces of one answer, with or without its reasoning."""
-
-    def __init__(self, screen: Screen, show_thinking: bool):
-        self._screen = screen
-        self._shows_thinking = show_thinking
-        self._hid_thinking = False  # and nothing was shown since
-
-    def show(self, piece: Piece) -> None:
-        if piece.is_thinking and not self._shows_thinking:
-            self._hid_thinking = True
-            self._screen.show_progress("[thinking ...]")
-            return
-        text = piece.text
-        if self._hid_thinking:
-            # The empty lines between the reasoning and the answer.
-            text = text.lstrip()
-            self._hid_thinking = not text
-        self._screen.answer(text, piece.is_thinking)
+            self.screen.say(describe_cut(response, max_tokens, engine))
 
 
 @contextmanager
@@ -254,10 +231,8 @@ class ThinkingSplitter:
     """Splits a streamed answer into reasoning, its marks included, and text."""
 
     def __init__(self, answer_format: AnswerFormat):
-        self._marks = answer_format.marks
-        self._reader = AnswerReader(answer_format)
-        self._text = ""  # that was read and not split yet
-        self._num_split = 0
+        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
+        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
 
     def add(self, text: str, token: int | None = None) -> list[Piece]:
         """The next pieces. The end of ``text`` is held back if it may begin a mark.
@@ -280,22 +255,17 @@ class ThinkingSplitter:
 
     def _split(self, length: int) -> list[Piece]:
         begin, end = self._num_split, self._num_split + length
-        edges = {begin, end}
-        for span in self._reader.spans:
-            edges |= {edge for edge in (span.begin, span.end) if edge and begin < edge < end}
+        spans = [
+            (span.begin, sys.maxsize if span.end is None else span.end)
+            for span in self._reader.spans
+        ]
+        edges = {begin, end, *(edge for span in spans for edge in span if begin < edge < end)}
         pieces = []
-        places = sorted(edges)
-        for first, last in itertools.pairwise(places):
+        for first, last in itertools.pairwise(sorted(edges)):
             text = self._marks.decode(self._text[first - begin : last - begin])
-            pieces.append(Piece(text, self._is_thinking(first)))
+            pieces.append(Piece(text, any(start <= first < stop for start, stop in spans)))
         self._text, self._num_split = self._text[length:], end
         return pieces
-
-    def _is_thinking(self, place: int) -> bool:
-        return any(
-            span.begin <= place and (span.end is None or place < span.end)
-            for span in self._reader.spans
-        )
 
 
 # Statistics
@@ -307,16 +277,51 @@ DEMO_HINT = (
 )
 
 
-def describe_start(
+def say_start(
+    screen: Screen, args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
+) -> None:
+    """Say what a user has to know before the first message: the model, its device and its cache, in
+    one line, its most important parts first, or in several with ``--verbose``; and warnings.
+    """
+    tier = engine.disk_tier
+    is_disk_off = tier is not None and tier.stats().failure is not None
+    if args.verbose:
+        screen.say(_describe_start(args, engine, settings, is_dialogue))
+    else:
+        length, _ = context_length(engine)
+        own = " (the model's)" * bool(settings.from_model)
+        parts = [
+            args.model or "bundled demo model",
+            describe_device(),
+            f"context {length}" if length == "without end" else f"context: {length}",
+            settings.describe_sampling() + own,
+        ]
+        if tier is not None and not is_disk_off:
+            number = tier.stats().num_blocks
+            parts.append(f"{number:,} blocks on disk" if number else "disk cache")
+        screen.say_in_a_line(parts, "/help" * is_dialogue)
+        if is_disk_off:
+            screen.say("".join(f"[{words}]" for words in describe_disk_tier(engine)))
+    nbytes, memory = engine.cache.config.nbytes, memory_size()
+    if args.kv_cache_bytes is not None and nbytes > memory:
+        screen.say(
+            f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
+            f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
+        )
+
+
+def _describe_start(
     args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
 ) -> str:
-    """The model, its device and its cache, for ``--verbose``."""
-    cache = engine.cache
+    cache, config = engine.cache, engine.cache.config
+    grows = "; grows into it" if cache.nbytes_held < config.nbytes else ""
     own = f"; {', '.join(settings.from_model)} from generation_config.json"
     lines = [
         f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
         f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
-        f"[K/V budget: {describe_budget_in_full(cache)}]",
+        f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
+        f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
+        f"({describe_token_size(cache)}){grows}]",
         f"[{describe_memory(engine)}]",
         *(f"[{words}]" for words in describe_disk_tier(engine)),
         f"[context: {describe_context(engine)}; prompt and answer together]",
@@ -325,34 +330,6 @@ def describe_start(
         *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
     ]
     return "\n".join(lines)
-
-
-def describe_start_briefly(
-    args: argparse.Namespace, engine: Engine, settings: Settings
-) -> list[str]:
-    """The parts of the line at the start, the most important ones first."""
-    own = " (the model's)" * bool(settings.from_model)
-    return [
-        args.model or "bundled demo model",
-        describe_device(),
-        describe_context_briefly(engine),
-        settings.describe_sampling() + own,
-        *describe_disk_tier_briefly(engine),
-    ]
-
-
-def warnings_at_start(args: argparse.Namespace, engine: Engine) -> list[str]:
-    """What a user has to know before the first message."""
-    warnings: list[str] = []
-    if engine.disk_tier is not None and engine.disk_tier.stats().failure is not None:
-        warnings += [f"[{words}]" for words in describe_disk_tier(engine) if not args.verbose]
-    nbytes, memory = engine.cache.config.nbytes, memory_size()
-    if args.kv_cache_bytes is not None and nbytes > memory:
-        warnings.append(
-            f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
-            f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
-        )
-    return warnings
 
 
 def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:

@@ -11,12 +11,19 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import create_app_session
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    PathCompleter,
+    WordCompleter,
+)
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -26,8 +33,8 @@ from prompt_toolkit.shortcuts import CompleteStyle, confirm
 from mlx_paged.chat.terminal import Screen, clean
 
 PROMPT = ">> "
-# Maps the text that was typed so far to the words that may come next, or "path" for a file name.
-Completions = Callable[[str], Iterable[str]]
+# Maps the text that was typed so far to the words that may come next; None is a file name.
+Completions = Callable[[str], Iterable[str] | None]
 
 
 class LineEditor:
@@ -142,21 +149,16 @@ class _History(FileHistory):
 class _CommandCompleter(Completer):
     def __init__(self, completions: Completions):
         self._completions = completions
-        self._paths = PathCompleter(expanduser=True)
 
-    def get_completions(
-        self, document: Document, complete_event: CompleteEvent
-    ) -> Iterator[Completion]:
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
-            return
-        word = typed.rpartition(" ")[2]
-        for offered in self._completions(typed):
-            if offered == "path":
-                name = typed.partition(" ")[2]
-                yield from self._paths.get_completions(Document(name, len(name)), complete_event)
-            elif offered.startswith(word.lower()):
-                yield Completion(offered, start_position=-len(word))
+            return ()
+        words = self._completions(typed)
+        if words is not None:
+            return WordCompleter(list(words), True, WORD=True).get_completions(document, event)
+        name = typed.partition(" ")[2]
+        return PathCompleter(expanduser=True).get_completions(Document(name), event)
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
@@ -167,14 +169,10 @@ def history_path(environ: Mapping[str, str]) -> Path | None:
     state = environ.get("XDG_STATE_HOME", "")
     try:
         folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-        folder = folder / "mlx_paged"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = folder / "chat_history"
-        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.fchmod(descriptor, 0o600)
-        finally:
-            os.close(descriptor)
+        file = folder / "mlx_paged" / "chat_history"
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(file, "a+b", opener=partial(os.open, mode=0o600)) as stream:
+            os.fchmod(stream.fileno(), 0o600)
     except (OSError, RuntimeError):
         return None
     return file

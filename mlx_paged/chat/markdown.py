@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, takewhile
 from os import terminal_size
 
 from markdown_it import MarkdownIt
@@ -123,22 +123,17 @@ class MarkdownWriter:
     def _finish(self, length: int) -> None:
         """Draw the first characters for the last time."""
         done = self._lines_of(self._text[:length])
-        if self._lines[: len(done)] == done:
-            self._lines = self._lines[len(done) :]
-        else:
+        if self._lines[: len(done)] != done:
             self._draw(done)
-            self._lines = []
+        self._lines = self._lines[len(done) :]
         self._text = self._text[length:]
         if done:
             self._is_first, self._follows_thinking = False, self._is_thinking
 
     def _draw(self, lines: list[str]) -> None:
         """Replace the lines of the unfinished block on the screen by these."""
-        num_same = 0
-        for before, now in zip(self._lines, lines, strict=False):
-            if before != now:
-                break
-            num_same += 1
+        pairs = zip(self._lines, lines, strict=False)
+        num_same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         columns, rows = self._size()
         up, first = 0, len(self._lines)
         while first > num_same:

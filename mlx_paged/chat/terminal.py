@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from mlx_paged.errors import harmless
-from mlx_paged.standard_streams import read_line, say, write, write_codes
+from mlx_paged.errors import harmless, system_reason
+from mlx_paged.standard_streams import write, write_codes
 
 if TYPE_CHECKING:
     from mlx_paged.chat.markdown import MarkdownWriter
@@ -28,7 +28,6 @@ PLAIN_PAUSE = 5.0
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _CLEAR_REST = "\033[J"  # of the screen: a terminal that was made narrower has wrapped the line
-_CLEAR_LINE = f"\r{_CLEAR_REST}"
 
 # What is shown
 
@@ -52,12 +51,12 @@ class Screen:
     ):
         self.can_move = environ.get("TERM") != "dumb"
         self.is_plain = False
-        self.stdout_is_terminal = is_terminal(sys.stdout)
-        self.stderr_is_terminal = is_terminal(sys.stderr)
+        self.stdout_is_terminal = sys.stdout.isatty()
+        self.stderr_is_terminal = sys.stderr.isatty()
         self._wants_colour = not environ.get("NO_COLOR")
         self._clock = clock
         self._progress_width = 0
-        self._next_plain_progress: float | None = None  # while there is some
+        self._next_plain_progress = 0.0  # 0: there is none to be replaced
         self._drawing: MarkdownWriter | None = None  # of an answer
         self._is_in_line = False  # of one that is not drawn, on a terminal
         self._held_warnings: list[str] = []
@@ -98,10 +97,17 @@ class Screen:
         """Drop the unfinished answer."""
         self._drawing, self._is_in_line = None, False
 
-    def say(self, text: str) -> None:
-        """Write lines to stderr; a terminal gets them wrapped between words."""
+    def say(self, text: str, is_dim: bool = False) -> None:
+        """Write lines to stderr; a terminal gets them wrapped between words, and dim if it can."""
         self.clear_progress()
-        say(self._folded(harmless(text)))
+        text = harmless(text)
+        if self._width is not None:
+            # A word that is longer than a line, such as a file name, is not broken.
+            wrapper = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(wrapper.fill, text.split("\n")))
+        if is_dim and self.stderr_is_terminal and self.has_colour:
+            text = f"{_DIM}{text}{_PLAIN}"
+        write_codes(f"{text}\n")
 
     def say_in_a_line(self, parts: Sequence[str], last: str) -> None:
         """Say something whose parts are joined in brackets. On a terminal it takes one line: parts
@@ -133,7 +139,7 @@ class Screen:
         with console.capture() as capture:
             console.print(table)
         self.clear_progress()
-        say("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        write_codes("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     def warn(self, text: str) -> None:
         """Say something, during an answer only when its line or its drawn block has ended."""
@@ -155,25 +161,11 @@ class Screen:
         is_folded = self.stderr_is_terminal and not self.is_plain
         return size_of(sys.stderr).columns if is_folded else None
 
-    def _folded(self, text: str) -> str:
-        if self._width is None:
-            return text
-        # A word that is longer than a line, such as a file name, is not broken.
-        fold = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False).fill
-        return "\n".join(map(fold, text.split("\n")))
-
     def _say_held_warnings(self) -> None:
         if not self._is_in_answer:
             for text in self._held_warnings:
                 self.say(text)
             self._held_warnings.clear()
-
-    def say_dim(self, text: str) -> None:
-        if not (self.stderr_is_terminal and self.has_colour):
-            self.say(text)
-            return
-        self.clear_progress()
-        write_codes(f"{_DIM}{self._folded(harmless(text))}{_PLAIN}\n")
 
     def show_progress(self, *forms: str) -> None:
         """Show a line that the next output replaces; a plain terminal gets one every
@@ -187,11 +179,10 @@ class Screen:
         if not (self.stderr_is_terminal and forms) or self._is_in_answer:
             return
         if self.is_plain:
-            now = self._clock()
-            if self._next_plain_progress is None:
-                self._next_plain_progress = now + PLAIN_PAUSE
-            elif now >= self._next_plain_progress:
-                say(forms[0])
+            now, due = self._clock(), self._next_plain_progress
+            if due and now >= due:
+                write_codes(f"{harmless(forms[0])}\n")
+            if now >= due:
                 self._next_plain_progress = now + PLAIN_PAUSE
             return
         from rich.cells import cell_len, set_cell_size
@@ -216,9 +207,10 @@ class Screen:
             self.show_progress(*forms)
 
     def clear_progress(self) -> None:
-        self._next_plain_progress = None
+        self._next_plain_progress = 0.0
         if self._progress_width:
-            write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
+            blanks = " " * self._progress_width + "\r"
+            write_codes("\r" + (_CLEAR_REST if self.can_move else blanks))
             self._progress_width = 0
 
 
@@ -262,20 +254,13 @@ class PromptProgress:
         )
 
 
-def size_of(stream: TextIO | None) -> os.terminal_size:
+def size_of(stream: TextIO) -> os.terminal_size:
     """The size of a terminal; 80 columns and 24 rows if it is unknown."""
     try:
-        columns, rows = os.get_terminal_size(-1 if stream is None else stream.fileno())
+        columns, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         columns = rows = 0
     return os.terminal_size((columns or 80, rows or 24))
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # closed
-        return False
 
 
 # What is read
@@ -307,8 +292,7 @@ class PipeReader:
     is_interactive = False
 
     def read(self, text: str = "") -> str | None:
-        line = read_line()
-        return without_line_end(clean(line)) if line else None
+        return read_stdin(sys.stdin.readline)
 
     def confirm(self, question: str) -> bool:
         return False
@@ -317,12 +301,21 @@ class PipeReader:
         pass
 
 
+def read_stdin(read: Callable[[], str]) -> str | None:
+    """What a method of stdin reads, without the last line end; ``None`` if nothing is left.
+
+    Raises:
+        ValueError: stdin can't be read.
+    """
+    try:
+        text = clean(read())
+    except OSError as error:
+        raise ValueError(f"standard input can't be read: {system_reason(error)}") from error
+    return text.removesuffix("\n").removesuffix("\r") if text else None
+
+
 def clean(text: str) -> str:
     """Text that a tokenizer can encode: bytes that are not UTF-8, which Python represents as lone
     surrogates, are replaced.
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def without_line_end(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")

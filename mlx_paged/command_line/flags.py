@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlx_paged.declarations import Argument, Option, Program
 from mlx_paged.domains import BOOL, Domain, one_of, such
@@ -14,22 +16,31 @@ from mlx_paged.engine_options import ENGINE_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from mlx.nn.layers.base import Module
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 
+TEXT: Domain[str] = such("a text", lambda value: isinstance(value, str))
 
-def _text(metavar: str = "") -> Domain[str]:
-    return such("a text", lambda value: isinstance(value, str), metavar=metavar)
+
+def switch(help: str) -> Option:
+    """An option that a flag without a value turns on."""
+    return Option(help, BOOL, default=False)
 
 
 # The flags for loading a model, in addition to the options of an engine.
 LAUNCH_OPTIONS = {
     "model": Option(
         f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
-        _text(),
+        TEXT,
         says="the bundled demo model",
     ),
     "tokenizer": Option(
-        "folder or Hugging Face repo with the tokenizer", _text("FOLDER"), says="the model's own"
+        "folder or Hugging Face repo with the tokenizer",
+        replace(TEXT, metavar="FOLDER"),
+        says="the model's own",
     ),
     "dtype": Option(
         "dtype of a GGUF file's scales, activations and K/V",
@@ -37,30 +48,22 @@ LAUNCH_OPTIONS = {
         says="that of its matrices, or float32 if they are quantised, so that nothing is lost",
     ),
     "adapter_path": Option(
-        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", _text()
+        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", TEXT
     ),
     "draft_model": Option(
         "folder or Hugging Face repo of a small model with the same tokenizer, which generates "
         "drafts",
-        _text(),
+        TEXT,
         says="none: drafts are looked up in the conversation",
     ),
-    "no_generation_config": Option(
-        "ignore the model's generation_config.json: greedy, unless flags say otherwise",
-        BOOL,
-        default=False,
+    "no_generation_config": switch(
+        "ignore the model's generation_config.json: greedy, unless flags say otherwise"
     ),
-    "force": Option(
-        "load the model even if it is larger than this machine's memory", BOOL, default=False
+    "force": switch("load the model even if it is larger than this machine's memory"),
+    "skip_check": switch(
+        "run the model even if the check at load finds that its logits differ from mlx-lm's"
     ),
-    "skip_check": Option(
-        "run the model even if the check at load finds that its logits differ from mlx-lm's",
-        BOOL,
-        default=False,
-    ),
-    "no_thinking": Option(
-        "answer without reasoning, if the model's chat template supports it", BOOL, default=False
-    ),
+    "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
 }
 # The flags by the library's arguments.
 FLAGS = {
@@ -81,28 +84,16 @@ SAMPLING = {
 # The groups of a program's help, by argument. The program's own flags that are not listed here form
 # another group.
 _GROUPS = {
-    "model": (
-        *("model", "tokenizer", "dtype", "adapter_path", "no_generation_config", "force"),
-        *("skip_check", "backend"),
-    ),
-    "answers": (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "xtc_probability"),
-        *("xtc_threshold", "seed", "system_prompt", "no_thinking"),
-    ),
-    "memory and context": (
-        *("kv_cache_bytes", "max_model_len", "kv_format", "window", "num_sink_tokens"),
-        *("wired_limit", "preallocate", "block_size", "kv", "swap_bytes"),
-    ),
-    "what is kept": (
-        *("cache_dir", "cache_dir_size", "cache_dir_ttl", "cache_dir_writes"),
-        *("prompt_cache_file", "allow_other_model"),
-        *("enable_prefix_caching", "num_history_tokens"),
-    ),
-    "speed": (
-        *("draft_model", "num_draft_tokens", "prefill_step_size", "prefill_step_seconds"),
-        *("max_num_seqs", "max_num_batched_tokens", "max_num_mixed_tokens", "mixed_step_seconds"),
-        *("watermark", "priority_steps", "run_ahead"),
-    ),
+    "model": "model tokenizer dtype adapter_path no_generation_config force skip_check backend",
+    "answers": """max_tokens temperature top_p top_k min_p xtc_probability xtc_threshold seed
+        system_prompt no_thinking""",
+    "memory and context": """kv_cache_bytes max_model_len kv_format window num_sink_tokens
+        wired_limit preallocate block_size kv swap_bytes""",
+    "what is kept": """cache_dir cache_dir_size cache_dir_ttl cache_dir_writes prompt_cache_file
+        allow_other_model enable_prefix_caching num_history_tokens""",
+    "speed": """draft_model num_draft_tokens prefill_step_size prefill_step_seconds max_num_seqs
+        max_num_batched_tokens max_num_mixed_tokens mixed_step_seconds watermark priority_steps
+        run_ahead""",
 }
 
 
@@ -116,7 +107,7 @@ def add_flags(
     """
     groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, "further ones")}
     groups[program] = parser.add_argument_group(f"the {program}")
-    titles = {name: title for title, names in _GROUPS.items() for name in names}
+    titles = {name: title for title, names in _GROUPS.items() for name in names.split()}
 
     def group_of(name: str) -> argparse._ArgumentGroup:
         return groups[titles.get(name, program if name in own else "further ones")]
@@ -198,3 +189,46 @@ def engine_flags(program: Program) -> dict[str, str]:
 def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]:
     """The keyword arguments of an engine that the flags of a program set."""
     return {name: getattr(args, name) for name in engine_flags(program)}
+
+
+def find_model(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The folder of the model that the flags name, which is downloaded if necessary, and the
+    sampling that it recommends, by field of ``SamplingParams``.
+
+    Raises:
+        LoadError: there is none, it is too large for this machine, or it is broken.
+    """
+    from mlx_paged.loading import demo_model_path, find_model_for, read_sampling_defaults
+
+    folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
+    return folder, {} if args.no_generation_config else read_sampling_defaults(folder)
+
+
+def load_model(
+    args: argparse.Namespace,
+    program: Program,
+    folder: Path,
+    tokenizer_config: dict[str, Any] | None,
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
+    """Load a folder as the flags say; returns its model, its tokenizer and the engine's options.
+
+    Raises:
+        ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
+    """
+    from mlx_paged.distributed import launched_ranks
+    from mlx_paged.loading import dtype_config, load_draft_model, load_for
+
+    options = engine_options(args, program)
+    model, tokenizer = load_for(
+        launched_ranks(),
+        folder,
+        tokenizer_config=tokenizer_config,
+        model_config=dtype_config(folder, args.dtype),
+        adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
+        skip_check=args.skip_check,
+        engine_options=options,
+        refuses_too_large=not args.force,
+    )
+    draft_model = load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check)
+    return model, tokenizer, {**options, "draft_model": draft_model}

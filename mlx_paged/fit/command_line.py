@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from mlx_paged.command_line.parser import Parser
+from mlx_paged.command_line.program import Parser
 from mlx_paged.config import KV_FORMAT, NBYTES, KVBits
 from mlx_paged.domains import AT_LEAST_1
 
 
-def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def setup_arg_parser(prog: str | None = None) -> Parser:
     """The argument parser, for a program of this name."""
     parser = Parser(
         prog=prog or "python -m mlx_paged fit",
@@ -49,7 +49,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def setup_list_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def setup_list_parser(prog: str | None = None) -> Parser:
     """The argument parser of the list, for a program of this name."""
     parser = Parser(
         prog=prog or "python -m mlx_paged list",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.command_line.imports import import_first
-from mlx_paged.command_line.program import run_program
+from mlx_paged.command_line.program import import_first, run_program
 from mlx_paged.fit.command_line import setup_arg_parser, setup_list_parser
 from mlx_paged.standard_streams import say, warnings_as_lines, write
 

@@ -6,16 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from mlx_paged.chat.command_line import VARIABLES, canonical_name, error_line
 from mlx_paged.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.chat.program import FLAGS, VARIABLES, canonical_name
+from mlx_paged.command_line.program import error_line
 from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.standard_streams import OutputLostError
-
-if TYPE_CHECKING:
-    from mlx_paged.chat.conversation import Conversation
 
 FORMAT = "mlx_paged.chat"
 VERSION = 1
@@ -53,7 +51,7 @@ def converse(dialogue: Dialogue) -> int:
         except KeyboardInterrupt:
             if not reader.is_interactive:
                 raise
-            dialogue.say("[Ctrl-D or /exit to leave]")
+            dialogue.screen.say("[Ctrl-D or /exit to leave]")
 
 
 def take(dialogue: Dialogue, text: str) -> None:
@@ -70,53 +68,51 @@ def take(dialogue: Dialogue, text: str) -> None:
         elif stripped.startswith("//"):
             dialogue.ask(text.lstrip()[1:])
         else:
-            _run_command(dialogue, stripped)
+            name, *argument = stripped.split(None, 1)
+            _run_command(dialogue, name, "".join(argument))
     except (LeaveChat, OutputLostError, BrokenPipeError):
         raise
     except (ValueError, RuntimeError) as error:
-        dialogue.say(f"[{_said(error)}]")
+        dialogue.screen.say(f"[{_said(error)}]")
     except Exception as error:
         # A bug, here or in the tokenizer, must not end the conversation.
-        dialogue.say(f"[{reason(error)}]")
+        dialogue.screen.say(f"[{reason(error)}]")
 
 
-def _run_command(dialogue: Dialogue, line: str) -> None:
-    name, *rest = line.split(None, 1)
-    argument = "".join(rest)
+def _run_command(dialogue: Dialogue, name: str, argument: str) -> None:
     command = COMMANDS.get(name.lower())
     if command is None:
-        dialogue.say(
-            f"[unknown command {name}; /help lists them, and // begins a message with a slash]"
+        raise ValueError(
+            f"unknown command {name}; /help lists them, and // begins a message with a slash"
         )
-    elif argument and not command.argument:
-        dialogue.say(f"[{command.name} takes no argument]")
-    elif not argument and command.argument and not command.argument.startswith("["):
-        dialogue.say(f"[{command.name} needs {command.argument}]")
-    else:
-        command.run(dialogue, argument)
+    if argument and not command.argument:
+        raise ValueError(f"{command.name} takes no argument")
+    if not argument and command.argument and not command.argument.startswith("["):
+        raise ValueError(f"{command.name} needs {command.argument}")
+    if (said := command.run(dialogue, argument)) is not None:
+        dialogue.screen.say(f"[{said}]")
 
 
 def _said(error: BaseException) -> str:
     """The text of an error, for a line in brackets."""
-    return without_room(error_line(error))
+    return without_room(error_line(error, FLAGS))
 
 
-def complete(typed: str) -> Iterable[str]:
-    """The words that may come next in a command; ``"path"`` for the name of a file."""
-    words = typed.split(" ")
-    if len(words) == 1:
+def complete(typed: str) -> Iterable[str] | None:
+    """The words that may come next in a command; ``None`` for the name of a file."""
+    name, *words = typed.lower().split(" ")
+    if not words:
         return sorted(COMMANDS)
-    name = words[0].lower()
     if name in COMMANDS and COMMANDS[name].argument == "FILE":
-        return ["path"]
-    if name == "/set" and len(words) == 2:
+        return None
+    if name == "/set" and len(words) == 1:
         return VARIABLES
-    if name == "/set" and len(words) == 3 and canonical_name(words[1]) in VARIABLES:
-        return VARIABLES[canonical_name(words[1])].choices or ()
-    return []
+    if name == "/set" and len(words) == 2 and canonical_name(words[0]) in VARIABLES:
+        return VARIABLES[canonical_name(words[0])].choices or ()
+    return ()
 
 
-# The commands
+# The commands. Each returns what is said of it in brackets, if anything.
 
 
 def _help(dialogue: Dialogue, argument: str) -> None:
@@ -124,14 +120,15 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
-    last = dialogue.conversation.messages[-1:]
-    had_answer = bool(last) and last[0]["role"] == "assistant"
-    dialogue.ask_again()
+    conversation = dialogue.conversation
+    had_answer = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
+    dialogue.show(conversation.ask_again)
     if had_answer and dialogue.settings.sampling.is_greedy:
-        dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 varies it]")
+        greedy = "[greedy: the same answer each time; /set temp 0.7 varies it]"
+        dialogue.screen.say(greedy, is_dim=True)
 
 
-def _edit(dialogue: Dialogue, argument: str) -> None:
+def _edit(dialogue: Dialogue, argument: str) -> str | None:
     before = dialogue.conversation.last_user_text
     if before is None:
         raise ValueError("there is no message to edit yet")
@@ -141,60 +138,60 @@ def _edit(dialogue: Dialogue, argument: str) -> None:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
         text = dialogue.reader.read(before)
     if text is None or not text.strip():
-        dialogue.say("[nothing has changed]")
-        return
-    dialogue.ask_again(text)
+        return "nothing has changed"
+    dialogue.show(partial(dialogue.conversation.ask_again, text))
+    return None
 
 
-def _system(dialogue: Dialogue, argument: str) -> None:
+def _system(dialogue: Dialogue, argument: str) -> str:
     conversation = dialogue.conversation
     if not argument:
         current = conversation.system_prompt
-        dialogue.say("[no system prompt]" if current is None else f"[system prompt: {current}]")
-    elif argument in ('""', "''"):
-        conversation.set_system_prompt(None)
-        dialogue.say("[system prompt removed]")
-    else:
-        conversation.set_system_prompt(argument)
-        dialogue.say("[system prompt set]")
+        return "no system prompt" if current is None else f"system prompt: {current}"
+    is_removed = argument in ('""', "''")
+    conversation.set_system_prompt(None if is_removed else argument)
+    return f"system prompt {'removed' if is_removed else 'set'}"
 
 
-def _set(dialogue: Dialogue, argument: str) -> None:
+def _set(dialogue: Dialogue, argument: str) -> str | None:
     settings = dialogue.settings
     name, _, value = argument.replace("=", " ", 1).partition(" ")
     name, value = canonical_name(name), value.strip()
     if not name:
         dialogue.screen.say_rows([(name, settings.get(name)) for name in VARIABLES])
-        return
+        return None
     if value:
         settings.set(name, value)
-    dialogue.say(f"[{name} {settings.get(name)}]")
+    return f"{name} {settings.get(name)}"
 
 
-def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> None:
-    conversation = dialogue.conversation
-    if not overwrites and is_transcript(file := _expand(argument)):
+def _save(dialogue: Dialogue, argument: str, overwrites: bool = False) -> str:
+    conversation, file = dialogue.conversation, _expand(argument)
+    if not overwrites and is_transcript(file):
         if not dialogue.reader.is_interactive:
             raise ValueError(f"{file} exists; /save! {argument} overwrites it")
-        dialogue.say(f"[{file} exists]")
+        dialogue.screen.say(f"[{file} exists]")
         if not dialogue.reader.confirm("overwrite it?"):
-            dialogue.say("[not saved]")
-            return
+            return "not saved"
     # The messages first: the K/V may not fit on the disk.
-    file = save_messages(argument, conversation.messages)
+    file = save_messages(file, conversation.messages)
     done = f"saved to {file}: messages: {len(conversation.messages)}"
     if conversation.tokens:
         dialogue.screen.announce("[saving the K/V ...]")
+        kv_file = file.with_name(file.name + KV_SUFFIX)
         try:
-            done += f"; {save_kv(conversation, file)}"
+            num_tokens = conversation.engine.save_snapshot(kv_file, conversation.tokens)
+            save_messages(file, conversation.messages, kv_file.name)
+            nbytes = kv_file.stat().st_size
+            done += f"; K/V of {num_tokens:,} tokens in {kv_file.name}, {nbytes / 1e6:.1f} MB"
         except (ValueError, OSError) as error:
-            dialogue.say(f"[the K/V were not saved: {_said(error)}]")
-    dialogue.say(f"[{done}]")
+            dialogue.screen.say(f"[the K/V were not saved: {_said(error)}]")
+    return done
 
 
-def _load(dialogue: Dialogue, argument: str) -> None:
-    file, messages, kv_file = load_messages(argument)
-    conversation = dialogue.conversation
+def _load(dialogue: Dialogue, argument: str) -> str:
+    conversation, file = dialogue.conversation, _expand(argument)
+    messages, kv_file = load_messages(file)
     try:
         conversation.load_messages(messages)
     except ValueError as error:
@@ -205,43 +202,42 @@ def _load(dialogue: Dialogue, argument: str) -> None:
         try:
             done += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
         except (ValueError, CacheFullError) as error:
-            dialogue.say(f"[the K/V were not loaded, and will be recomputed: {_said(error)}]")
-    if conversation.messages[-1]["role"] == "user":
-        done += "; /regenerate answers the last one"
-    dialogue.say(f"[{done}]")
+            said = f"[the K/V were not loaded, and will be recomputed: {_said(error)}]"
+            dialogue.screen.say(said)
+    is_open = conversation.messages[-1]["role"] == "user"
+    return done + "; /regenerate answers the last one" * is_open
 
 
-def _fork(dialogue: Dialogue, argument: str) -> None:
+def _fork(dialogue: Dialogue, argument: str) -> str:
     branches = dialogue.branches
     branches.append(branches[-1].fork())
     num_tokens = len(branches[-1].tokens)
-    dialogue.say(
-        f"[branch {len(branches) - 1} of the conversation: {num_tokens:,} tokens so far are "
-        "shared; /back leaves it]"
+    return (
+        f"branch {len(branches) - 1} of the conversation: {num_tokens:,} tokens so far are "
+        "shared; /back leaves it"
     )
 
 
-def _back(dialogue: Dialogue, argument: str) -> None:
+def _back(dialogue: Dialogue, argument: str) -> str:
     branches = dialogue.branches
     if len(branches) == 1:
-        dialogue.say("[this is not a branch; /fork begins one]")
-        return
+        return "this is not a branch; /fork begins one"
     branches.pop()
     where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
-    dialogue.say(f"[back {where}: messages: {len(branches[-1].messages)}]")
+    return f"back {where}: messages: {len(branches[-1].messages)}"
 
 
-def _reset(dialogue: Dialogue, argument: str) -> None:
+def _reset(dialogue: Dialogue, argument: str) -> str:
     dialogue.conversation.reset()
     if len(dialogue.branches) == 1:
         # No other branch needs the K/V.
         dialogue.conversation.engine.reset_prefix_cache()
         dialogue.conversation.engine.shrink()
-    dialogue.say("[the conversation is empty]")
+    return "the conversation is empty"
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
-    dialogue.say(describe_stats(dialogue.branches))
+    dialogue.screen.say(describe_stats(dialogue.branches))
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:
@@ -258,7 +254,7 @@ class Command(NamedTuple):
     name: str
     argument: str
     help: str
-    run: Callable[[Dialogue, str], None]
+    run: Callable[[Dialogue, str], str | None]
 
     @property
     def usage(self) -> str:
@@ -291,87 +287,53 @@ COMMANDS["/quit"] = COMMANDS["/exit"]
 # Saved conversations
 
 
-class TranscriptError(ValueError):
-    """The file can't be read or written, or is not a conversation; the message is one line."""
-
-
-class Transcript(NamedTuple):
-    """A saved conversation.
-
-    Attributes:
-        messages: not checked yet.
-        kv_file: the file with its K/V, if there is one.
-    """
-
-    file: Path
-    messages: list[Any]
-    kv_file: Path | None
-
-
 def save_messages(
-    path: str | Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
+    file: Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
 ) -> Path:
-    """Write the messages to a file, atomically. No file but a saved conversation is overwritten.
+    """Write the messages to a file, atomically; returns its path without links. No file but a saved
+    conversation is overwritten.
 
     Args:
         kv_file: name of the file with the K/V, in the same folder.
 
     Raises:
-        TranscriptError: the file is something else, or can't be written.
+        ValueError: the file is something else, or can't be written; the message is one line.
     """
-    file = _expand(str(path))
+    content = {"format": FORMAT, "version": VERSION, "kv_file": kv_file, "messages": messages}
+    if kv_file is None:
+        del content["kv_file"]
+    text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     try:
         if file.exists() and not is_transcript(file):
-            raise TranscriptError(
-                f"{file} exists and is not a saved conversation; choose another name"
-            )
+            raise ValueError(f"{file} exists and is not a saved conversation; choose another name")
         file = file.resolve()
-        content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        content |= {} if kv_file is None else {"kv_file": kv_file}
-        content["messages"] = list(messages)
-        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
         with replaced_file(file) as stream:
             stream.write(text.encode("utf-8", errors="replace"))
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
-        raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
+        raise ValueError(f"{file} can't be written: {system_reason(error)}") from error
     return file
 
 
-def save_kv(conversation: Conversation, file: Path) -> str:
-    """Write the K/V of a saved conversation to a second file, which ``file`` then names; returns a
-    description of what was saved.
+def load_messages(file: Path) -> tuple[list[Any], Path | None]:
+    """Read a file; returns its messages, which are not checked yet, and the file with their K/V, if
+    there is one.
 
     Raises:
-        ValueError: the K/V can't be saved or written.
+        ValueError: it can't be read, or is not a conversation; the message is one line.
     """
-    kv_file = file.with_name(file.name + KV_SUFFIX)
-    num_tokens = conversation.save_kv(kv_file)
-    save_messages(file, conversation.messages, kv_file.name)
-    nbytes = kv_file.stat().st_size
-    return f"K/V of {num_tokens:,} tokens in {kv_file.name}, {nbytes / 1e6:.1f} MB"
-
-
-def load_messages(path: str) -> Transcript:
-    """Read a file.
-
-    Raises:
-        TranscriptError: it can't be read, or is not a conversation.
-    """
-    file = _expand(path)
     try:
-        if file.exists() and not file.is_file():
-            raise TranscriptError(f"{file} is not a file")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        is_other = file.exists() and not file.is_file()
+        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TranscriptError(f"{file} can't be read: {system_reason(error)}") from error
+        raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
-        if isinstance(error, TranscriptError):
-            raise
-        raise TranscriptError(f"{file} is not a conversation: {one_line(error)}") from error
+        raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
+    if is_other:
+        raise ValueError(f"{file} is not a file")
     kv_file = None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
-            raise TranscriptError(
+            raise ValueError(
                 f"{file} has version {content['version']!r}, and only version {VERSION} can be read"
             )
         name = content.get("kv_file")
@@ -380,8 +342,8 @@ def load_messages(path: str) -> Transcript:
             kv_file = file.resolve().with_name(Path(name).name)
         content = content.get("messages")
     if not isinstance(content, list):
-        raise TranscriptError(f"{file} is not a conversation: it has no list of messages")
-    return Transcript(file, content, kv_file)
+        raise ValueError(f"{file} is not a conversation: it has no list of messages")
+    return content, kv_file
 
 
 def is_transcript(file: Path) -> bool:
@@ -394,9 +356,9 @@ def is_transcript(file: Path) -> bool:
 
 
 def _expand(path: str) -> Path:
+    if "\0" in path:
+        raise ValueError(f"{path!r} is not a file name")
     try:
-        if "\0" in path:
-            raise TranscriptError(f"{path!r} is not a file name")
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise TranscriptError(f"{path} can't be found: {error}") from error
+        raise ValueError(f"{path} can't be found: {error}") from error
