@@ -20,7 +20,7 @@ def prepare_streams() -> None:
     """Let any bytes and characters pass; a standard stream that is closed is the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdin, sys.stdout):
         # A byte or a character that this locale can't represent must not end a chat.
         if isinstance(stream, io.TextIOWrapper):

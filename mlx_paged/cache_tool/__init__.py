@@ -3,6 +3,6 @@
 MLX is imported only for ``--tokenizer``.
 """
 
-from mlx_paged.cache_tool.command_line import main, setup_arg_parser
+from mlx_paged.cache_tool.program import main, setup_arg_parser
 
 __all__ = ["main", "setup_arg_parser"]

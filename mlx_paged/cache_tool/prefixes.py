@@ -1,4 +1,5 @@
-"""The blocks of a folder as trees of shared prefixes, one tree for each fingerprint.
+"""The blocks of a folder as trees of shared prefixes, one tree for each fingerprint, and the search
+for the models and blocks that a user names.
 
 A block's hash identifies the whole prefix that ends with it, and its header names its parent. So
 prefixes with a common beginning share its blocks, and fork where they differ.
@@ -6,18 +7,23 @@ prefixes with a common beginning share its blocks, and fork where they differ.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import ANSWERS, STATES
-from mlx_paged.errors import one_line
+from mlx_paged.errors import ArgumentError, one_line, shown
 
 MAX_NAME = 200  # characters of a model's name
 MAX_LEVELS = 8
 """Levels of the tree that are drawn, the innermost ones: a conversation may fork at each turn."""
+SHOWN_DIGITS = 8  # of a hash, unless more are needed
+_MIN_DIGITS = 4  # as in git
+_MAX_CANDIDATES = 5
+_HASH = re.compile(rf"[0-9a-fA-F]{{{_MIN_DIGITS},64}}")
 
 
 class PrefixBlock:
@@ -42,7 +48,7 @@ class PrefixBlock:
 
     def __init__(self, entries: Iterable[Entry]):
         self.entries = tuple(sorted(entries, key=lambda entry: entry.group))
-        first = self.entries[0]
+        first, last = self.entries[0], self.entries[-1]
         self.block_hash = first.block_hash[:HASH_NBYTES]
         self.parent_hash = first.parent_hash and first.parent_hash[:HASH_NBYTES]
         self.first_token = first.first_token
@@ -50,13 +56,11 @@ class PrefixBlock:
         self.nbytes = sum(entry.nbytes for entry in self.entries)
         self.created = min(entry.created for entry in self.entries)
         self.last_used = max(entry.last_used for entry in self.entries)
-        last = self.entries[-1]
         self.state = last if last.group == STATES else None
         self.is_pinned = any(entry.is_pinned for entry in self.entries)
         self.expires = min((entry.expires for entry in self.entries if entry.expires), default=None)
 
 
-@dataclass(frozen=True)
 class Run:
     """Consecutive blocks without a fork, either all pinned or none.
 
@@ -67,42 +71,28 @@ class Run:
             while an engine has them in memory.
         level: depth in the tree of runs.
         siblings_follow: for each level that is drawn, down to its own, whether more runs follow.
+
+    Attributes:
+        last: the block whose hash names the prefix up to the end of the run.
+        Others: as those of its blocks, together.
     """
 
-    blocks: tuple[PrefixBlock, ...]
-    num_prefixes: int
-    is_cut_off: bool
-    level: int = 0
-    siblings_follow: tuple[bool, ...] = ()
-
-    @property
-    def last(self) -> PrefixBlock:
-        """The block whose hash names the prefix up to the end of the run."""
-        return self.blocks[-1]
-
-    @property
-    def first_token(self) -> int:
-        return self.blocks[0].first_token
-
-    @property
-    def end_token(self) -> int:
-        return self.last.end_token
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
-    @property
-    def num_states(self) -> int:
-        return num_states(self.blocks)
-
-    @property
-    def last_used(self) -> float:
-        return max(block.last_used for block in self.blocks)
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.last.is_pinned
+    def __init__(
+        self,
+        blocks: Sequence[PrefixBlock],
+        num_prefixes: int,
+        is_cut_off: bool,
+        level: int = 0,
+        siblings_follow: tuple[bool, ...] = (),
+    ):
+        self.blocks, self.num_prefixes, self.is_cut_off = blocks, num_prefixes, is_cut_off
+        self.level, self.siblings_follow = level, siblings_follow
+        self.last = blocks[-1]
+        self.first_token, self.end_token = blocks[0].first_token, self.last.end_token
+        self.nbytes = sum(block.nbytes for block in blocks)
+        self.num_states = sum(block.state is not None for block in blocks)
+        self.last_used = max(block.last_used for block in blocks)
+        self.is_pinned = self.last.is_pinned
 
 
 class PrefixTree:
@@ -114,17 +104,24 @@ class PrefixTree:
         entries: the files, in any order.
 
     Attributes:
+        name: of the model, on one line. Another user's folder may name anything.
+        is_outdated: whether the blocks are of an earlier version, and no engine uses them any more.
         blocks: by hash.
         children: of each block, and under ``None`` the roots, whose parents are not in the folder;
             the most recently used first.
         num_prefixes: number of leaves below each block, 1 for a leaf.
+        num_leaves: how many prefixes have no successor.
+        last_uses: when each block or one of its successors was last used, in seconds since 1970.
         answers: files of answers that conversations continue from.
         other_versions: files in the format of another version, which can't be read.
     """
 
     def __init__(self, digest: str, fingerprint: Fingerprint | None, entries: Iterable[Entry]):
-        self.digest = digest
-        self.fingerprint = fingerprint
+        self.digest, self.fingerprint = digest, fingerprint
+        self.name, self.is_outdated = "an unknown model", False
+        if fingerprint is not None:
+            self.name = one_line(fingerprint.model_name, MAX_NAME)
+            self.is_outdated = fingerprint.is_outdated
         self.answers: list[Entry] = []
         self.other_versions: list[Entry] = []
         files: dict[bytes, list[Entry]] = {}
@@ -138,49 +135,26 @@ class PrefixTree:
         self.blocks = {block_hash: PrefixBlock(parts) for block_hash, parts in files.items()}
         self.children: dict[bytes | None, list[PrefixBlock]] = {}
         self.num_prefixes: dict[bytes, int] = {}
-        for block in self._last_ones_first():
-            parent = self.parent(block)
-            siblings = self.children.setdefault(parent.block_hash if parent else None, [])
-            siblings.append(block)
-            num_leaves = sum(self.num_prefixes[child.block_hash] for child in self.after(block))
-            self.num_prefixes[block.block_hash] = num_leaves or 1
+        self.last_uses: dict[bytes, float] = {}
+        # Children come before their parents.
+        for block in sorted(self.blocks.values(), key=lambda block: -block.first_token):
+            parent, after = self.parent(block), [each.block_hash for each in self.after(block)]
+            self.children.setdefault(parent and parent.block_hash, []).append(block)
+            num_leaves = sum(map(self.num_prefixes.__getitem__, after)) or 1
+            self.num_prefixes[block.block_hash] = num_leaves
+            last_use = max([block.last_used, *map(self.last_uses.__getitem__, after)])
+            self.last_uses[block.block_hash] = last_use
         for siblings in self.children.values():
             siblings.sort(key=lambda block: (-block.last_used, block.first_token, block.block_hash))
-
-    @property
-    def name(self) -> str:
-        """The name of the model on one line. Another user's folder may name anything."""
-        known = self.fingerprint
-        return "an unknown model" if known is None else one_line(known.model_name, MAX_NAME)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the blocks are of an earlier version, and no engine uses them any more."""
-        return self.fingerprint is not None and self.fingerprint.is_outdated
-
-    @property
-    def num_leaves(self) -> int:
-        """How many prefixes have no successor."""
-        return sum(self.num_prefixes[root.block_hash] for root in self.children.get(None, ()))
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(block.end_token - block.first_token for block in self.blocks.values())
-
-    @property
-    def num_states(self) -> int:
-        return num_states(self.blocks.values())
-
-    @property
-    def nbytes(self) -> int:
-        nbytes = sum(block.nbytes for block in self.blocks.values())
-        return nbytes + sum(answer.nbytes for answer in self.answers)
-
-    @property
-    def last_used(self) -> float:
-        blocks = (block.last_used for block in self.blocks.values())
-        answers = (answer.last_used for answer in self.answers)
-        return max((*blocks, *answers), default=-math.inf)
+        roots = self.children.get(None, ())
+        self.num_leaves = sum(self.num_prefixes[root.block_hash] for root in roots)
+        blocks = self.blocks.values()
+        self.num_tokens = sum(block.end_token - block.first_token for block in blocks)
+        self.num_states = sum(block.state is not None for block in blocks)
+        self.nbytes = sum(each.nbytes for each in (*blocks, *self.answers))
+        self.last_used = max(
+            (each.last_used for each in (*blocks, *self.answers)), default=-math.inf
+        )
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""
@@ -222,14 +196,6 @@ class PrefixTree:
             first = parent
         return [first, *self.below(first)]
 
-    def last_uses(self) -> dict[bytes, float]:
-        """When each block or one of its successors was last used, in seconds since 1970."""
-        last_uses: dict[bytes, float] = {}
-        for block in self._last_ones_first():
-            later = (last_uses[child.block_hash] for child in self.after(block))
-            last_uses[block.block_hash] = max((block.last_used, *later))
-        return last_uses
-
     def runs(self) -> Iterator[Run]:
         """All blocks as runs, in the order in which they are drawn."""
         waiting: list[tuple[PrefixBlock, int, tuple[bool, ...]]] = [
@@ -244,48 +210,34 @@ class PrefixTree:
                 for index, block in enumerate(reversed(self.after(run.last)))
             ]
 
-    def run_from(
-        self, first: PrefixBlock, level: int = 0, siblings_follow: tuple[bool, ...] = ()
-    ) -> Run:
-        """The run that begins with a block."""
+    def run_from(self, first: PrefixBlock, level: int = 0, rails: tuple[bool, ...] = ()) -> Run:
+        """The run that begins with a block; ``rails`` are its ``siblings_follow``."""
         blocks = [first]
-        while (after := self.after(blocks[-1])) and self._is_of_one_run(blocks[-1], after[0]):
-            blocks.append(after[0])
-        return self._run(blocks, level, siblings_follow)
+        while self._goes_on(blocks[-1], after := self.after(blocks[-1])[:1]):
+            blocks += after
+        return self._run(blocks, level, rails)
 
-    def runs_of(self, path: Iterable[PrefixBlock]) -> list[Run]:
+    def runs_of(self, path: Sequence[PrefixBlock]) -> list[Run]:
         """The runs of a prefix, up to its end."""
-        parts: list[list[PrefixBlock]] = []
-        for block in path:
-            if parts and self._is_of_one_run(parts[-1][-1], block):
-                parts[-1].append(block)
-            else:
-                parts.append([block])
-        return [self._run(part) for part in parts]
+        ends = [
+            number
+            for number, (block, after) in enumerate(itertools.pairwise(path), 1)
+            if not self._goes_on(block, [after])
+        ]
+        return [self._run(path[a:b]) for a, b in itertools.pairwise([0, *ends, len(path)])]
 
     def _run(
-        self,
-        blocks: Sequence[PrefixBlock],
-        level: int = 0,
-        siblings_follow: tuple[bool, ...] = (),
+        self, blocks: Sequence[PrefixBlock], level: int = 0, rails: tuple[bool, ...] = ()
     ) -> Run:
         first = blocks[0]
         needs_more = first.first_token > 0 and first.entries[0].group != STATES
         is_cut_off = needs_more and self.parent(first) is None
-        num_prefixes = self.num_prefixes[first.block_hash]
-        return Run(tuple(blocks), num_prefixes, is_cut_off, level, siblings_follow)
+        return Run(blocks, self.num_prefixes[first.block_hash], is_cut_off, level, rails)
 
-    def _is_of_one_run(self, block: PrefixBlock, after: PrefixBlock) -> bool:
-        return len(self.after(block)) == 1 and block.is_pinned == after.is_pinned
-
-    def _last_ones_first(self) -> list[PrefixBlock]:
-        """All blocks, children before their parents."""
-        return sorted(self.blocks.values(), key=lambda block: -block.first_token)
-
-
-def num_states(blocks: Iterable[PrefixBlock]) -> int:
-    """How many of these blocks have a recurrent state."""
-    return sum(block.state is not None for block in blocks)
+    def _goes_on(self, block: PrefixBlock, after: Sequence[PrefixBlock]) -> bool:
+        """Whether a block and the one after it, if there is one, are of one run."""
+        is_alone = len(self.after(block)) == 1 == len(after)
+        return is_alone and block.is_pinned == after[0].is_pinned
 
 
 def read_trees(folder: CacheFolder) -> list[PrefixTree]:
@@ -301,3 +253,75 @@ def as_trees(
         files.setdefault(entry.digest, []).append(entry)
     trees = [PrefixTree(digest, fingerprints.get(digest), files[digest]) for digest in files]
     return sorted(trees, key=lambda tree: (tree.name, -tree.last_used, tree.digest))
+
+
+# What a user names: any unique beginning of a hash names a block, as in git.
+
+
+def of_model(trees: Sequence[PrefixTree], name: str | None) -> list[PrefixTree]:
+    """The trees of one model, or all if ``name`` is ``None``.
+
+    Args:
+        name: the model's name, its part after the last ``/``, or the first digits of a fingerprint.
+
+    Raises:
+        ArgumentError: the folder has no such model.
+    """
+    if name is None:
+        return list(trees)
+    is_digest = len(name) >= _MIN_DIGITS
+    found = [
+        tree
+        for tree in trees
+        if name in (tree.name, tree.name.rpartition("/")[2])
+        or (is_digest and tree.digest.startswith(name.lower()))
+    ]
+    if not found:
+        known = ", ".join(dict.fromkeys(tree.name for tree in trees))
+        content = f"it holds {one_line(known)}" if known else "it is empty"
+        raise ArgumentError(
+            f"--model {shown(name)}: the folder has no blocks of it; {content}", "model"
+        )
+    return found
+
+
+def find(text: str, trees: Sequence[PrefixTree]) -> tuple[PrefixTree, PrefixBlock]:
+    """The one block whose hash begins with ``text``, and its tree.
+
+    Raises:
+        ArgumentError: there is none, or more than one.
+    """
+    if not _HASH.fullmatch(text):
+        raise ArgumentError(
+            f"a hash is {_MIN_DIGITS} to 64 hex digits, got {shown(text)}; ls shows those in the "
+            "folder",
+            "hash",
+        )
+    pairs = [(tree, block) for tree in trees for block in tree.blocks.values()]
+    found = [pair for pair in pairs if pair[1].block_hash.hex().startswith(text.lower())]
+    if not found:
+        raise ArgumentError(f"there is no block whose hash begins with {text}", "hash")
+    if len(found) == 1:
+        return found[0]
+    hashes = {block.block_hash for _, block in found}
+    num_digits = num_unique_digits(hashes)
+    candidates = ", ".join(
+        f"{block.block_hash.hex()[:num_digits]} ({block.end_token:,} tokens of "
+        f"{tree.name}, {tree.digest[:SHOWN_DIGITS]})"
+        for tree, block in found[:_MAX_CANDIDATES]
+    )
+    num_more = len(found) - _MAX_CANDIDATES
+    more = f", and {num_more:,} more" if num_more > 0 else ""
+    # A hash does not depend on the model: two models given the same tokens share it.
+    way_out = "; say which with --model" if len(hashes) == 1 else ""
+    raise ArgumentError(f"{text} is ambiguous: {candidates}{more}{way_out}", "hash")
+
+
+def num_unique_digits(block_hashes: Iterable[bytes]) -> int:
+    """How many hex digits distinguish these hashes; at least 8."""
+    digits = sorted({block_hash.hex() for block_hash in block_hashes})
+    longest = SHOWN_DIGITS
+    for one, other in itertools.pairwise(digits):
+        while one[:longest] == other[:longest]:
+            longest += 1
+    return longest

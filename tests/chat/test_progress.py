@@ -14,9 +14,9 @@ import pytest
 from helpers.terminal import CTRL_C, Terminal
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat.program import Settings, setup_arg_parser
 from mlx_paged.chat.conversation import Conversation
 from mlx_paged.chat.dialogue import Dialogue
+from mlx_paged.chat.program import Settings, setup_arg_parser
 from mlx_paged.chat.terminal import PipeReader, PromptProgress, Screen
 
 

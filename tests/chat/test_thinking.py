@@ -13,8 +13,8 @@ from helpers.terminal import screen_lines
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
-from mlx_paged.chat.program import Settings, setup_arg_parser
 from mlx_paged.chat.dialogue import Dialogue, Piece, ThinkingSplitter
+from mlx_paged.chat.program import Settings, setup_arg_parser
 from mlx_paged.chat.terminal import PipeReader, Screen
 
 THOUGHT = [

@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_paged import AsyncEngine, Engine, demo_model_path, load
-from mlx_paged.cache_tool.command_line import setup_arg_parser as cache_parser
-from mlx_paged.chat.program import setup_arg_parser as chat_parser
+from mlx_paged.cache_tool.program import setup_arg_parser as cache_parser
 from mlx_paged.chat.commands import COMMAND_TABLE
+from mlx_paged.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
