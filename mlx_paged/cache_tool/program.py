@@ -82,14 +82,11 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
         )
     unpin.add_argument("--all", action="store_true", help="unpin everything")
     rm.add_argument("--all", action="store_true", help="remove everything")
-    for verb, flag, metavar, domain, text in (
-        (rm, "--older-than", "AGE", DURATION, "remove blocks that were not used for this long: "
-         "30d, 12h, 90s"),
-        (rm, "--shrink-to", "N", NBYTES, "remove the least recently used blocks until at most this "
-         "is left: 10G"),
-        (size, "--limit", "N", NBYTES, "compare the size with this limit: 20G, 512M"),
-    ):  # fmt: skip
-        verb.add_argument(flag, type=domain.read_flag, metavar=metavar, help=text)
+    unused = "remove blocks that were not used for this long: 30d, 12h, 90s"
+    rm.add_value("--older-than", DURATION, unused, "AGE")
+    least = "remove the least recently used blocks until at most this is left: 10G"
+    rm.add_value("--shrink-to", NBYTES, least)
+    size.add_value("--limit", NBYTES, "compare the size with this limit: 20G, 512M")
     rm.add_argument("--pinned", action="store_true", help="also remove pinned blocks")
     verify.add_argument("--delete", action="store_true", help="remove bad files")
     for verb in (ls, show, pin, unpin, rm, size):

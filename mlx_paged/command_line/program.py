@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
+from mlx_paged.domains import Domain
 from mlx_paged.errors import one_line
 from mlx_paged.foreign_arguments import INSTEAD
 from mlx_paged.standard_streams import (
@@ -47,6 +48,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.report: Callable[[str], object] = lambda text: None
         self._flags = {} if flags is None else flags
+
+    def add_value(
+        self, flag: str, domain: Domain[Any], help: str, metavar: str = "N", default: object = None
+    ) -> None:
+        """Add a flag whose value is one of a domain."""
+        read = domain.read_flag
+        self.add_argument(flag, type=read, metavar=metavar, default=default, help=help)
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""

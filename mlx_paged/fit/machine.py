@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,40 +15,19 @@ from mlx_paged.memory import kv_share, memory_size, recommended_memory
 # GB/s as Apple publishes them. There is no M4 Ultra; figures for the M5 Ultra and the smaller M5
 # Max were not available.
 BANDWIDTHS = {
-    "M1": 68.25,
-    "M1 Pro": 200,
-    "M1 Max": 400,
-    "M1 Ultra": 800,
-    "M2": 100,
-    "M2 Pro": 200,
-    "M2 Max": 400,
-    "M2 Ultra": 800,
-    "M3": 100,
-    "M3 Pro": 150,
-    "M3 Max (30-core GPU)": 300,
-    "M3 Max (40-core GPU)": 400,
+    "M1": 68.25, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
+    "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
+    "M3": 100, "M3 Pro": 150, "M3 Max (30-core GPU)": 300, "M3 Max (40-core GPU)": 400,
     "M3 Ultra": 819,
-    "M4": 120,
-    "M4 Pro": 273,
-    "M4 Max (32-core GPU)": 410,
-    "M4 Max (40-core GPU)": 546,
-    "M5": 153.6,
-    "M5 Pro": 307,
-    "M5 Max (40-core GPU)": 614,
-}
+    "M4": 120, "M4 Pro": 273, "M4 Max (32-core GPU)": 410, "M4 Max (40-core GPU)": 546,
+    "M5": 153.6, "M5 Pro": 307, "M5 Max (40-core GPU)": 614,
+}  # fmt: skip
 # What Metal recommends as working set, in millions of bytes, by a Mac's memory in GiB, as programs
 # print it on recent versions of macOS.
 RECOMMENDED = {
-    16: 12_713,
-    18: 14_302,
-    24: 19_070,
-    32: 26_801,
-    36: 28_991,
-    48: 40_201,
-    64: 55_663,
-    128: 115_449,
-    512: 498_216,
-}
+    16: 12_713, 18: 14_302, 24: 19_070, 32: 26_801, 36: 28_991, 48: 40_201, 64: 55_663,
+    128: 115_449, 512: 498_216,
+}  # fmt: skip
 # Older versions recommend two thirds of the memory up to this size, and three quarters above.
 _SMALL = 36 * 2**30
 
@@ -81,17 +60,16 @@ class Machine:
         """A Mac with this much memory. For one of a size without reports, Metal is assumed to
         recommend the share that it does on the next smaller one.
         """
-        smaller = [gib for gib in RECOMMENDED if gib * 2**30 <= memory]
-        if not smaller:
-            return cls(memory, _recommended_before(memory), False, chip=chip)
-        known = max(smaller)
-        recommended = RECOMMENDED[known] * 10**6 * memory // (known * 2**30)
-        return cls(memory, recommended, False, chip=chip)
+        mac = cls(memory, 0, False, chip=chip)
+        known = max((gib for gib in RECOMMENDED if gib * 2**30 <= memory), default=0)
+        if not known:
+            return replace(mac, recommended=mac.recommended_before)
+        return replace(mac, recommended=RECOMMENDED[known] * 10**6 * memory // (known * 2**30))
 
     @property
     def recommended_before(self) -> int:
         """What older versions of macOS recommend on such a Mac."""
-        return _recommended_before(self.memory)
+        return self.memory * 2 // 3 if self.memory <= _SMALL else self.memory * 3 // 4
 
     def kv_share(self, weight_nbytes: int, activation_nbytes: int) -> int:
         """The bytes that K/V may take by default beside these weights and activations; negative if
@@ -111,10 +89,6 @@ class Machine:
         """
         found = [each for name, each in BANDWIDTHS.items() if name.partition(" (")[0] == self.chip]
         return min(found) * 1e9 if found else None
-
-
-def _recommended_before(memory: int) -> int:
-    return memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4
 
 
 def free_memory() -> int | None:

@@ -30,8 +30,8 @@ from mlx_paged.chat.commands import COMMAND_TABLE
 from mlx_paged.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
-from mlx_paged.fit.command_line import setup_list_parser as list_parser
+from mlx_paged.fit.program import setup_arg_parser as fit_parser
+from mlx_paged.fit.program import setup_list_parser as list_parser
 from mlx_paged.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
