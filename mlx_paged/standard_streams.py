@@ -43,8 +43,12 @@ def write_codes(text: str) -> None:
 @contextlib.contextmanager
 def warnings_as_lines(say: Callable[[str], object]) -> Iterator[None]:
     """Print each warning as one line, without its place in the code."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        say(" ".join(str(message).split()))
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(" ".join(str(message).split()))
+        warnings.showwarning = show
         yield
 
 

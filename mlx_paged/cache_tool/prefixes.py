@@ -139,11 +139,13 @@ class PrefixTree:
         # Children come before their parents.
         for block in sorted(self.blocks.values(), key=lambda block: -block.first_token):
             parent, after = self.parent(block), [each.block_hash for each in self.after(block)]
-            self.children.setdefault(parent and parent.block_hash, []).append(block)
-            num_leaves = sum(map(self.num_prefixes.__getitem__, after)) or 1
-            self.num_prefixes[block.block_hash] = num_leaves
-            last_use = max([block.last_used, *map(self.last_uses.__getitem__, after)])
-            self.last_uses[block.block_hash] = last_use
+            above = None if parent is None else parent.block_hash
+            self.children.setdefault(above, []).append(block)
+            self.num_prefixes[block.block_hash] = (
+                sum(self.num_prefixes[each] for each in after) or 1
+            )
+            uses = [block.last_used, *(self.last_uses[each] for each in after)]
+            self.last_uses[block.block_hash] = max(uses)
         for siblings in self.children.values():
             siblings.sort(key=lambda block: (-block.last_used, block.first_token, block.block_hash))
         roots = self.children.get(None, ())
@@ -151,10 +153,9 @@ class PrefixTree:
         blocks = self.blocks.values()
         self.num_tokens = sum(block.end_token - block.first_token for block in blocks)
         self.num_states = sum(block.state is not None for block in blocks)
-        self.nbytes = sum(each.nbytes for each in (*blocks, *self.answers))
-        self.last_used = max(
-            (each.last_used for each in (*blocks, *self.answers)), default=-math.inf
-        )
+        all_of_it: list[PrefixBlock | Entry] = [*blocks, *self.answers]
+        self.nbytes = sum(each.nbytes for each in all_of_it)
+        self.last_used = max((each.last_used for each in all_of_it), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""

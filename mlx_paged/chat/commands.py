@@ -204,7 +204,7 @@ def _load(dialogue: Dialogue, argument: str) -> str:
         except (ValueError, CacheFullError) as error:
             said = f"[the K/V were not loaded, and will be recomputed: {_said(error)}]"
             dialogue.screen.say(said)
-    is_open = conversation.messages[-1]["role"] == "user"
+    is_open = bool(conversation.messages[-1]["role"] == "user")
     return done + "; /regenerate answers the last one" * is_open
 
 

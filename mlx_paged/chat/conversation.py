@@ -72,7 +72,6 @@ class Conversation:
         self.answer_format = PLAIN
         self._prefix = prefix
         self._encoder = ConversationEncoder()
-        self._prompt: Prompt | None = None  # of the last turn
         self._template_options = (
             {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         )
@@ -167,28 +166,33 @@ class Conversation:
         if not message["content"].strip():
             raise ValueError("[chat] the message is empty")
         self.messages.append(message)
-        answer: list[str] = []
+        answer: list[GenerationResponse] = []
         try:
-            prompt = self._prompt_tokens()
+            prompt = self.encode()
+            self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
+            token_ids = [*self._prefix, *prompt.token_ids]
             # Reasoning marks may be special tokens, and belong to the history.
             params = params or SamplingParams(skip_special_tokens=False)
-            with closing(stream_request(self.engine, prompt, params, progress)) as responses:
-                token = None
+            with closing(stream_request(self.engine, token_ids, params, progress)) as responses:
                 for response in responses:
-                    # One token behind: the K/V of the newest one are not computed yet.
-                    if token is None:
-                        self.tokens = prompt
-                    else:
-                        self.tokens.append(token)
-                    token = response.token
-                    answer.append(response.text)
+                    answer.append(response)
                     yield response
         finally:
-            if answer:
-                self.messages.append({"role": "assistant", "content": "".join(answer)})
-                self._keep_answer()
-            else:
+            if not answer:
                 self.messages.pop()
+            else:
+                # The K/V of the newest token are not computed yet.
+                generated = [each.token for each in answer[:-1]]
+                self.tokens = [*token_ids, *generated]
+                text = "".join(each.text for each in answer)
+                self.messages.append({"role": "assistant", "content": text})
+                said = Verbatim(decoded(self.tokenizer, prompt.token_ids, generated))
+                self._encoder.keep(self.tokenizer, prompt, generated, self.messages[-1], said)
+
+    def encode(self) -> Prompt:
+        """The messages as a prompt, without the prefix."""
+        write, options = after_prefix if self._prefix else render_chat, self._template_options
+        return self._encoder.encode(self.tokenizer, self.messages, options, write=write)
 
     def ask_again(
         self,
@@ -234,22 +238,6 @@ class Conversation:
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
         render_chat(self.tokenizer, [*messages, *probe], self._template_options)
         self.messages = messages
-
-    def _prompt_tokens(self) -> list[int]:
-        write = after_prefix if self._prefix else render_chat
-        options = self._template_options
-        prompt = self._encoder.encode(self.tokenizer, self.messages, options, write=write)
-        self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
-        self._prompt = prompt
-        return [*self._prefix, *prompt.token_ids]
-
-    def _keep_answer(self) -> None:
-        """Keep the tokens of the last answer, as far as they are computed."""
-        prompt = self._prompt
-        assert prompt is not None
-        token_ids = self.tokens[len(self._prefix) + len(prompt.token_ids) :]
-        said = Verbatim(decoded(self.tokenizer, prompt.token_ids, token_ids))
-        self._encoder.keep(self.tokenizer, prompt, token_ids, self.messages[-1], said)
 
 
 def _system_message(text: str | None) -> list[dict[str, Any]]:

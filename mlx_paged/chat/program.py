@@ -317,7 +317,6 @@ class Settings:
 
     Attributes:
         sampling: parameters of the next answer, without its seed.
-        show_thinking: whether reasoning is shown.
         from_model: names of the sampling settings that the model recommends.
     """
 
@@ -327,12 +326,14 @@ class Settings:
         self.sampling = SamplingParams(
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
-        self.show_thinking = not args.hide_thinking
         self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
-        self._set_seed(args.seed)
+        self._others = {"seed": args.seed, "thinking": "hide" if args.hide_thinking else "show"}
+        self._seeds = random.Random(args.seed)
 
-    def _set_seed(self, seed: int) -> None:
-        self.seed, self._seeds = seed, random.Random(seed)
+    @property
+    def show_thinking(self) -> bool:
+        """Whether reasoning is shown."""
+        return bool(self._others["thinking"] == "show")
 
     def spare_from_xtc(self, token_ids: Sequence[int]) -> None:
         """Exempt these tokens from XTC."""
@@ -349,9 +350,8 @@ class Settings:
             return "greedy"
         shown = [f"temp {sampling.temperature:g}"]
         for name, field in _FIELDS.items():
-            value = getattr(sampling, field)
-            if field not in _SHOWN_APART and value != getattr(default, field):
-                shown.append(f"{name} {_in_words(value)}")
+            if field not in _SHOWN_APART and getattr(sampling, field) != getattr(default, field):
+                shown.append(f"{name} {self.get(name)}")
         if sampling.xtc_probability:
             shown.append(f"xtc {sampling.xtc_probability:g} above {sampling.xtc_threshold:g}")
         return ", ".join(shown)
@@ -359,9 +359,9 @@ class Settings:
     def get(self, name: str) -> str:
         """The value of a setting as text; raises ``ValueError`` for an unknown name."""
         _check_name(name)
-        if name == "thinking":
-            return "show" if self.show_thinking else "hide"
-        return _in_words(self.seed if name == "seed" else getattr(self.sampling, _FIELDS[name]))
+        field = _FIELDS.get(name)
+        value = self._others[name] if field is None else getattr(self.sampling, field)
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def set(self, name: str, text: str) -> None:
         """Change one setting.
@@ -374,12 +374,12 @@ class Settings:
             value = VARIABLES[name].read_flag(text)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{name} {error}") from error
-        if name == "thinking":
-            self.show_thinking = value == "show"
-        elif name == "seed":
-            self._set_seed(value)
-        else:
+        if name in _FIELDS:
             self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
+            return
+        self._others[name] = value
+        if name == "seed":
+            self._seeds = random.Random(value)
 
 
 def canonical_name(name: str) -> str:
@@ -391,7 +391,3 @@ def canonical_name(name: str) -> str:
 def _check_name(name: str) -> None:
     if name not in VARIABLES:
         raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")
-
-
-def _in_words(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

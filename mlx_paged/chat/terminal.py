@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -97,13 +97,17 @@ class Screen:
         """Drop the unfinished answer."""
         self._drawing, self._is_in_line = None, False
 
-    def say(self, text: str, is_dim: bool = False) -> None:
-        """Write lines to stderr; a terminal gets them wrapped between words, and dim if it can."""
+    def say(self, text: str, is_dim: bool = False, indent: int = 0) -> None:
+        """Write lines to stderr. A terminal gets them dim if it can, and wrapped between words;
+        ``indent`` is of the lines after the first one.
+        """
         self.clear_progress()
-        text = harmless(text)
+        text, rest = harmless(text), " " * indent
         if self._width is not None:
             # A word that is longer than a line, such as a file name, is not broken.
-            wrapper = TextWrapper(self._width, break_long_words=False, break_on_hyphens=False)
+            wrapper = TextWrapper(
+                self._width, "", rest, break_long_words=False, break_on_hyphens=False
+            )
             text = "\n".join(map(wrapper.fill, text.split("\n")))
         if is_dim and self.stderr_is_terminal and self.has_colour:
             text = f"{_DIM}{text}{_PLAIN}"
@@ -126,20 +130,11 @@ class Screen:
                 line = _bracketed([f"...{parts[0][excess + 3 :]}", last])
         self.say(line)
 
-    def say_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+    def say_rows(self, rows: Sequence[tuple[str, str]]) -> None:
         """Write a table of two columns. On a terminal the second one is wrapped."""
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 3, 0, 0))
-        for row in rows:
-            table.add_row(*map(Text, map(harmless, row)))
-        console = Console(width=self._width or 1000, color_system=None)
-        with console.capture() as capture:
-            console.print(table)
-        self.clear_progress()
-        write_codes("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+        indent = max(len(name) for name, _ in rows) + 3
+        for name, text in rows:
+            self.say(f"{name:<{indent}}{text}", indent=indent)
 
     def warn(self, text: str) -> None:
         """Say something, during an answer only when its line or its drawn block has ended."""
