@@ -129,18 +129,20 @@ def _cells(run: Run, num_digits: int, look: Look) -> tuple[str, ...]:
 
 def model_heading(tree: PrefixTree) -> str:
     """A model, and the totals of its blocks."""
-    known = tree.fingerprint
-    kv_format = "" if known is None else f", K/V {in_a_line(known.kv_format, _MAX_TEXT)}"
-    block_size = "" if known is None else f" of {known.block_size}"
-    states = f", {counted(tree.num_states, 'state')}" if tree.num_states else ""
-    answers = f", {counted(len(tree.answers), 'answer')}" if tree.answers else ""
-    return (
-        f"{in_a_line(tree.name, _MAX_TEXT)} ({tree.digest[:SHOWN_DIGITS]}{kv_format}): "
-        f"{counted(tree.num_leaves, 'prefix', 'prefixes')}, "
-        f"{counted(len(tree.blocks), 'block')}{block_size}, "
-        f"{counted(tree.num_tokens, 'token')}{states}{answers}, {in_bytes(tree.nbytes)}"
-        f"{f'; {_OUTDATED}' * tree.is_outdated}"
-    )
+    known, kv_format, block_size = tree.fingerprint, "", ""
+    if known is not None:
+        kv_format = f", K/V {in_a_line(known.kv_format, _MAX_TEXT)}"
+        block_size = f" of {known.block_size}"
+    totals = [
+        counted(tree.num_leaves, "prefix", "prefixes"),
+        counted(len(tree.blocks), "block") + block_size,
+        counted(tree.num_tokens, "token"),
+        counted(tree.num_states, "state") * bool(tree.num_states),
+        counted(len(tree.answers), "answer") * bool(tree.answers),
+        in_bytes(tree.nbytes) + f"; {_OUTDATED}" * tree.is_outdated,
+    ]
+    name = in_a_line(tree.name, _MAX_TEXT)
+    return f"{name} ({tree.digest[:SHOWN_DIGITS]}{kv_format}): {', '.join(filter(None, totals))}"
 
 
 def show_prefix(

@@ -24,29 +24,23 @@ from rich.text import Text
 from rich.theme import Theme
 
 # Attributes, and the only one of the eight colours that is legible on black and on white.
-_STYLES = Theme(
-    {
-        **dict.fromkeys((f"markdown.h{level}" for level in range(2, 7)), "bold"),
-        "markdown.h1": "bold underline",
-        "markdown.code": "magenta",
-        "markdown.code_block": "none",
-        "markdown.block_quote": "italic",
-        "markdown.item.bullet": "bold",
-        "markdown.item.number": "bold",
-        "markdown.hr": "dim",
-        "markdown.link": "underline",
-        "markdown.link_url": "none",
-        "markdown.table.header": "bold",
-        "markdown.table.border": "dim",
-    }
+_STYLES = {
+    "bold": "h2 h3 h4 h5 h6 item.bullet item.number table.header",
+    "bold underline": "h1",
+    "magenta": "code",
+    "italic": "block_quote",
+    "underline": "link",
+    "dim": "hr table.border",
+    "none": "code_block link_url",
+}
+_THEME = Theme(
+    {f"markdown.{name}": style for style, names in _STYLES.items() for name in names.split()}
 )
 _CODE = ANSISyntaxTheme(
     {
         ("Comment",): Style(dim=True),
-        ("Keyword",): Style(bold=True),
-        ("Name", "Function"): Style(bold=True),
-        ("Literal", "Number"): Style(color="magenta"),
-        ("Literal", "String"): Style(color="magenta"),
+        **dict.fromkeys((("Keyword",), ("Name", "Function")), Style(bold=True)),
+        **dict.fromkeys((("Literal", "Number"), ("Literal", "String")), Style(color="magenta")),
     }
 )
 # Text that markdown would drop is shown as it is: tags, as in List<int>, the backslashes of
@@ -82,7 +76,7 @@ class MarkdownWriter:
         self._is_first, self._follows_thinking = True, False
         self._next_drawing = 0.0
         self._console = Console(
-            color_system="standard", force_terminal=True, theme=_STYLES, highlight=False
+            color_system="standard", force_terminal=True, theme=_THEME, highlight=False
         )
 
     @property

@@ -155,14 +155,8 @@ def _add_flag(
         action = {"type": domain.parse, "choices": domain.choices}
     elif domain.parse is bool and default is None:
         action = {"action": argparse.BooleanOptionalAction}
-    group.add_argument(
-        flag_name,
-        *flag.also,
-        dest=name,
-        default=default,
-        help=text.replace("%", "%%"),
-        **action,
-    )
+    action |= {"dest": name, "default": default, "help": text.replace("%", "%%")}
+    group.add_argument(flag_name, *flag.also, **action)
 
 
 def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
