@@ -175,13 +175,10 @@ class Dialogue:
         return response, bool(interrupted)
 
     def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
-        engine = self.conversation.engine
-        if self.is_verbose:
-            self.screen.say(describe_answer(self.conversation, response))
-        else:
-            self.screen.say(describe_answer_briefly(engine, response), is_dim=True)
+        figures = describe_answer(self.conversation, response, self.is_verbose)
+        self.screen.say(figures, is_dim=not self.is_verbose)
         if response.finish_reason == "length":
-            self.screen.say(describe_cut(response, max_tokens, engine))
+            self.screen.say(describe_cut(response, max_tokens, self.conversation.engine))
 
 
 @contextmanager
@@ -286,7 +283,9 @@ def say_start(
     tier = engine.disk_tier
     is_disk_off = tier is not None and tier.stats().failure is not None
     if args.verbose:
-        screen.say(_describe_start(args, engine, settings, is_dialogue))
+        screen.say("\n".join(_start_in_full(args, engine, settings)))
+        if is_dialogue:
+            screen.say("[/help for commands, Ctrl-D to leave]")
     else:
         length, _ = context_length(engine)
         own = " (the model's)" * bool(settings.from_model)
@@ -300,8 +299,8 @@ def say_start(
             number = tier.stats().num_blocks
             parts.append(f"{number:,} blocks on disk" if number else "disk cache")
         screen.say_in_a_line(parts, "/help" * is_dialogue)
-        if is_disk_off:
-            screen.say("".join(f"[{words}]" for words in describe_disk_tier(engine)))
+        for words in describe_disk_tier(engine) if is_disk_off else ():
+            screen.say(f"[{words}]")
     nbytes, memory = engine.cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
         screen.say(
@@ -310,57 +309,55 @@ def say_start(
         )
 
 
-def _describe_start(
-    args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
-) -> str:
+def _start_in_full(args: argparse.Namespace, engine: Engine, settings: Settings) -> Iterator[str]:
     cache, config = engine.cache, engine.cache.config
-    grows = "; grows into it" if cache.nbytes_held < config.nbytes else ""
-    own = f"; {', '.join(settings.from_model)} from generation_config.json"
-    lines = [
+    yield (
         f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
-        f"backend: {describe_backend(cache)} | kv: {cache.kind}]",
+        f"backend: {describe_backend(cache)} | kv: {cache.kind}]"
+    )
+    grows = "; grows into it" if cache.nbytes_held < config.nbytes else ""
+    yield (
         f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
         f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
-        f"({describe_token_size(cache)}){grows}]",
-        f"[{describe_memory(engine)}]",
-        *(f"[{words}]" for words in describe_disk_tier(engine)),
-        f"[context: {describe_context(engine)}; prompt and answer together]",
-        f"[sampling: {settings.describe_sampling()}{own * bool(settings.from_model)}]",
-        *([DEMO_HINT] if args.model is None else []),
-        *(["[/help for commands, Ctrl-D to leave]"] if is_dialogue else []),
-    ]
-    return "\n".join(lines)
+        f"({describe_token_size(cache)}){grows}]"
+    )
+    yield f"[{describe_memory(engine)}]"
+    yield from (f"[{words}]" for words in describe_disk_tier(engine))
+    yield f"[context: {describe_context(engine)}; prompt and answer together]"
+    own = f"; {', '.join(settings.from_model)} from generation_config.json"
+    yield f"[sampling: {settings.describe_sampling()}{own * bool(settings.from_model)}]"
+    if args.model is None:
+        yield DEMO_HINT
 
 
-def describe_answer(conversation: Conversation, response: GenerationResponse) -> str:
-    """All statistics of an answer."""
-    held = conversation.engine.cache.nbytes_held / 1e6
-    lines = [
-        f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused"
-        f"{_from_disk(response)}), {response.prompt_tps:.3f} tokens-per-sec, first token after "
-        f"{response.time_to_first_token:.3f} s",
+def describe_answer(
+    conversation: Conversation, response: GenerationResponse, is_verbose: bool
+) -> str:
+    """The statistics of an answer: all of them, or the main ones in one line."""
+    engine, config = conversation.engine, conversation.engine.cache.config
+    disk = f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
+    accepted, drafted = response.accepted_tokens, response.drafted_tokens
+    drafts = f"{accepted:,} of {drafted:,} drafts accepted"
+    if not is_verbose:
+        num_held = engine.stats().num_cached_blocks * config.block_size
+        parts = [
+            f"{response.time_to_first_token:.2f} s to first token",
+            f"{response.generation_tps:.1f} tokens/s",
+            f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
+            drafts * bool(drafted),
+            f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
+        ]
+        return f"[{' | '.join(filter(None, parts))}]"
+    held = engine.cache.nbytes_held / 1e6
+    return (
+        f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
+        f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
+        f"{response.time_to_first_token:.3f} s\n"
         f"Generation: {response.generation_tokens} tokens, "
-        f"{response.generation_tps:.3f} tokens-per-sec",
-        f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated",
-        f"Peak memory: {response.peak_memory:.3f} GB",
-        *(f"Drafts: {words}" for words in _drafts(response)),
-    ]
-    return "\n".join(lines)
-
-
-def describe_answer_briefly(engine: Engine, response: GenerationResponse) -> str:
-    """The main statistics of an answer, in one line."""
-    config = engine.cache.config
-    num_held = engine.stats().num_cached_blocks * config.block_size
-    parts = [
-        f"{response.time_to_first_token:.2f} s to first token",
-        f"{response.generation_tps:.1f} tokens/s",
-        f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused"
-        f"{_from_disk(response)}",
-        *_drafts(response),
-        f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
-    ]
-    return f"[{' | '.join(parts)}]"
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
+        f"Peak memory: {response.peak_memory:.3f} GB" + f"\nDrafts: {drafts}" * bool(drafted)
+    )
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -413,13 +410,3 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
         )
     held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
     return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])
-
-
-def _from_disk(response: GenerationResponse) -> str:
-    return f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
-
-
-def _drafts(response: GenerationResponse) -> list[str]:
-    if not response.drafted_tokens:
-        return []
-    return [f"{response.accepted_tokens:,} of {response.drafted_tokens:,} drafts accepted"]
