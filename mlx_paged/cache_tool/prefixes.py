@@ -65,30 +65,31 @@ class Run:
     """Consecutive blocks without a fork, either all pinned or none.
 
     Args:
-        blocks: at least one.
-        num_prefixes: how many prefixes contain all of these blocks; 1 if they aren't shared.
-        is_cut_off: whether the preceding blocks are not in the folder, so that it is found only
-            while an engine has them in memory.
+        blocks: of the tree, at least one.
         level: depth in the tree of runs.
         siblings_follow: for each level that is drawn, down to its own, whether more runs follow.
 
     Attributes:
         last: the block whose hash names the prefix up to the end of the run.
+        num_prefixes: how many prefixes contain all of these blocks; 1 if they aren't shared.
+        is_cut_off: whether the preceding blocks are not in the folder, so that it is found only
+            while an engine has them in memory.
         Others: as those of its blocks, together.
     """
 
     def __init__(
         self,
+        tree: PrefixTree,
         blocks: Sequence[PrefixBlock],
-        num_prefixes: int,
-        is_cut_off: bool,
         level: int = 0,
         siblings_follow: tuple[bool, ...] = (),
     ):
-        self.blocks, self.num_prefixes, self.is_cut_off = blocks, num_prefixes, is_cut_off
-        self.level, self.siblings_follow = level, siblings_follow
-        self.last = blocks[-1]
-        self.first_token, self.end_token = blocks[0].first_token, self.last.end_token
+        self.blocks, self.level, self.siblings_follow = blocks, level, siblings_follow
+        first, self.last = blocks[0], blocks[-1]
+        self.first_token, self.end_token = first.first_token, self.last.end_token
+        self.num_prefixes = tree.num_prefixes[first.block_hash]
+        needs_more = first.first_token > 0 and first.entries[0].group != STATES
+        self.is_cut_off = needs_more and tree.parent(first) is None
         self.nbytes = sum(block.nbytes for block in blocks)
         self.num_states = sum(block.state is not None for block in blocks)
         self.last_used = max(block.last_used for block in blocks)
@@ -214,31 +215,17 @@ class PrefixTree:
     def run_from(self, first: PrefixBlock, level: int = 0, rails: tuple[bool, ...] = ()) -> Run:
         """The run that begins with a block; ``rails`` are its ``siblings_follow``."""
         blocks = [first]
-        while self._goes_on(blocks[-1], after := self.after(blocks[-1])[:1]):
+        while len(after := self.after(blocks[-1])) == 1 and after[0].is_pinned == first.is_pinned:
             blocks += after
-        return self._run(blocks, level, rails)
+        return Run(self, blocks, level, rails)
 
     def runs_of(self, path: Sequence[PrefixBlock]) -> list[Run]:
         """The runs of a prefix, up to its end."""
-        ends = [
-            number
-            for number, (block, after) in enumerate(itertools.pairwise(path), 1)
-            if not self._goes_on(block, [after])
-        ]
-        return [self._run(path[a:b]) for a, b in itertools.pairwise([0, *ends, len(path)])]
-
-    def _run(
-        self, blocks: Sequence[PrefixBlock], level: int = 0, rails: tuple[bool, ...] = ()
-    ) -> Run:
-        first = blocks[0]
-        needs_more = first.first_token > 0 and first.entries[0].group != STATES
-        is_cut_off = needs_more and self.parent(first) is None
-        return Run(blocks, self.num_prefixes[first.block_hash], is_cut_off, level, rails)
-
-    def _goes_on(self, block: PrefixBlock, after: Sequence[PrefixBlock]) -> bool:
-        """Whether a block and the one after it, if there is one, are of one run."""
-        is_alone = len(self.after(block)) == 1 == len(after)
-        return is_alone and block.is_pinned == after[0].is_pinned
+        runs: list[Run] = []
+        while path:
+            runs.append(Run(self, self.run_from(path[0]).blocks[: len(path)]))
+            path = path[len(runs[-1].blocks) :]
+        return runs
 
 
 def read_trees(folder: CacheFolder) -> list[PrefixTree]:
@@ -279,9 +266,9 @@ def of_model(trees: Sequence[PrefixTree], name: str | None) -> list[PrefixTree]:
     ]
     if not found:
         known = ", ".join(dict.fromkeys(tree.name for tree in trees))
-        content = f"it holds {one_line(known)}" if known else "it is empty"
+        held = f"it holds {one_line(known)}" if known else "it is empty"
         raise ArgumentError(
-            f"--model {shown(name)}: the folder has no blocks of it; {content}", "model"
+            f"--model {shown(name)}: the folder has no blocks of it; {held}", "model"
         )
     return found
 
@@ -293,11 +280,8 @@ def find(text: str, trees: Sequence[PrefixTree]) -> tuple[PrefixTree, PrefixBloc
         ArgumentError: there is none, or more than one.
     """
     if not _HASH.fullmatch(text):
-        raise ArgumentError(
-            f"a hash is {_MIN_DIGITS} to 64 hex digits, got {shown(text)}; ls shows those in the "
-            "folder",
-            "hash",
-        )
+        form = f"a hash is {_MIN_DIGITS} to 64 hex digits, got {shown(text)}"
+        raise ArgumentError(f"{form}; ls shows those in the folder", "hash")
     pairs = [(tree, block) for tree in trees for block in tree.blocks.values()]
     found = [pair for pair in pairs if pair[1].block_hash.hex().startswith(text.lower())]
     if not found:

@@ -231,17 +231,12 @@ def _check_choice(args: argparse.Namespace) -> None:
     Raises:
         ArgumentError: they name nothing, or contradict one another.
     """
-    given = {
-        "HASH": bool(args.hash),
-        "--all": args.all,
-        "--older-than": args.older_than is not None,
-        "--shrink-to": args.shrink_to is not None,
-    }
-    ways = [name for name, is_given in given.items() if is_given]
+    given = {"HASH": args.hash or None, "--all": args.all or None}
+    given |= {"--older-than": args.older_than, "--shrink-to": args.shrink_to}
+    ways = [name for name, value in given.items() if value is not None]
     if len(ways) > 1:
-        raise ArgumentError(
-            f"{' and '.join(ways)} each say what to remove; give one of them", "hash"
-        )
+        names = " and ".join(ways)
+        raise ArgumentError(f"{names} each say what to remove; give one of them", "hash")
     if not ways and args.model is None:
         raise ArgumentError(f"say what to remove: --model, {', '.join(given)}", "hash")
     if args.shrink_to is not None and (args.model is not None or args.pinned):
