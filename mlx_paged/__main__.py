@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
-from mlx_paged.command_line.program import Parser, run_program
+from mlx_paged.cli.program import Parser, run_program
+from mlx_paged.cli.streams import write
 from mlx_paged.errors import shown
-from mlx_paged.standard_streams import write
 
 HELP = """\
 usage: {prog} COMMAND ...
@@ -59,11 +59,11 @@ def _answer(prog: str, command: str, rest: list[str]) -> int:
 
 # The module and the function of each command.
 COMMANDS = {
-    "chat": ("mlx_paged.chat", "main"),
+    "chat": ("mlx_paged.cli.chat.program", "main"),
     "serve": ("mlx_paged.server", "main"),
-    "fit": ("mlx_paged.fit", "main"),
-    "list": ("mlx_paged.fit", "main_of_list"),
-    "cache": ("mlx_paged.cache_tool", "main"),
+    "fit": ("mlx_paged.cli.fit.program", "main"),
+    "list": ("mlx_paged.cli.fit.program", "main_of_list"),
+    "cache": ("mlx_paged.cli.cache.program", "main"),
 }
 
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.command_line import flags
-from mlx_paged.command_line.program import Parser
+from mlx_paged.cli import flags
+from mlx_paged.cli.program import Parser
 from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings

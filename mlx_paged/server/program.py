@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.command_line.flags import chosen_sampling, find_model, load_model
-from mlx_paged.command_line.program import import_first, is_follower, run_program
+from mlx_paged.cli.flags import chosen_sampling, find_model, load_model
+from mlx_paged.cli.program import import_first, is_follower, run_program
+from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.command_line import (
     FLAGS,
@@ -32,7 +33,6 @@ from mlx_paged.server.command_line import (
     template_options,
 )
 from mlx_paged.server.settings import ServerSettings
-from mlx_paged.standard_streams import say, warnings_as_lines
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -266,7 +266,7 @@ def _max_connections() -> int:
 
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
-    from mlx_paged.command_line.descriptions import describe_engine
+    from mlx_paged.cli.descriptions import describe_engine
     from mlx_paged.server.http.api_keys import in_words
     from mlx_paged.server.http.http_server import url_of
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
 from mlx_paged.block_store import Fingerprint
-from mlx_paged.cache_tool.listing import (
+from mlx_paged.cli.cache.listing import (
     Look,
     counted,
     in_a_line,
@@ -19,7 +19,7 @@ from mlx_paged.cache_tool.listing import (
     list_trees,
     show_prefix,
 )
-from mlx_paged.cache_tool.prefixes import as_trees, find, num_unique_digits, of_model
+from mlx_paged.cli.cache.prefixes import as_trees, find, num_unique_digits, of_model
 from mlx_paged.errors import ArgumentError
 
 # Categories of characters: controls, those that reverse the order, surrogates, ends of lines.

@@ -6,7 +6,7 @@ import random
 
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
-from mlx_paged.cache_tool.prefixes import PrefixTree, as_trees
+from mlx_paged.cli.cache.prefixes import PrefixTree, as_trees
 
 
 def ends(tree: PrefixTree) -> list[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ from mlx_lm import cache_prompt
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat.commands import load_messages
+from mlx_paged.cli.chat.commands import load_messages
 
 QUESTIONS = ["My name is Tom. The code of apple is 4821.", "What is my name?"]
 # More than a block behind what was saved.

@@ -13,9 +13,9 @@ from helpers.terminal import screen_lines
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
-from mlx_paged.chat.dialogue import Dialogue, Piece, ThinkingSplitter
-from mlx_paged.chat.program import Settings, setup_arg_parser
-from mlx_paged.chat.terminal import PipeReader, Screen
+from mlx_paged.cli.chat.dialogue import Dialogue, Piece, ThinkingSplitter
+from mlx_paged.cli.chat.program import Settings, setup_arg_parser
+from mlx_paged.cli.chat.terminal import PipeReader, Screen
 
 THOUGHT = [
     Piece("<think>17 < 25</think>", True),

@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Scope
 
+from mlx_paged.cli.streams import say
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.server.errors import ApiError, Guard
@@ -24,7 +25,6 @@ from mlx_paged.server.http.access import is_loopback_name
 from mlx_paged.server.http.api_keys import KeyFile
 from mlx_paged.server.http.connections import Connection, connection_class
 from mlx_paged.server.settings import ServerSettings
-from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
 

@@ -8,15 +8,15 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.command_line.program import Parser, import_first, run_program
+from mlx_paged.cli.program import Parser, import_first, run_program
+from mlx_paged.cli.streams import say, warnings_as_lines, write
 from mlx_paged.config import KV_FORMAT, NBYTES, KVBits
 from mlx_paged.domains import AT_LEAST_1
 from mlx_paged.errors import ArgumentError
-from mlx_paged.standard_streams import say, warnings_as_lines, write
 
 if TYPE_CHECKING:
-    from mlx_paged.fit.machine import Machine
-    from mlx_paged.fit.verdict import Fit
+    from mlx_paged.cli.fit.machine import Machine
+    from mlx_paged.cli.fit.verdict import Fit
     from mlx_paged.loading.outline import Outline
 
 _FLAGS = {"path_or_hf_repo": "MODEL", "kv_format": "--kv-bits", "max_model_len": "--context"}
@@ -113,7 +113,7 @@ def main_of_list(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    from mlx_paged.fit.machine import BANDWIDTHS, Machine
+    from mlx_paged.cli.fit.machine import BANDWIDTHS, Machine
 
     chip = args.chip
     if chip is not None:
@@ -126,9 +126,9 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 @warnings_as_lines(say)
 def _judge(args: argparse.Namespace) -> int:
-    import_first("mlx_paged.fit.report")
-    from mlx_paged.fit.report import report
-    from mlx_paged.fit.verdict import Fit
+    import_first("mlx_paged.cli.fit.report")
+    from mlx_paged.cli.fit.report import report
+    from mlx_paged.cli.fit.verdict import Fit
     from mlx_paged.loading.outline import read_outline
 
     machine, outline = _machine(args), read_outline(args.model, args.revision)
@@ -172,7 +172,7 @@ def _as_json(outline: Outline, fit: Fit, ways_out: list[str]) -> dict[str, Any]:
 
 @warnings_as_lines(say)
 def _list(args: argparse.Namespace) -> int:
-    from mlx_paged.fit.report import list_models
+    from mlx_paged.cli.fit.report import list_models
 
     write("".join(f"{line}\n" for line in list_models(args.folders, _machine(args), args.kv_bits)))
     return 0

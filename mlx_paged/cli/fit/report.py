@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mlx_paged.cli.fit.machine import Machine
+from mlx_paged.cli.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit
 from mlx_paged.config import KVBits
 from mlx_paged.errors import ArgumentError
-from mlx_paged.fit.machine import Machine
-from mlx_paged.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit
 from mlx_paged.loading import LoadError
 from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
 from mlx_paged.loading.gguf.files import is_later_part

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.block_store import BlockName, CacheFolder, Entry, FolderSize, Removed
-from mlx_paged.cache_tool.listing import (
+from mlx_paged.cli.cache.listing import (
     Look,
     TextOf,
     counted,
@@ -25,7 +25,7 @@ from mlx_paged.cache_tool.listing import (
     show_prefix,
     token_ids,
 )
-from mlx_paged.cache_tool.prefixes import (
+from mlx_paged.cli.cache.prefixes import (
     SHOWN_DIGITS,
     PrefixBlock,
     PrefixTree,
@@ -34,11 +34,11 @@ from mlx_paged.cache_tool.prefixes import (
     of_model,
     read_trees,
 )
-from mlx_paged.command_line.program import Parser, run_program
+from mlx_paged.cli.program import Parser, run_program
+from mlx_paged.cli.streams import write
 from mlx_paged.config import DURATION, NBYTES
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import ArgumentError
-from mlx_paged.standard_streams import write
 
 _FLAGS = {"cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
 _LINES_AT_ONCE = 1000

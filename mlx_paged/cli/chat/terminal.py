@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from mlx_paged.cli.streams import write, write_codes
 from mlx_paged.errors import harmless, system_reason
-from mlx_paged.standard_streams import write, write_codes
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.markdown import MarkdownWriter
+    from mlx_paged.cli.chat.markdown import MarkdownWriter
 
 # Progress is shown for prompts with at least this many tokens to compute.
 LONG_PROMPT = 128
@@ -75,7 +75,7 @@ class Screen:
             text = harmless(text)
         if self._draws_answers:
             if self._drawing is None:
-                from mlx_paged.chat.markdown import MarkdownWriter
+                from mlx_paged.cli.chat.markdown import MarkdownWriter
 
                 self._drawing = MarkdownWriter(write, lambda: size_of(sys.stdout))
             self._drawing.add(text, is_thinking)

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_paged.chat.dialogue import Dialogue, describe_stats
-from mlx_paged.chat.program import FLAGS, VARIABLES, canonical_name
-from mlx_paged.command_line.program import error_line
+from mlx_paged.cli.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.cli.chat.program import FLAGS, VARIABLES, canonical_name
+from mlx_paged.cli.program import error_line
+from mlx_paged.cli.streams import OutputLostError
 from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
 from mlx_paged.replaced_file import replaced_file
-from mlx_paged.standard_streams import OutputLostError
 
 FORMAT = "mlx_paged.chat"
 VERSION = 1

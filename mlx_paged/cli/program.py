@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
-from mlx_paged.domains import Domain
-from mlx_paged.errors import one_line
-from mlx_paged.foreign_arguments import INSTEAD
-from mlx_paged.standard_streams import (
+from mlx_paged.cli.streams import (
     OutputLostError,
     discard_output,
     prepare_streams,
     say,
     write,
 )
+from mlx_paged.domains import Domain
+from mlx_paged.errors import one_line
+from mlx_paged.foreign_arguments import INSTEAD
 
 _MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")

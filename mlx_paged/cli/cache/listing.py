@@ -14,7 +14,7 @@ from typing import TypeAlias
 from rich.cells import cell_len, set_cell_size
 
 from mlx_paged.block_store import BlockName, CacheFolder
-from mlx_paged.cache_tool.prefixes import (
+from mlx_paged.cli.cache.prefixes import (
     SHOWN_DIGITS,
     PrefixBlock,
     PrefixTree,

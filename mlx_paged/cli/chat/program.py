@@ -19,20 +19,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.terminal import PipeReader, Reader, Screen, clean, read_stdin
-from mlx_paged.command_line import flags
-from mlx_paged.command_line.flags import TEXT, switch
-from mlx_paged.command_line.program import Parser, import_first, is_follower, run_program
+from mlx_paged.cli import flags
+from mlx_paged.cli.chat.terminal import PipeReader, Reader, Screen, clean, read_stdin
+from mlx_paged.cli.flags import TEXT, switch
+from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
+from mlx_paged.cli.streams import warnings_as_lines, write
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.declarations import Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, Domain, one_of
 from mlx_paged.errors import shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.standard_streams import warnings_as_lines, write
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.cli.chat.conversation import Conversation
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
@@ -151,8 +151,8 @@ def _answer_or_converse(args: argparse.Namespace, screen: Screen) -> int:
             screen.announce(loading, "[loading ...]")
         conversation, settings = _load(args)
         with closing(conversation.engine):
-            from mlx_paged.chat.commands import converse
-            from mlx_paged.chat.dialogue import Dialogue, say_start
+            from mlx_paged.cli.chat.commands import converse
+            from mlx_paged.cli.chat.dialogue import Dialogue, say_start
 
             if args.verbose or not args.json:
                 say_start(screen, args, conversation.engine, settings, message is None)
@@ -219,8 +219,8 @@ def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not sys.stdin.isatty() or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
         return PipeReader()
-    from mlx_paged.chat.commands import complete
-    from mlx_paged.chat.line_editor import LineEditor, history_path
+    from mlx_paged.cli.chat.commands import complete
+    from mlx_paged.cli.chat.line_editor import LineEditor, history_path
 
     return LineEditor(complete, screen, history_path(os.environ))
 
@@ -254,8 +254,8 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
-    import_first("mlx_paged.loading", "mlx_paged.chat.dialogue")
-    from mlx_paged.chat.conversation import Conversation, chosen_model, load_prefix, read_facts
+    import_first("mlx_paged.loading", "mlx_paged.cli.chat.dialogue")
+    from mlx_paged.cli.chat.conversation import Conversation, chosen_model, load_prefix, read_facts
     from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.options import with_step_seconds
 

@@ -30,7 +30,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.shortcuts import CompleteStyle, confirm
 
-from mlx_paged.chat.terminal import Screen, clean
+from mlx_paged.cli.chat.terminal import Screen, clean
 
 PROMPT = ">> "
 # Maps the text that was typed so far to the words that may come next; None is a file name.

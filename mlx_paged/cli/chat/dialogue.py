@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.reader import AnswerReader
-from mlx_paged.chat.program import Settings
-from mlx_paged.chat.terminal import PromptProgress, Reader, Screen
-from mlx_paged.command_line.descriptions import (
+from mlx_paged.cli.chat.program import Settings
+from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
+from mlx_paged.cli.descriptions import (
     context_length,
     describe_backend,
     describe_context,
@@ -30,13 +30,13 @@ from mlx_paged.command_line.descriptions import (
     describe_token_size,
     in_words,
 )
-from mlx_paged.command_line.flags import EXAMPLE_MODEL
+from mlx_paged.cli.flags import EXAMPLE_MODEL
+from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import Call
 from mlx_paged.memory import format_nbytes, memory_size
-from mlx_paged.standard_streams import say
 
 if TYPE_CHECKING:
-    from mlx_paged.chat.conversation import Answer, Conversation
+    from mlx_paged.cli.chat.conversation import Answer, Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
     from mlx_paged.sampling_params import SamplingParams
