@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
-from mlx_paged.cli.program import Parser, run_program
-from mlx_paged.cli.streams import write
+from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
 from mlx_paged.errors import shown
 
 HELP = """\
@@ -30,31 +29,34 @@ commands:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a command that does not exist."""
+    prepare_streams()
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    name = Path(sys.argv[0]).name
-    prog = name if name == "mlx-paged" else "python -m mlx_paged"
+    called = Path(sys.argv[0]).name
+    prog = called if called == "mlx-paged" else "python -m mlx_paged"
     if command in COMMANDS:
         module, name = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
-    return run_program(Parser(prog=prog), [], lambda _: _answer(prog, command, rest), {})
-
-
-def _answer(prog: str, command: str, rest: list[str]) -> int:
-    """Print what there is; raises ``ValueError`` for a command that does not exist."""
-    if command in ("--help", "-h", "help"):
-        write(f"{HELP.format(prog=prog)}\n")
-    elif command == "--version":
-        write(f"mlx_paged {__version__}\n")
-    elif command in ELSEWHERE:
+    try:
+        if command in ("--help", "-h", "help"):
+            write(f"{HELP.format(prog=prog)}\n")
+            return 0
+        if command == "--version":
+            write(f"mlx_paged {__version__}\n")
+            return 0
+    except (OutputLostError, BrokenPipeError) as error:
+        discard_output()
+        if not isinstance(error, BrokenPipeError):
+            say(f"{prog}: error: {error}")
+        return 1
+    kind = "option" if command.startswith("-") else "command"
+    why = f"unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} (see --help)"
+    if command in ELSEWHERE:
         words = " ".join(map(shlex.quote, rest)) or "MODEL"
         instead = ELSEWHERE[command].format(prog=prog, rest=words)
-        raise ValueError(f"there is no command {command}; {instead}")
-    else:
-        kind = "option" if command.startswith("-") else "command"
-        commands = ", ".join(COMMANDS)
-        raise ValueError(f"unknown {kind} {shown(command)}; commands: {commands} (see --help)")
-    return 0
+        why = f"there is no command {command}; {instead}"
+    say(f"{prog}: error: {why}")
+    return 2
 
 
 # The module and the function of each command.
