@@ -46,8 +46,8 @@ NAMES = """    "dummy_share": "their_share",
 """
 PROBE = """
 from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
-from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
-from mlx_paged.command_line.flags import chosen_sampling, engine_options
+from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
+from mlx_paged.cli.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
 from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
 from mlx_paged.server.fields import SamplingFields

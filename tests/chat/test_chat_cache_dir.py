@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.block_store.block_files import BlockFiles
-from mlx_paged.chat.terminal import Screen
+from mlx_paged.cli.chat.terminal import Screen
 
 QUESTION = (
     "The code of apple is 4821. The code of pear is 1234. The code of plum is 2222. "

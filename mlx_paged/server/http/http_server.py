@@ -22,12 +22,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_paged.cli.streams import say
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.server.errors import OPENAI, ApiError, Guard
 from mlx_paged.server.http.access import is_loopback_name
 from mlx_paged.server.settings import KeyFile, ServerSettings
-from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
 
