@@ -204,13 +204,15 @@ class SwapSpace:
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
         num_state_blocks: how many blocks a sequence's recurrent state counts as.
-        tier: stores the blocks, by default in host memory, until they are discarded. Requests whose
-            blocks it loses are recomputed.
+
+    Attributes:
+        tier: stores the blocks until they are discarded: in host memory, unless another is set.
+            Requests whose blocks it loses are recomputed.
     """
 
-    def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
+    def __init__(self, num_blocks: int, num_state_blocks: int = 0):
         self.num_blocks = num_blocks
-        self.tier = tier or HostMemory()
+        self.tier = HostMemory()
         self._has_warned = False
         self._num_state_blocks = num_state_blocks
         self._held: dict[SeqId, SequenceTables] = {}
@@ -266,11 +268,6 @@ class SwapSpace:
             for headers in self.headers(seq_id):
                 self.tier.discard([header.block_hash for header in headers])
             del self._held[seq_id], self._owners[seq_id]
-
-    def clear(self) -> None:
-        """Discard the K/V of all sequences."""
-        for seq_id in list(self._held):
-            self.release(seq_id)
 
     def _has_failed(self) -> bool:
         """Whether the tier has failed; warns once."""

@@ -215,7 +215,7 @@ class Scheduler:
                 num_new_tokens = self._next_chunk(plan, completion, num_after)
             copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
             if copies is not None:
-                self._schedule(plan, completion, num_new_tokens, copies)
+                self._add_part(plan, completion, num_new_tokens, copies)
                 index += 1
             elif is_ahead:
                 break
@@ -224,7 +224,7 @@ class Scheduler:
                 self._preempt(plan, running[-1])
                 self.cache.make_room(num_new_tokens * len(manager.retentions))
             else:
-                self._end(plan, completion)
+                self._finish_unfit(plan, completion)
         if not plan.preempted:
             self._admit_waiting(plan)
             add_drafts(plan, self.speculation, manager, self.config.max_model_len)
@@ -358,7 +358,7 @@ class Scheduler:
                 num_running += num_places
             elif not self.running and not plan.is_ahead:
                 # No running request could free blocks, so it would wait forever.
-                self._end(plan, completion)
+                self._finish_unfit(plan, completion)
             elif not queues.may_admit_others(plan, completion, is_admitted=False):
                 return
 
@@ -395,7 +395,7 @@ class Scheduler:
             self.swap_space.release(completion.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
         completion.num_computed_tokens = num_held
-        self._schedule(plan, completion, num_new_tokens, copies)
+        self._add_part(plan, completion, num_new_tokens, copies)
         return True
 
     def _max_chunk(
@@ -409,9 +409,10 @@ class Scheduler:
             max_run = min(max_run, max(1, plan.scored_rows_budget))
         return max_run
 
-    def _schedule(
+    def _add_part(
         self, plan: Batch, completion: Completion, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
+        """Add a request, which has its slots, to the planned step."""
         start = completion.num_computed_tokens
         completion.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(completion.token_ids) else 0
@@ -435,7 +436,7 @@ class Scheduler:
         if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
 
-    def _end(self, plan: Batch, completion: Completion) -> None:
+    def _finish_unfit(self, plan: Batch, completion: Completion) -> None:
         """End a request that does not fit, where no other request could free blocks, because the
         device has less memory than the budget allows: a running answer is cut, others fail.
         """
