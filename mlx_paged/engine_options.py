@@ -8,7 +8,7 @@ the declarations can be read.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from mlx_paged import config
 from mlx_paged.argument_values import (
@@ -23,8 +23,10 @@ from mlx_paged.argument_values import (
     such,
     whole,
 )
-from mlx_paged.block_store import Fingerprint
-from mlx_paged.core.tier import Tier
+
+if TYPE_CHECKING:
+    from mlx_paged.block_store import Fingerprint
+    from mlx_paged.core.tier import Tier
 
 # The server's default, for the explanations of /v1/cache: some 20 MB of memory.
 DEFAULT_SERVER_HISTORY_TOKENS = 2**20
@@ -149,7 +151,7 @@ class OneShotOptions(CacheOptions, total=False):
         ),
     ]
     tier: Annotated[
-        Callable[[Fingerprint], Tier] | None,
+        "Callable[[Fingerprint], Tier] | None",
         Option(
             "a function that returns your own Tier for full blocks of K/V, instead of a folder; "
             "its argument says what their bytes depend on (docs/guide/restarts.md).",

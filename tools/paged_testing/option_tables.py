@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ForwardRef
 
 from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.argument_values import Argument
@@ -166,6 +166,8 @@ def _flag_in_words(name: str, argument: Argument) -> str:
 
 
 def _type_in_words(annotation: Any) -> str:
+    if isinstance(annotation, ForwardRef):  # of types that are imported for type checkers only
+        annotation = annotation.__forward_arg__
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
 
