@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
@@ -171,19 +171,22 @@ class CacheFolder:
         """Remove blocks, including pinned ones and their pins. If some can't be removed, the others
         still are. Successors of removed blocks can't be found until the blocks are written again.
         """
-        there = {name: self._status(name) for name in dict.fromkeys(blocks)}
-        with refusals(self._folder):
-            refused = self._each(there, lambda name: self._files.unpin(*name))
-            refused |= self._each(there.keys() - refused.keys(), self._catalogue.remove)
-        left = {name: f"it can't be removed: {system_reason(why)}" for name, why in refused.items()}
+        refused: dict[str, str] = {}
+        folders: dict[str, str] = {}
         sizes: list[int] = []
-        for name, status in there.items():
+        for name in dict.fromkeys(blocks):
+            status, path = self._status(name), self._files.path_of_block(name)
+            try:
+                self._files.unpin(*name)
+                self._catalogue.remove(name)
+            except OSError as error:
+                refused[path] = f"it can't be removed: {system_reason(error)}"
+                continue
             if status is not None and stat.S_ISDIR(status.st_mode):
-                left[name] = "it is a folder"
-            elif status is not None and name not in left:
+                folders[path] = "it is a folder"
+            elif status is not None:
                 sizes.append(nbytes_on_disk(status.st_size))
-        paths = {self._files.path_of_block(name): why for name, why in left.items()}
-        return Removed(len(sizes), sum(sizes), paths)
+        return Removed(len(sizes), sum(sizes), refused | folders)
 
     def verify(self) -> Iterator[CheckedFile]:
         """Read and check all files. Changes nothing; pass bad files to ``remove``."""
@@ -249,19 +252,6 @@ class CacheFolder:
             return self._files.shard(name).status(file_name_of(name[1]))
         except OSError:
             return None
-
-    @staticmethod
-    def _each(
-        names: Iterable[BlockName], remove: Callable[[BlockName], object]
-    ) -> dict[BlockName, OSError]:
-        """Call ``remove`` for each block; returns the errors of those that failed."""
-        refused: dict[BlockName, OSError] = {}
-        for name in names:
-            try:
-                remove(name)
-            except OSError as error:
-                refused[name] = error
-        return refused
 
     def _verify_shard(self, digest: str, first_byte: bytes) -> Iterator[CheckedFile]:
         try:

@@ -78,7 +78,7 @@ class DiskTierStats:
 
 
 # Blocks that were read, by their hash, each with the request that has asked for it.
-Found: TypeAlias = "dict[BlockHash, tuple[Prefetch, bytes]]"
+ReadBlocks: TypeAlias = "dict[BlockHash, tuple[Prefetch, bytes]]"
 # Makes a change between two steps; False if that was not possible within the given seconds.
 BetweenSteps: TypeAlias = Callable[[Callable[[], None], float], bool]
 
@@ -235,7 +235,7 @@ class DiskCache:
             return
         self._report_failure()
         num_left = MAX_STEP_NBYTES if is_busy else MAX_READY_NBYTES
-        of_groups: dict[int, Found] = {}
+        of_groups: dict[int, ReadBlocks] = {}
         try:
             for prefetch in self._prefetches.values():
                 for key, content in self._worker.take(prefetch, num_left):
@@ -264,14 +264,14 @@ class DiskCache:
         """
         if self._is_off():
             return
+        min_uses = self.store.min_uses
         for part in batch.scheduled:
             completion = part.completion
             if not completion.request.no_store:
                 end = min(part.start + part.num_new_tokens, completion.num_computed_tokens)
                 num_full = min(end // self._block_size, len(completion.block_hashes))
-                for stored in self._unsaved.note(completion, num_full, self.store.min_uses):
-                    if stored:
-                        self.store.note_used(stored)
+                for stored in self._unsaved.note(completion, num_full, min_uses):
+                    self.store.note_used(stored)
         if self._unsaved:
             unready = frozenset().union(*(later.new_block_ids for later in in_flight))
             self._save(unready=unready, max_nbytes=MAX_STEP_NBYTES)
@@ -402,7 +402,7 @@ class DiskCache:
         if not self._groups:
             self._put(0, _empty_blocks(prefetch), is_counted=True)
 
-    def _put(self, group: int, found: Found, is_counted: bool) -> None:
+    def _put(self, group: int, found: ReadBlocks, is_counted: bool) -> None:
         """Put blocks that were read into the pool, and count their tokens."""
         contents = {key: content for key, (_, content) in found.items()}
         hashes = load_absent(self._cache, group, contents)
@@ -498,7 +498,7 @@ class DiskCache:
             warnings.warn(text, stacklevel=2)
 
 
-def _empty_blocks(prefetch: Prefetch) -> Found:
+def _empty_blocks(prefetch: Prefetch) -> ReadBlocks:
     """The wanted blocks of a model without K/V."""
     keys = [key for key, block in prefetch.wanted.items() if block.group != STATES]
     return {BlockHash(key): (prefetch, b"") for key in keys}

@@ -16,7 +16,7 @@ without it. It is saved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -128,7 +128,7 @@ class Unsaved:
 
     def note(
         self, completion: Completion, num_full_blocks: int, min_uses: int
-    ) -> Iterator[list[BlockHash]]:
+    ) -> list[list[BlockHash]]:
         """Add the blocks that a request has filled, and the states after them that are due. Called
         after each step of a request.
 
@@ -136,21 +136,24 @@ class Unsaved:
             min_uses: how many requests have to use a block before it is saved (``Tier.min_uses``).
 
         Returns:
-            For each group, the blocks of the request that are stored already, in order.
+            The blocks of the request that are stored already, in order; a list for each group.
         """
         begin = completion.num_saved_blocks
+        if num_full_blocks <= begin and self.checkpoints is None:
+            return []
         completion.num_saved_blocks = max(begin, num_full_blocks)
         num_hit_blocks = completion.request.num_cached_tokens // self._block_size
         # The blocks that may be saved: all, or those that another request has left in memory.
         end = {1: num_full_blocks, 2: num_hit_blocks}.get(min_uses, 0)
-        for group in self._groups if num_full_blocks > begin else ():
-            yield self._note_blocks(completion, group, range(begin, num_full_blocks), end)
+        blocks = range(begin, num_full_blocks)
+        stored = [self._note_blocks(completion, group, blocks, end) for group in self._groups]
         if self.checkpoints is not None:
             self.note_states(completion, begin, min(end, num_full_blocks))
             if not begin and num_hit_blocks:
                 last_hit = completion.block_hashes[num_hit_blocks - 1]
                 state = self._tracked.get(last_hit)
-                yield [state_key(last_hit)] if state is not None and state.is_saved else []
+                stored.append([state_key(last_hit)] if state and state.is_saved else [])
+        return [keys for keys in stored if keys]
 
     def _note_blocks(
         self, completion: Completion, group: int, blocks: range, end: int

@@ -90,7 +90,7 @@ def test_each_full_block_is_saved_once_in_each_group_unless_it_is_stored():
     request = request_of(14)
     hashes = {group: group_hashes(request.block_hashes, group) for group in range(2)}
     noted = new_unsaved({hashes[0][0]}, num_groups=2)
-    assert list(noted.note(request, 2, min_uses=1)) == [[hashes[0][0]], []]
+    assert noted.note(request, 2, min_uses=1) == [[hashes[0][0]]]
     expected = [
         BlockHeader(hashes[0][1], hashes[0][0], (4, 5, 6, 7), 4, 0),
         BlockHeader(hashes[1][0], None, (0, 1, 2, 3), 0, 1),
@@ -98,22 +98,22 @@ def test_each_full_block_is_saved_once_in_each_group_unless_it_is_stored():
     ]
     assert noted.headers() == expected
     noted.clear()
-    assert list(noted.note(request, 2, min_uses=1)) == []
-    assert list(noted.note(request, 3, min_uses=1)) == [[], []]
+    assert noted.note(request, 2, min_uses=1) == []
+    assert noted.note(request, 3, min_uses=1) == []
     assert [each.first_token for each in noted.headers()] == [8, 8]
 
 
 def test_near_the_limit_of_a_day_only_blocks_that_were_found_in_memory_are_saved():
     for min_uses, expected in ((1, [0, 4, 8]), (2, [0]), (3, [])):
         noted = new_unsaved(set())
-        list(noted.note(request_of(12, num_cached_tokens=4), 3, min_uses))
+        noted.note(request_of(12, num_cached_tokens=4), 3, min_uses)
         assert [each.first_token for each in noted.headers()] == expected
 
 
 def test_blocks_that_are_too_many_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unsaved, "MAX_UNSAVED_BLOCKS", 2)
     noted = new_unsaved(set())
-    list(noted.note(request_of(20), 5, min_uses=1))
+    noted.note(request_of(20), 5, min_uses=1)
     assert [each.first_token for each in noted.headers()] == [0, 4] and noted.num_dropped == 3
 
 
