@@ -1,6 +1,5 @@
 """Conversations, as far as all protocols share them: the parts of messages, the messages of a
-prompt (:class:`History`),
-and tools.
+prompt (:class:`History`), and tools.
 """
 
 from __future__ import annotations

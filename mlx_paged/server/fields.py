@@ -63,7 +63,7 @@ class CacheFields(Body):
     """Priority, and the use of the prefix cache and the disk."""
 
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: Filled | None = None
     no_store: bool = False
     # llama.cpp's: whether the prefix cache is used.
     cache_prompt: bool = True
@@ -72,8 +72,6 @@ class CacheFields(Body):
 
     def job_fields(self) -> dict[str, Any]:
         """The corresponding fields of :class:`~mlx_paged.server.chat_jobs.ChatJob`."""
-        if self.cache_salt == "":
-            raise refused("cache_salt", "must not be empty")
         is_in_memory = self.prompt_cache_retention == "in_memory"
         return {
             "priority": self.priority,
@@ -109,8 +107,9 @@ StopTexts = Annotated[
 ]
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 # The keys of JSON objects are texts.
-_Biases = dict[str, float | None]
+_Biases = Annotated[dict[str, float | None], Field(max_length=MAX_TOKEN_IDS)]
 _TYPES = {
+    "n": Annotated[int, Field(le=MAX_COMPLETIONS)],
     "stop": StopTexts,
     "bad_words": Annotated[
         list[Filled], Field(max_length=MAX_WORDS, fail_fast=True), short(MAX_WORDS_LEN), ONE_OR_MORE
@@ -150,8 +149,6 @@ class _SamplingFields(Body):
         if "logit_bias" in values:
             values["logit_bias"] = _biases_of(values["logit_bias"])
         params = made_params(defaults, values, fields)
-        if params.n > MAX_COMPLETIONS:
-            raise refused("n", f"must be at most {MAX_COMPLETIONS}, got {params.n}")
         if self.best_of not in (None, params.n):
             raise refused("best_of", f"is not supported, got {self.best_of}; leave it out")
         return params
@@ -189,8 +186,6 @@ def made_params(
 
 
 def _biases_of(biases: dict[str, float | None]) -> dict[int, float]:
-    if len(biases) > MAX_TOKEN_IDS:
-        raise refused("logit_bias", f"must have at most {MAX_TOKEN_IDS:,} entries")
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise refused("logit_bias", f"must map token ids to numbers, got {shown(name)}")

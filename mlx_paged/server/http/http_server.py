@@ -35,7 +35,7 @@ BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
 MAX_CONNECTIONS = 1024
-_TICKS_PER_CHECK = 5  # of connections and of the key file; uvicorn's ticks are 0.1 seconds apart
+_TICKS_PER_CHECK, _TICKS_PER_LOOK = 5, 10  # at connections and the key file; 10 ticks are a second
 _RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
 _LENGTHS = {b"content-length", b"transfer-encoding"}
 
@@ -318,8 +318,7 @@ class HttpServer(uvicorn.Server):
             self.has_failed = True
             return True
         self._check_step()
-        is_check = counter % _TICKS_PER_CHECK == 0
-        if is_check:
+        if counter % _TICKS_PER_CHECK == 0:
             for connection in list(self.server_state.connections):
                 connection.check()  # type: ignore[union-attr]
         # A SIGHUP that arrives from here on is handled in the next tick.
@@ -329,7 +328,7 @@ class HttpServer(uvicorn.Server):
         if self._key_file is not None:
             if hung_up:
                 self._key_file.read_again()
-            elif is_check:
+            elif counter % _TICKS_PER_LOOK == 0:
                 self._key_file.look()
         return await super().on_tick(counter)
 
