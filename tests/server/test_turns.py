@@ -36,7 +36,7 @@ def written(thinks: bool, number: int) -> str:
     reasoning = f"<think>\n{'This may say more. ' * 3}{number}\n</think>\n\n" if thinks else ""
     if number == NUM_CALLS:
         return f"{reasoning}There is nothing else."
-    text = "x = 1; " * 90
+    text = "x = 1; " * 50  # of six tokens each
     call = json.dumps({"name": "write", "arguments": {"path": f"{number}", "text": text}})
     return f"{reasoning}I write.\n<tool_call>\n{call}\n</tool_call>"
 
