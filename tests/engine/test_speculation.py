@@ -366,7 +366,7 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
 
     sample, num_failed = steps_module.sample, iter(range(100))
 
-    def failing(logits: Any, rows: Any, requests: Any, num_before: Any) -> Any:
+    def failing(logits: Any, rows: Any, requests: Any, num_before: Any = None) -> Any:
         if num_before is None and next(num_failed) % 4 == 2:
             raise RuntimeError("the device gave up")
         return sample(logits, rows, requests, num_before)
