@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.argument_values import BOOL, SHARE, Domain, is_number
+from mlx_paged.argument_values import BOOL, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf
@@ -70,8 +70,6 @@ def _read_top_k(value: Any) -> int | None:
 
 _DOMAINS: dict[str, Domain[Any]] = {
     "do_sample": Domain("true or false", BOOL.read),
-    "temperature": SAMPLING_PARAMS["temperature"].domain,
-    "top_p": SHARE,
+    **{name: SAMPLING_PARAMS[name].domain for name in _GGUF_KEYS},
     "top_k": Domain("a whole number, at least 0, or -1", _read_top_k),
-    "min_p": SHARE,
 }
