@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -74,8 +75,8 @@ class Tier:
     """Stores blocks as ``KVCache.read_blocks`` returns them, by key. Any thread may call it.
 
     A tier has to implement ``has``, ``load`` and ``store``; the other methods are for storage that
-    can fail, is limited or counts what it does. An engine calls a tier of the caller's through a
-    ``GuardedTier``.
+    can fail or is limited. An engine calls a tier of the caller's through a ``GuardedTier``, which
+    also counts what is loaded, stored and dropped.
     """
 
     _failure: str | None = None
@@ -108,7 +109,9 @@ class Tier:
         """
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter of ``stats``, such as ``"num_dropped"``."""
+        """Add to a counter of ``stats``, such as ``"num_dropped"``. Not called for a tier of the
+        caller's.
+        """
 
     @property
     def min_uses(self) -> int:
@@ -187,12 +190,16 @@ class GuardedTier(Tier):
     The bytes of a block are stored with a checksum of them and of its key. Other bytes, such as
     those of another block, are a miss.
 
+    What the engine does with the tier is counted here: of the tier's own ``stats``, the others are
+    read, ``num_blocks``, ``nbytes`` and ``num_evicted``, and its corrupt blocks are added.
+
     Only an interrupt of the main thread is raised, because Ctrl-C may cause it.
     """
 
     def __init__(self, tier: Tier):
         self._tier = tier
-        self._num_corrupt = 0
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     def has(self, key: bytes) -> bool:
         return bool(self._ask("has", "looked up", False, (bool, int), lambda: self._tier.has(key)))
@@ -205,17 +212,23 @@ class GuardedTier(Tier):
         stored = bytes(stored)
         content, checksum = stored[:-_CHECKSUM_NBYTES], stored[-_CHECKSUM_NBYTES:]
         if checksum == _checksum(key, content):
+            self.count("num_hits")
             return content
-        self._num_corrupt += 1
+        self.count("num_corrupt")
         self.discard([key])
         return None
 
     def store(self, header: BlockHeader, content: Payload) -> bool:
         stored = b"".join((content, _checksum(header.block_hash, content)))
         kinds = (bool, int, NoneType)
-        return bool(
+        is_stored = bool(
             self._ask("store", "written", False, kinds, lambda: self._tier.store(header, stored))
         )
+        if is_stored:
+            self.count("nbytes_written", len(stored))
+        if not (is_stored and header.group == ANSWERS):  # as a folder counts them
+            self.count("num_written" if is_stored else "num_dropped")
+        return is_stored
 
     def discard(self, keys: Iterable[bytes]) -> None:
         self._ask("discard", "discarded", None, (object,), lambda: self._tier.discard(keys))
@@ -246,7 +259,8 @@ class GuardedTier(Tier):
             raise ends[0]
 
     def count(self, name: str, number: int = 1) -> None:
-        self._ask("count", "counted", None, (object,), lambda: self._tier.count(name, number))
+        with self._counting:
+            self._counts[name] += number
 
     @property
     def failure(self) -> str | None:
@@ -267,10 +281,16 @@ class GuardedTier(Tier):
         self._try(lambda: self._tier.close(timeout))
 
     def stats(self) -> TierStats:
-        stats = self._try(self._tier.stats)
-        if not isinstance(stats, TierStats):
-            return TierStats(num_corrupt=self._num_corrupt)
-        return replace(stats, num_corrupt=stats.num_corrupt + self._num_corrupt)
+        stats, counts = self._try(self._tier.stats), self._counts
+        held = stats if isinstance(stats, TierStats) else TierStats()
+        return replace(
+            held,
+            num_hits=counts["num_hits"],
+            num_written=counts["num_written"],
+            num_dropped=counts["num_dropped"],
+            num_corrupt=held.num_corrupt + counts["num_corrupt"],
+            nbytes_written=counts["nbytes_written"],
+        )
 
     def _ask(
         self, name: str, done: str, otherwise: T, kinds: tuple[type, ...], call: Callable[[], T]
