@@ -126,7 +126,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("options/sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("options/engine_options.py", "    swap_bytes: Annotated[", OPTION),
         ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
-        ("foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
+        ("options/foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()
