@@ -8,14 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
-from mlx_paged.errors import harmless, shown
-from mlx_paged.standard_streams import (
-    OutputLostError,
-    discard_output,
-    open_closed_streams,
-    say,
-    write,
-)
+from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
+from mlx_paged.errors import shown
 
 HELP = """\
 usage: {prog} COMMAND ...
@@ -35,38 +29,43 @@ commands:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a command that does not exist."""
-    open_closed_streams()
+    prepare_streams()
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    prog = _name_as_called()
+    called = Path(sys.argv[0]).name
+    prog = called if called == "mlx-paged" else "python -m mlx_paged"
     if command in COMMANDS:
         module, name = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
-    if command in ("--help", "-h", "help"):
-        return _print(HELP.format(prog=prog), prog)
-    if command == "--version":
-        return _print(f"mlx_paged {__version__}", prog)
-    if command in ELSEWHERE:
-        typed = ELSEWHERE[command].format(
-            prog=prog, rest=" ".join(map(shlex.quote, rest)) or "MODEL"
-        )
-        say(f"{prog}: error: there is no command {command}; {harmless(typed)}")
-        return 2
+    try:
+        if command in ("--help", "-h", "help"):
+            write(f"{HELP.format(prog=prog)}\n")
+            return 0
+        if command == "--version":
+            write(f"mlx_paged {__version__}\n")
+            return 0
+    except (OutputLostError, BrokenPipeError) as error:
+        discard_output()
+        if not isinstance(error, BrokenPipeError):
+            say(f"{prog}: error: {error}")
+        return 1
     kind = "option" if command.startswith("-") else "command"
-    say(
-        f"{prog}: error: unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} "
-        "(see --help)"
-    )
+    why = f"unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} (see --help)"
+    if command in ELSEWHERE:
+        words = " ".join(map(shlex.quote, rest)) or "MODEL"
+        instead = ELSEWHERE[command].format(prog=prog, rest=words)
+        why = f"there is no command {command}; {instead}"
+    say(f"{prog}: error: {why}")
     return 2
 
 
 # The module and the function of each command.
 COMMANDS = {
-    "chat": ("mlx_paged.chat", "main"),
+    "chat": ("mlx_paged.cli.chat.program", "main"),
     "serve": ("mlx_paged.server", "main"),
-    "fit": ("mlx_paged.fit", "main"),
-    "list": ("mlx_paged.fit", "main_of_list"),
-    "cache": ("mlx_paged.cache_tool", "main"),
+    "fit": ("mlx_paged.cli.fit.program", "main"),
+    "list": ("mlx_paged.cli.fit.program", "main_of_list"),
+    "cache": ("mlx_paged.cli.cache.program", "main"),
 }
 
 
@@ -81,24 +80,6 @@ ELSEWHERE = {
     "rm": "type hf cache rm model/REPO; {prog} list lists the models",
     "show": "type {prog} fit {rest}",
 }
-
-
-def _print(text: str, prog: str) -> int:
-    try:
-        write(text + "\n")
-    except OutputLostError as error:
-        discard_output()
-        say(f"{prog}: error: {error}")
-        return 1
-    except BrokenPipeError:
-        discard_output()
-        return 1
-    return 0
-
-
-def _name_as_called() -> str:
-    name = Path(sys.argv[0]).name
-    return name if name == "mlx-paged" else "python -m mlx_paged"
 
 
 if __name__ == "__main__":

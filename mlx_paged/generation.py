@@ -17,7 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import AT_LEAST_1, BOOL, TokenIds, such
-from mlx_paged.block_store.workers import SECONDS_AT_EXIT
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer

@@ -11,7 +11,7 @@ import pytest
 BEGIN = """
 import gc, sys
 from types import ModuleType
-from mlx_paged.command_line.imports import import_first
+from mlx_paged.cli.program import import_first
 """
 
 
@@ -56,7 +56,7 @@ def test_nothing_is_frozen_in_a_process_that_has_mlx(is_enabled: bool):
 
 @pytest.mark.slow
 def test_chat_and_server_import_what_they_load_models_with_first():
-    for program in ("chat", "server"):
+    for program in ("cli.chat", "server"):
         lines = run(
             f"from mlx_paged.{program} import program\n"
             "def stop(*names):\n"
@@ -64,7 +64,7 @@ def test_chat_and_server_import_what_they_load_models_with_first():
             "    print(gc.get_freeze_count() > 100_000, 'mlx_lm' in sys.modules)\n"
             "    raise ValueError\n"
             "program.import_first = stop\n"
-            f"assert program.main({['hello'] if program == 'chat' else ['--port', '0']}) == 2\n"
+            f"assert program.main({['hello'] if program == 'cli.chat' else ['--port', '0']}) == 2\n"
         )
         assert lines == "True True\n"
 
@@ -81,7 +81,7 @@ def test_transformers_searches_its_files_once_and_knows_the_same_of_them():
         "from transformers.utils import import_utils\n"
         "print(import_utils.create_import_structure_from_path.cache_info().misses)\n"
     )
-    begin = "from mlx_paged.command_line.imports import import_transformers\n"
+    begin = "from mlx_paged.cli.program import import_transformers\n"
     once = run(begin + "import_transformers()\n" + tell).splitlines()
     twice = run(tell).splitlines()
     assert once[:-1] == twice[:-1]

@@ -90,7 +90,7 @@ def test_states_on_disk_are_worth_what_they_weigh(tmp_path: Path):
 @pytest.mark.slow
 def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Path):
     out = tmp_path / "policies.json"
-    short = ["--requests", "12", "--seeds", "1", "--states", "4", "40"]
+    short = ["--requests", "6", "--seeds", "1", "--states", "4", "40"]
     results = results_of("checkpoint_policies.py", out, *short)
     for result in results.values():
         for shares in result["policies"].values():

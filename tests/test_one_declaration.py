@@ -46,11 +46,11 @@ NAMES = """    "dummy_share": "their_share",
 """
 PROBE = """
 from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
-from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
-from mlx_paged.command_line.flags import chosen_sampling, engine_options
+from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
+from mlx_paged.cli.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
 from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
-from mlx_paged.server.sampling_fields import SamplingFields
+from mlx_paged.server.fields import SamplingFields
 
 for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):
     args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])
@@ -170,9 +170,7 @@ def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
         "`their_limit` |",
         "| `dummy_share` | `float` | `0.25` | a share that does nothing, 0 to 1. | "
         "`--dummy-share` | `their_share` |",
-        "| `--dummy-limit N` | a limit that does nothing (default: none) |",
         "| `--dummy-name DUMMY_NAME` | names that do nothing |",
-        "| `--dummy-share DUMMY_SHARE` | a share that does nothing, 0 to 1 (default: 0.25) |",
     }
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from mlx_paged.standard_streams import say, warnings_as_lines
+from mlx_paged.cli.streams import say, warnings_as_lines
 
 
 def test_what_is_said_moves_no_cursor_and_sets_no_title(capsys: pytest.CaptureFixture):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
-from mlx_paged.block_store import BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockStore, BlockWorker, Fingerprint
 from mlx_paged.core.tier import BlockHeader
 
 SIZES = {"1.75 MiB": 1_835_008, "64 KiB": 65_536}
@@ -130,7 +130,7 @@ def measure_many(folder: Path, num_blocks: int) -> dict[str, float]:
 
 def start_writer(folder: Path) -> None:
     store = BlockStore(folder / "many", NO_LIMIT, open_store(folder / "none").fingerprint)
-    writer = BlockWriter(store, 1 << 20)
+    writer = BlockWorker(store, 1 << 20, 1 << 20)
     assert writer.flush(600) and writer.close(10)
     store.close()
 

@@ -32,9 +32,9 @@ from benchmarks.cache.block_store import (
 )
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.block_store import CacheFolder
-from mlx_paged.block_store.block_file import encode_header
+from mlx_paged.block_store.block_files import BlockFiles
 from mlx_paged.block_store.catalogue import Catalogue
-from mlx_paged.block_store.layout import BlockLayout, shard_name_of
+from mlx_paged.block_store.layout import encode_header, shard_name_of
 
 PAYLOAD = b"small"
 UNIT = 4096  # bytes that each takes
@@ -57,24 +57,24 @@ class Clock:
         return result
 
 
-def make_files(layout: BlockLayout, digest: str, num_files: int) -> None:
+def make_files(files: BlockFiles, digest: str, num_files: int) -> None:
     """Blocks whose times are those of prompts one after another, the first block the latest."""
     began = time.time() - 2 * num_files
-    folder = layout.of(digest)
+    folder = files.path_of(digest)
     for first_byte in range(256):
         (folder / shard_name_of(bytes([first_byte]))).mkdir(mode=0o700)
     for number in range(num_files):
         header = header_of(number)
         content = encode_header(header, digest, began, None, PAYLOAD) + PAYLOAD
-        path = layout.block(digest, header.block_hash)
+        path = files.path_of_block((digest, header.block_hash))
         with open(path, "wb") as file:
             file.write(content)
         used = began + number - 2 * header.first_token // 16
         os.utime(path, (used, used))
 
 
-def listed(layout: BlockLayout) -> Catalogue:
-    catalogue = Catalogue(layout)
+def listed(files: BlockFiles) -> Catalogue:
+    catalogue = Catalogue(files)
     catalogue.list_files()
     return catalogue
 
@@ -94,23 +94,20 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("2\n")
 
 
-def measure(layout: BlockLayout, digest: str, args: argparse.Namespace) -> tuple[Clock, int]:
+def measure(files: BlockFiles, digest: str, args: argparse.Namespace) -> tuple[Clock, int]:
     """Seconds of each, and what a catalogue holds in memory."""
     clock, num_files = Clock(), args.files
-    clock("start, warm", lambda: listed(layout))
+    clock("start, warm", lambda: listed(files))
     if args.drop_caches:
         drop_caches()
-        clock("start, cold", lambda: listed(layout))
-    (layout.folder / "index-v1.sqlite3").touch()
-    clock("start in a folder of an earlier version", lambda: listed(layout))
-    nbytes = nbytes_of(lambda: listed(layout))
-    clock("all headers, as the tool reads them", lambda: CacheFolder(layout.folder).entries())
+        clock("start, cold", lambda: listed(files))
+    nbytes = nbytes_of(lambda: listed(files))
+    clock("all headers, as the tool reads them", lambda: CacheFolder(files.path).entries())
 
-    catalogue = listed(layout)
-    shards = catalogue.shards
+    catalogue = listed(files)
     some = [(digest, hash_of(number)) for number in range(0, num_files, max(1, num_files // 5000))]
-    clock("each: has", lambda: [shards.status(name) for name in some], len(some))
-    clock("each: header read", lambda: [shards.read_header(name) for name in some], len(some))
+    clock("each: has", lambda: [files.status(name) for name in some], len(some))
+    clock("each: header read", lambda: [files.read_header(name) for name in some], len(some))
     prompts = range(0, num_files, max(BLOCKS_OF_A_PROMPT, num_files // 20))
     chains = [[hash_of(first + place) for place in range(BLOCKS_OF_A_PROMPT)] for first in prompts]
     used = time.time_ns()
@@ -122,18 +119,18 @@ def measure(layout: BlockLayout, digest: str, args: argparse.Namespace) -> tuple
 
     clock("each: used", use_all, num_used)
     num = min(2000, num_files // 10)
-    catalogue = listed(layout)
+    catalogue = listed(files)
     clock("each: evicted", lambda: catalogue.shrink(catalogue.nbytes - num * UNIT), num)
-    measure_writes(clock, layout, catalogue.nbytes, num_files)
+    measure_writes(clock, files, catalogue.nbytes, num_files)
     return clock, nbytes
 
 
-def measure_writes(clock: Clock, layout: BlockLayout, nbytes: int, num_files: int) -> None:
+def measure_writes(clock: Clock, files: BlockFiles, nbytes: int, num_files: int) -> None:
     """Of a store whose folder is full."""
     num_writes = num_files // 8
-    with tempfile.TemporaryDirectory(dir=layout.folder.parent) as other:
+    with tempfile.TemporaryDirectory(dir=files.path.parent) as other:
         roomy = open_store(Path(other) / "cache", NO_LIMIT)
-        store = open_store(layout.folder, nbytes)
+        store = open_store(files.path, nbytes)
         for name, each in (("each: written", roomy), ("each: written and one evicted", store)):
             headers = [
                 header_of(number) for number in range(2 * num_files, 2 * num_files + num_writes)
@@ -157,8 +154,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         store = open_store(Path(folder) / "cache", NO_LIMIT)
         store.close()
-        make_files(store.layout, store.fingerprint.digest, args.files)
-        clock, nbytes = measure(store.layout, store.fingerprint.digest, args)
+        make_files(store.files, store.fingerprint.digest, args.files)
+        clock, nbytes = measure(store.files, store.fingerprint.digest, args)
         rows = [
             [name, *(f"{each[kind] * 1e3:.3f}" for kind in ("cpu", "wall"))]
             for name, each in clock.seconds.items()

@@ -4,7 +4,7 @@ agents, and the share of prompt tokens that are computed again.
     python -m benchmarks states_on_disk
 
 The agents are those of ``checkpoint_policies.py``, and so is the manager, which has room for all
-K/V. Beside it is the rule by which an engine writes states (``engine/disk_states.py``); what is
+K/V. Beside it is the rule by which an engine writes states (``engine/unsaved.py``); what is
 written is found again when it has left memory.
 """
 
@@ -23,11 +23,11 @@ from benchmarks.cache.checkpoint_policies import (
 )
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import SamplingParams
-from mlx_paged.core import BlockHash, Checkpoint, KVCacheManager, SequenceStates
+from mlx_paged.core import BlockHash, BlockPool, Checkpoint, KVCacheManager, SequenceStates
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader
-from mlx_paged.engine.disk_states import DiskStates, num_tokens_per_state
 from mlx_paged.engine.request import Request as EngineRequest
+from mlx_paged.engine.unsaved import Unsaved, num_tokens_per_state
 
 MIB = 2**20
 
@@ -60,8 +60,11 @@ class StatesOnDisk(Disk):
         self._checkpoints = states.checkpoints
         self._checkpoints.on_eviction = self._evicted
         worth = num_tokens_per_state(model.state_nbytes, model.kv_nbytes_per_token)
-        self._states = DiskStates(self._checkpoints, BLOCK_SIZE, worth)
-        self._keys: set[BlockHash] = set()
+        self._keys: set[bytes] = set()
+        stored = self._keys.__contains__
+        self._unsaved = Unsaved(
+            BlockPool(2, BLOCK_SIZE), range(1), stored, self._checkpoints, worth
+        )
         self._blocks: set[BlockHash] = set()
         self.num_written = 0
 
@@ -80,15 +83,18 @@ class StatesOnDisk(Disk):
         asked.token_ids = [*request.prompt, *request.answer]
         asked.block_hashes = list(hashes)
         self._blocks.update(hashes[begin:end])
-        for header in self._states.note(asked, begin, end, self._keys.__contains__):
+        self._unsaved.note_states(asked, begin, end)
+        for header in self._unsaved.headers():
             self._write(header)
+        self._unsaved.clear()
 
     def _evicted(self, checkpoint: Checkpoint) -> None:
-        for header in self._states.evicted(checkpoint.block_hash, self._keys.__contains__):
+        header = self._unsaved.take_evicted(checkpoint)
+        if header is not None:
             self._write(header)
 
     def _write(self, header: BlockHeader) -> None:
-        self._keys.add(BlockHash(header.block_hash))
+        self._keys.add(header.block_hash)
         self.num_written += 1
 
 

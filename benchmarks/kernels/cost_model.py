@@ -45,7 +45,7 @@ from paged_testing.emulated_metal import emulated_metal
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import ops
-from mlx_paged.fit.machine import BANDWIDTHS
+from mlx_paged.cli.fit.machine import BANDWIDTHS
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.attention_plan import SIMDGROUP_LANES
 from mlx_paged.ops.metal import MetalBackend

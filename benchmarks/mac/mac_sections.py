@@ -24,10 +24,10 @@ from benchmarks.mac import mac_kernels
 from benchmarks.serving import throughput
 from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
+from mlx_paged.cli.fit.machine import Machine
+from mlx_paged.cli.fit.verdict import Footprint
 from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
-from mlx_paged.fit.footprint import Footprint
-from mlx_paged.fit.machine import Machine
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place

@@ -1,12 +1,11 @@
 """K/V blocks in a folder on disk, where restarts and other processes find them by their hash.
 
     store = BlockStore(folder, max_nbytes=20 << 30, fingerprint=fingerprint)
-    writer = BlockWriter(store, max_queued_nbytes=256 << 20)
-    writer.offer(BlockHeader(block_hash, parent_hash, token_ids, first_token), payload)
     store.load(block_hash)                   # the payload, or None
-    reader = BlockReader(store, max_ready_nbytes=256 << 20)
-    reader.read(request_id, block_hashes)    # in a thread
-    blocks = reader.take(max_nbytes=64 << 20)
+    worker = BlockWorker(store, max_queued_nbytes=256 << 20, max_ready_nbytes=256 << 20)
+    worker.offer(BlockHeader(block_hash, parent_hash, token_ids, first_token), payload)
+    worker.read(read := Read(), block_hashes)
+    blocks = worker.take(read, max_nbytes=64 << 20)
 
 A block is a file named after the block's hash, in a folder named after the fingerprint of
 everything else that its bytes depend on. So a lookup takes one system call, and a file is checked
@@ -15,24 +14,27 @@ folder's size and the order of eviction are read from the directory entries (cat
 package handles bytes and imports no MLX.
 """
 
-from mlx_paged.block_store.block_file import BlockStoreError
 from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
-from mlx_paged.block_store.layout import STORED_KV_VERSION, BlockName, Fingerprint
+from mlx_paged.block_store.layout import (
+    STORED_KV_VERSION,
+    BlockName,
+    BlockStoreError,
+    Fingerprint,
+)
 from mlx_paged.block_store.store import BlockStore
-from mlx_paged.block_store.workers import BlockReader, BlockWriter, ReadBlock
+from mlx_paged.block_store.worker import BlockWorker, Read
 
 __all__ = [
     "STORED_KV_VERSION",
     "BlockName",
-    "BlockReader",
     "BlockStore",
     "BlockStoreError",
-    "BlockWriter",
+    "BlockWorker",
     "CacheFolder",
     "CheckedFile",
     "Entry",
     "Fingerprint",
     "FolderSize",
-    "ReadBlock",
+    "Read",
     "Removed",
 ]

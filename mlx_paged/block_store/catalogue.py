@@ -23,29 +23,35 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.block_store.block_file import BadBlockFileError
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.directory import Directory
-from mlx_paged.block_store.layout import WRITTEN_NAME, BlockLayout, BlockName
-from mlx_paged.block_store.shards import Pins, Shards, nbytes_on_disk, take_over, time_used
+from mlx_paged.block_store.layout import (
+    OLD_INDEX,
+    WRITTEN_NAME,
+    BadBlockFileError,
+    BlockName,
+)
 
 Pause: TypeAlias = Callable[[], None]
 
 _SECONDS_BETWEEN_PAUSES = 0.001
 _FILES_AT_A_TIME = 256
 _EVICTED_AT_A_TIME = 16
-_MOST_REFUSALS = 16  # files that can't be removed, before an eviction gives up
+_MAX_REFUSALS = 16  # files that can't be removed, before an eviction gives up
 # The share of all blocks that a listing keeps as the next to evict, and the least number.
 _SHARE_OF_OLDEST = 1 / 16
-_LEAST_OLDEST = 4096
+_MIN_OLDEST = 4096
 # A new block gets the time of its parent if that was used in the last minute, and in the last
 # quarter of a time to live.
 _SAME_USE_SECONDS = 60.0
@@ -136,13 +142,11 @@ class Catalogue:
     called by one thread at a time.
 
     Args:
-        layout: of the folder.
+        files: of the folder.
         digest: of the fingerprint whose blocks have a time to live.
         ttl: the time to live, in seconds. Each listing removes expired blocks.
 
     Attributes:
-        shards: the files.
-        pins: the pinned blocks.
         num_blocks: as of the last listing, and of what this process has changed since.
         nbytes: what they take on disk.
         nbytes_added: what this process has written since the last listing.
@@ -150,12 +154,10 @@ class Catalogue:
         num_expired: expired blocks that listings have removed.
     """
 
-    def __init__(self, layout: BlockLayout, digest: str = "", ttl: float | None = None) -> None:
-        self.shards = Shards(layout)
-        self.pins = Pins(self.shards)
+    def __init__(self, files: BlockFiles, digest: str = "", ttl: float | None = None) -> None:
         self.num_blocks = self.nbytes = self.nbytes_added = self.num_expired = 0
         self.listed = -float("inf")
-        self._layout = layout
+        self._files = files
         self._digest = digest
         self._ttl = ttl
         longest = float("inf") if ttl is None else ttl * _SAME_USE_SHARE_OF_TTL
@@ -193,8 +195,8 @@ class Catalogue:
 
     def remove(self, name: BlockName) -> bool:
         """Remove the file of a block; whether there was one. Raises OSError."""
-        status = self.shards.status(name)
-        is_removed = self.shards.remove(name)
+        status = self._files.status(name)
+        is_removed = self._files.remove(name)
         if is_removed and status is None:  # It was not a block's file.
             self.list_again()
         elif is_removed and status is not None:
@@ -215,7 +217,7 @@ class Catalogue:
         num_removed = num_freed = 0
         refusals: dict[BlockName, OSError] = {}
         num_before_listing = -1
-        while self.nbytes > max_nbytes and len(refusals) <= _MOST_REFUSALS:
+        while self.nbytes > max_nbytes and len(refusals) <= _MAX_REFUSALS:
             removed, is_end = self._remove_some(max_nbytes, refusals)
             num_removed += len(removed)
             num_freed += sum(block.nbytes for block in removed)
@@ -239,31 +241,31 @@ class Catalogue:
         """
         names = [(digest, block_hash) for block_hash in block_hashes]
         if names:
-            used = self.time_behind(digest, self.shards.parent(names[0]), used)
+            used = self.time_of_use(digest, self._files.parent(names[0]), used)
         for name in names:
-            self.shards.note_used(name, used)
+            self._files.note_used(name, used)
 
-    def time_behind(self, digest: str, parent: bytes | None, now: int) -> int:
+    def time_of_use(self, digest: str, parent: bytes | None, now: int) -> int:
         """The time for a block that is used ``now``: not later than that of any ancestor.
         Ancestors whose last use was long ago count as used now. Raises OSError.
         """
         older: dict[bytes, None] = {}
         while parent is not None and parent not in older:
-            status = self.shards.status((digest, parent))
+            status = self._files.status((digest, parent))
             if status is None:
                 break
             if now - time_used(status) <= self._same_use:
                 now = min(now, time_used(status))
                 break
             older[parent] = None
-            parent = self.shards.parent((digest, parent))
+            parent = self._files.parent((digest, parent))
         for block_hash in reversed(older):
-            self.shards.note_used((digest, block_hash), now)
+            self._files.note_used((digest, block_hash), now)
         return now
 
     def wait_for_evictions(self) -> None:
         """Wait for evictions that have already read the pins. Raises OSError."""
-        with self.shards.blocks().locked(fcntl.LOCK_EX):
+        with self._files.blocks().locked(fcntl.LOCK_EX):
             pass
 
     def _list_on(self) -> bool:
@@ -283,21 +285,23 @@ class Catalogue:
             return True
 
     def _list(self) -> Iterator[None]:
-        self.shards.refresh()
+        self._files.refresh()
         num_blocks = nbytes = 0
-        number = max(_LEAST_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
+        number = max(_MIN_OLDEST, round(self.num_blocks * _SHARE_OF_OLDEST))
         oldest = Oldest(number, self._place)
         with contextlib.suppress(OSError):
-            top, blocks = Directory.at(self._layout.folder), self.shards.blocks()
+            top, blocks = Directory.at(self._files.path), self._files.blocks()
             for folder in (top, blocks):
                 folder.remove_abandoned(folder.entries())
-            yield from take_over(top, self.shards)
-        for digest in self.shards.digests():
-            pinned = self.pins.kept(digest)
-            fingerprint = self.shards.fingerprint(digest)
+            for index_name in filter(OLD_INDEX.fullmatch, top.names()):
+                with contextlib.suppress(OSError):
+                    top.remove(index_name)
+        for digest in self._files.digests():
+            pinned = self._files.kept(digest)
+            fingerprint = self._files.fingerprint(digest)
             is_outdated = fingerprint is not None and fingerprint.is_outdated
             over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
-            for name, status in self.shards.files(digest):
+            for name, status in self._files.files(digest):
                 nbytes_of_file = nbytes_on_disk(status.st_size)
                 block = Block(name, time_used(status), nbytes_of_file, is_outdated)
                 is_pinned = name[1] in pinned
@@ -319,7 +323,7 @@ class Catalogue:
     def _expire(self, block: Block) -> bool:
         """Remove an expired block; whether that was possible. It is a miss in any case."""
         with contextlib.suppress(OSError), self._evicting() as is_kept:
-            if not is_kept(block.name) and self.shards.remove(block.name):
+            if not is_kept(block.name) and self._files.remove(block.name):
                 self.num_expired += 1
                 return True
         return False
@@ -331,18 +335,20 @@ class Catalogue:
         removed: list[Block] = []
         with self._evicting() as is_kept:
             for _ in range(_EVICTED_AT_A_TIME):
-                if self.nbytes <= max_nbytes or len(refusals) > _MOST_REFUSALS:
+                if self.nbytes <= max_nbytes or len(refusals) > _MAX_REFUSALS:
                     break
                 block = self._oldest.pop()
                 if block is None:
                     return removed, True
-                status = self.shards.status(block.name)
+                status = self._files.status(block.name)
                 if status is None:
                     if block.name not in self._removed:  # another process has removed it
                         self._count(-1, -block.nbytes)
                     continue
-                is_as_it_was = time_used(status) == block.used
-                if not is_as_it_was or block.name in refusals or is_kept(block.name):
+                if time_used(status) != block.used:  # It takes its new place in the order.
+                    self._oldest.add(block._replace(used=time_used(status)))
+                    continue
+                if block.name in refusals or is_kept(block.name):
                     continue
                 try:
                     if self.remove(block.name):
@@ -354,8 +360,9 @@ class Catalogue:
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[Callable[[BlockName], bool]]:
         """Yields a test for pinned blocks. A process that adds a pin waits for the end."""
-        with self.shards.blocks().locked(fcntl.LOCK_SH):
-            yield self.pins.now()
+        with self._files.blocks().locked(fcntl.LOCK_SH):
+            kept = functools.cache(self._files.kept)
+            yield lambda name: name[1] in kept(name[0])
 
     def _count(self, num_blocks: int, nbytes: int) -> None:
         with self._sums_lock:
@@ -364,7 +371,7 @@ class Catalogue:
 
     def _place(self, name: BlockName) -> tuple[float, int]:
         """The position of a block in its sequence. Blocks without a readable header go first."""
-        header = self.shards.block(name)
+        header = self._files.block(name)
         return _LAST_PLACE if header is None else (header.first_token, header.group)
 
 
@@ -382,6 +389,20 @@ class Written(NamedTuple):
     since: float
 
 
+class _Sums(NamedTuple):
+    nbytes: int
+    since: float
+    hours: Counter[int]  # bytes of the last day, by hours since 1970
+
+    def plus(self, new: Counter[int]) -> _Sums:
+        """With bytes that were written meanwhile, and without the hours that are over for a day. A
+        time in the future is wrong, and is left out, too.
+        """
+        hours, now = self.hours + new, _hour()
+        last_day = {each: hours[each] for each in hours if 0 <= now - each <= _HOURS_OF_A_DAY}
+        return _Sums(self.nbytes + new.total(), self.since, Counter(last_day))
+
+
 class WrittenBytes:
     """Counts the bytes that this process writes, and shares the sums with others in a file of the
     folder. Any thread may call it.
@@ -393,8 +414,8 @@ class WrittenBytes:
         nbytes_last_day: the bytes of all processes in the last 24 hours, as of the last call.
     """
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = threading.Lock()
         self._new: Counter[int] = Counter()  # by hour, not in the file yet
         self._known = _Sums(0, time.time(), Counter())  # what the file had
@@ -411,9 +432,9 @@ class WrittenBytes:
     def now(self) -> Written:
         """The sums, with those of other processes as of the last update."""
         with self._lock:
-            self.nbytes_last_day = _of_last_day(self._known.hours + self._new).total()
-            nbytes = self._known.nbytes + self._new.total()
-            return Written(nbytes, self.nbytes_last_day, self._known.since)
+            sums = self._known.plus(self._new)
+            self.nbytes_last_day = sums.hours.total()
+            return Written(sums.nbytes, self.nbytes_last_day, sums.since)
 
     def update(self, is_due: bool = True) -> None:
         """Add the new bytes to the file, and read what others have added.
@@ -429,30 +450,18 @@ class WrittenBytes:
         self.now()
 
     def _exchange(self) -> None:
-        top = Directory.at(self._layout.folder)
+        top = Directory.at(self._folder)
         with self._lock:
             new = self._new.copy()
         if not new:
             known = _read(top) or self._known
         else:
             with top.locked(fcntl.LOCK_EX):
-                known = _read(top) or _Sums(0, self._known.since, Counter())
-                hours = _of_last_day(known.hours + new)
-                known = _Sums(known.nbytes + new.total(), known.since, hours)
-                top.write_aside(WRITTEN_NAME, [known.as_json()])
+                known = (_read(top) or _Sums(0, self._known.since, Counter())).plus(new)
+                top.write_atomically(WRITTEN_NAME, [json.dumps(known._asdict()).encode()])
         with self._lock:
             self._new -= new
             self._known = known
-
-
-class _Sums(NamedTuple):
-    nbytes: int
-    since: float
-    hours: Counter[int]  # bytes by hours since 1970
-
-    def as_json(self) -> bytes:
-        fields = {"nbytes": self.nbytes, "since": self.since, "hours": self.hours}
-        return json.dumps(fields).encode()
 
 
 def _read(top: Directory) -> _Sums | None:
@@ -464,18 +473,10 @@ def _read(top: Directory) -> _Sums | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, BadBlockFileError):
-        return None
-    is_right = all(is_plain_integer(nbytes, 0) for nbytes in (sums.nbytes, *hours.values()))
-    return sums if is_right else None
+        return None  # It is damaged.
+    is_valid = all(is_plain_integer(nbytes, 0) for nbytes in (sums.nbytes, *hours.values()))
+    return sums if is_valid else None
 
 
 def _hour() -> int:
     return int(time.time() // _SECONDS_OF_AN_HOUR)
-
-
-def _of_last_day(hours: Counter[int]) -> Counter[int]:
-    """The hours that are not over for a day. A time in the future is wrong, and is left out."""
-    now = _hour()
-    return Counter(
-        {hour: nbytes for hour, nbytes in hours.items() if 0 <= now - hour <= _HOURS_OF_A_DAY}
-    )

@@ -18,8 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError, refusals
-from mlx_paged.block_store.layout import BLOCKS_NAME, TAG_NAME, is_own_name
+from mlx_paged.block_store.layout import (
+    BLOCKS_NAME,
+    OWN_NAMES,
+    TAG_NAME,
+    BadBlockFileError,
+    BlockStoreError,
+    refusals,
+)
 from mlx_paged.errors import shown
 
 FOLDER_MODE = 0o700
@@ -35,8 +41,8 @@ _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUP
 _ASIDE_SUFFIX = ".tmp"
 # Saves of earlier versions left names with the number of the process alone.
 _ASIDE = re.compile(r"\..*\.(\d+)(?:-([0-9a-f]+)-\d+)?" + re.escape(_ASIDE_SUFFIX))
-_MOST_SECONDS_OF_A_WRITE = 3600.0
-_MOST_SECONDS_FOR_A_LOCK = 5.0
+_MAX_SECONDS_OF_A_WRITE = 3600.0
+_MAX_SECONDS_FOR_A_LOCK = 5.0
 # Process ids are reused; this distinguishes processes with the same id.
 _THIS_PROCESS = os.urandom(4).hex()
 _numbers = itertools.count()
@@ -123,26 +129,16 @@ class Directory:
 
     def names(self) -> list[str]:
         """The names of all entries, sorted."""
-        # A separate descriptor: the position of a listing belongs to its descriptor.
-        fd = os.open(".", _FOLDER, dir_fd=self._fd)
-        try:
+        with self._opened_again() as fd:
             return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
 
     def entries(self) -> list[tuple[str, os.stat_result]]:
         """Name and status of all entries, in any order; of links themselves."""
         found = []
-        fd = os.open(".", _FOLDER, dir_fd=self._fd)
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    try:
-                        found.append((entry.name, entry.stat(follow_symlinks=False)))
-                    except FileNotFoundError:
-                        continue
-        finally:
-            os.close(fd)
+        with self._opened_again() as fd, os.scandir(fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     def status(self, name: str) -> os.stat_result:
@@ -189,16 +185,12 @@ class Directory:
         Args:
             kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         """
-        # A separate descriptor: the lock belongs to it.
-        fd = os.open(".", _FOLDER, dir_fd=self._fd)
-        try:
-            deadline = time.monotonic() + _MOST_SECONDS_FOR_A_LOCK
+        with self._opened_again() as fd:
+            deadline = time.monotonic() + _MAX_SECONDS_FOR_A_LOCK
             with contextlib.suppress(OSError):
                 while not _lock(fd, kind) and time.monotonic() < deadline:
                     time.sleep(0.001)
             yield
-        finally:
-            os.close(fd)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
@@ -239,7 +231,7 @@ class Directory:
             raise
         return file
 
-    def write_aside(
+    def write_atomically(
         self,
         name: str,
         pieces: Sequence[bytes | bytearray | memoryview],
@@ -255,32 +247,23 @@ class Directory:
             OSError: it could not be written; the temporary file was removed. Its ``filename`` is
                 the path of the file.
         """
-        aside = name_aside(name)
+        temporary = temporary_name(name)
         try:
-            self._write_and_rename(aside, name, pieces, mtime)
+            file = self.create_file(temporary)
+            try:
+                try:
+                    _write(file, pieces)
+                    if mtime is not None:
+                        os.utime(file, ns=(mtime, mtime))
+                finally:
+                    os.close(file)
+                os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._fd)
+                raise
         except OSError as error:
             error.filename = f"{self.path}/{name}"
-            raise
-
-    def _write_and_rename(
-        self,
-        aside: str,
-        name: str,
-        pieces: Sequence[bytes | bytearray | memoryview],
-        mtime: int | None,
-    ) -> None:
-        file = self.create_file(aside)
-        try:
-            try:
-                _write(file, pieces)
-                if mtime is not None:
-                    os.utime(file, ns=(mtime, mtime))
-            finally:
-                os.close(file)
-            os.rename(aside, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(aside, dir_fd=self._fd)
             raise
 
     def remove_abandoned(self, entries: Iterable[tuple[str, os.stat_result]]) -> None:
@@ -294,6 +277,15 @@ class Directory:
             if name.endswith(_ASIDE_SUFFIX) and is_abandoned(name, now - status.st_mtime):
                 with contextlib.suppress(OSError):
                     self.remove(name)
+
+    @contextmanager
+    def _opened_again(self) -> Iterator[int]:
+        """Another descriptor, to which the position of a listing, or a lock, belongs."""
+        fd = os.open(".", _FOLDER, dir_fd=self._fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _check_file(self, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
@@ -329,12 +321,12 @@ def make_folder(folder: Path) -> None:
         _make_private(top)
         blocks = top.make_folder(BLOCKS_NAME)
         _make_private(blocks)
-        probe = name_aside("probe")
+        probe = temporary_name("probe")
         os.close(blocks.create_file(probe))
         blocks.remove(probe)
         if not _has_tag(top):
             with contextlib.suppress(IsADirectoryError):  # Backups then include the folder.
-                top.write_aside(TAG_NAME, [_TAG])
+                top.write_atomically(TAG_NAME, [_TAG])
 
 
 def _make_below(folder: Path) -> None:
@@ -359,12 +351,12 @@ def check_is_ours(folder: Path) -> None:
     """Raise BlockStoreError for a folder without blocks, and OSError if it can't be listed."""
     top = Directory.at(folder)
     names = top.names()
-    if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(is_own_name, names))):
+    if not _has_tag(top) and (BLOCKS_NAME not in names or not all(map(OWN_NAMES.fullmatch, names))):
         raise BlockStoreError(f"{folder} is not a folder of K/V blocks")
 
 
 def _check_content(top: Directory) -> None:
-    other = [name for name in top.names() if not is_own_name(name)]
+    other = [name for name in top.names() if not OWN_NAMES.fullmatch(name)]
     if other and not _has_tag(top):
         raise BlockStoreError(
             f"{top.path} holds other things, such as {shown(min(other))}; name a new folder, or an "
@@ -387,13 +379,56 @@ def _make_private(folder: Directory) -> None:
         )
 
 
-def name_aside(name: str) -> str:
+# Temporary files
+
+
+@contextmanager
+def replaced_file(file: Path) -> Iterator[BinaryIO]:
+    """A new file to write, which replaces ``file`` when the body ends, unless it raises.
+
+    Only its owner can read it, whatever the mode of the replaced file: these files hold
+    conversations. A symbolic link is kept, and its target is replaced. What killed processes have
+    left of it is removed.
+
+    Raises:
+        OSError: the file can't be written.
+        RuntimeError: the name is a loop of symbolic links.
+    """
+    file = file.resolve()
+    _remove_abandoned(file)
+    temporary = file.with_name(temporary_name(file.name))
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w+b") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _remove_abandoned(file: Path) -> None:
+    """Remove the temporary files that killed processes have left for a file."""
+    now, beginning = time.time(), temporary_prefix(file.name)
+    with contextlib.suppress(OSError), os.scandir(file.parent) as entries:
+        for entry in entries:
+            if not entry.name.startswith(beginning):
+                continue
+            with contextlib.suppress(OSError):
+                age = now - entry.stat(follow_symlinks=False).st_mtime
+                if is_abandoned(entry.name, age):
+                    os.unlink(entry.path)
+
+
+def temporary_name(name: str) -> str:
     """A temporary name, under which a file is written before it is renamed."""
     number = f"{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}"
-    return f"{beginning_aside(name)}.{number}{_ASIDE_SUFFIX}"
+    return f"{temporary_prefix(name)}.{number}{_ASIDE_SUFFIX}"
 
 
-def beginning_aside(name: str) -> str:
+def temporary_prefix(name: str) -> str:
     """How all temporary names for a file begin."""
     return f".{name[:16]}"
 
@@ -414,7 +449,7 @@ def is_abandoned(name: str, age: float) -> bool:
     process, start = int(match[1]), match[2]
     if process == os.getpid():
         return start != _THIS_PROCESS
-    return abs(age) > _MOST_SECONDS_OF_A_WRITE or not _is_alive(process)
+    return abs(age) > _MAX_SECONDS_OF_A_WRITE or not _is_alive(process)
 
 
 def _write(file: int, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
@@ -443,43 +478,3 @@ def _is_alive(process: int) -> bool:
     except (OSError, OverflowError):
         pass  # it belongs to another user, or is not a valid id
     return True
-
-
-@contextmanager
-def replaced_file(file: Path) -> Iterator[BinaryIO]:
-    """A new file to write, which replaces ``file`` when the body ends, unless it raises.
-
-    Only its owner can read it, whatever the mode of the replaced file: these files hold
-    conversations. A symbolic link is kept, and its target is replaced. What killed processes have
-    left of it is removed.
-
-    Raises:
-        OSError: the file can't be written.
-        RuntimeError: the name is a loop of symbolic links.
-    """
-    file = file.resolve()
-    _remove_abandoned(file)
-    aside = file.with_name(name_aside(file.name))
-    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(descriptor, "w+b") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, file)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _remove_abandoned(file: Path) -> None:
-    """Remove the temporary files that killed processes have left for a file."""
-    now, beginning = time.time(), beginning_aside(file.name)
-    with contextlib.suppress(OSError), os.scandir(file.parent) as entries:
-        for entry in entries:
-            if not entry.name.startswith(beginning):
-                continue
-            with contextlib.suppress(OSError):
-                age = now - entry.stat(follow_symlinks=False).st_mtime
-                if is_abandoned(entry.name, age):
-                    os.unlink(entry.path)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mlx_paged.block_store.block_file import (
-    BadBlockFileError,
-    OtherVersionError,
-    refusals,
-)
+from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
 from mlx_paged.block_store.catalogue import Catalogue, Written, WrittenBytes
 from mlx_paged.block_store.directory import check_is_ours
 from mlx_paged.block_store.layout import (
-    BlockLayout,
+    BadBlockFileError,
     BlockName,
     Fingerprint,
+    OtherVersionError,
     block_hash_of,
     file_name_of,
+    refusals,
     shard_name_of,
 )
-from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 
@@ -121,40 +118,40 @@ class CacheFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._layout = BlockLayout(folder)
-        with refusals(self._layout.folder):
-            check_is_ours(self._layout.folder)
-        self._catalogue = Catalogue(self._layout)
-        self._shards = self._catalogue.shards
+        self._files = BlockFiles(folder)
+        self._folder = self._files.path
+        with refusals(self._folder):
+            check_is_ours(self._folder)
+        self._catalogue = Catalogue(self._files)
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` if the description next to the blocks is missing or unreadable."""
-        return {digest: self._shards.fingerprint(digest) for digest in self._shards.digests()}
+        return {digest: self._files.fingerprint(digest) for digest in self._files.digests()}
 
     def entries(self) -> list[Entry]:
         """All blocks, for each fingerprint parents before children. Reads all headers, and skips
         files that are not blocks (see ``verify``).
         """
-        self._shards.refresh()
-        found = [entry for digest in self._shards.digests() for entry in self._entries(digest)]
+        self._files.refresh()
+        found = [entry for digest in self._files.digests() for entry in self._entries(digest)]
         return sorted(found, key=lambda each: (each.digest, each.first_token, each.block_hash))
 
     def header(self, digest: str, block_hash: bytes) -> BlockHeader | None:
         """The header of a block, with its token ids; ``None`` if it can't be read."""
-        return self._shards.block((digest, block_hash))
+        return self._files.block((digest, block_hash))
 
     def pin(self, digest: str, block_hash: bytes) -> bool:
         """Exempt a block and all its ancestors from eviction; whether the block exists."""
         chain = self._chain(digest, block_hash)
         if not chain:
             return False
-        with refusals(self._layout.folder):
-            self._catalogue.pins.add(digest, chain)
+        with refusals(self._folder):
+            self._files.pin(digest, chain)
             self._catalogue.wait_for_evictions()
             # It may have been evicted just before the pin was written.
             if self.header(digest, block_hash) is not None:
                 return True
-            self._catalogue.pins.remove(digest, block_hash)
+            self._files.unpin(digest, block_hash)
         return False
 
     def unpin(self, digest: str, block_hash: bytes) -> bool:
@@ -163,69 +160,70 @@ class CacheFolder:
         Returns:
             Whether this block itself was pinned.
         """
-        with refusals(self._layout.folder):
-            return self._catalogue.pins.remove(digest, block_hash)
+        with refusals(self._folder):
+            return self._files.unpin(digest, block_hash)
 
     def pins(self) -> list[BlockName]:
         """The blocks that were pinned themselves."""
-        return [
-            pin for digest in self._shards.digests() for pin in self._catalogue.pins.pinned(digest)
-        ]
+        return [pin for digest in self._files.digests() for pin in self._files.pinned(digest)]
 
     def remove(self, blocks: Iterable[BlockName]) -> Removed:
         """Remove blocks, including pinned ones and their pins. If some can't be removed, the others
         still are. Successors of removed blocks can't be found until the blocks are written again.
         """
-        there = {name: self._status(name) for name in dict.fromkeys(blocks)}
-        with refusals(self._layout.folder):
-            refused = self._each(there, lambda name: self._catalogue.pins.remove(*name))
-            refused |= self._each(there.keys() - refused.keys(), self._catalogue.remove)
-        left = {name: f"it can't be removed: {system_reason(why)}" for name, why in refused.items()}
+        refused: dict[str, str] = {}
+        folders: dict[str, str] = {}
         sizes: list[int] = []
-        for name, status in there.items():
+        for name in dict.fromkeys(blocks):
+            status, path = self._status(name), self._files.path_of_block(name)
+            try:
+                self._files.unpin(*name)
+                self._catalogue.remove(name)
+            except OSError as error:
+                refused[path] = f"it can't be removed: {system_reason(error)}"
+                continue
             if status is not None and stat.S_ISDIR(status.st_mode):
-                left[name] = "it is a folder"
-            elif status is not None and name not in left:
+                folders[path] = "it is a folder"
+            elif status is not None:
                 sizes.append(nbytes_on_disk(status.st_size))
-        paths = {self._layout.block(*name): why for name, why in left.items()}
-        return Removed(len(sizes), sum(sizes), paths)
+        return Removed(len(sizes), sum(sizes), refused | folders)
 
     def verify(self) -> Iterator[CheckedFile]:
         """Read and check all files. Changes nothing; pass bad files to ``remove``."""
-        self._shards.refresh()
-        for digest in self._shards.digests():
+        self._files.refresh()
+        for digest in self._files.digests():
             try:
-                self._shards.folder(digest)
+                self._files.folder(digest)
             except OSError as error:
-                yield _unread_folder(self._layout.of(digest), digest, error)
+                yield _unread_folder(self._files.path_of(digest), digest, error)
                 continue
             for first_byte in range(256):
                 yield from self._verify_shard(digest, bytes([first_byte]))
 
     def size(self) -> FolderSize:
         """The number and size of all blocks, of all fingerprints."""
-        with refusals(self._layout.folder):
+        with refusals(self._folder):
             self._catalogue.list_again()
             self._catalogue.list_files()
             return FolderSize(self._catalogue.num_blocks, self._catalogue.nbytes)
 
     def written(self) -> Written:
         """What all engines have written to the folder."""
-        return WrittenBytes(self._layout).now()
+        return WrittenBytes(self._folder).now()
 
     def shrink(self, max_nbytes: int) -> FolderSize:
         """Evict until the folder takes at most ``max_nbytes``, except for pinned blocks."""
         self.size()
-        with refusals(self._layout.folder):
+        with refusals(self._folder):
             return FolderSize(*self._catalogue.shrink(max_nbytes))
 
     def _entries(self, digest: str) -> Iterator[Entry]:
-        kept = self._catalogue.pins.kept(digest)
-        for name, status in self._shards.files(digest):
+        kept = self._files.kept(digest)
+        for name, status in self._files.files(digest):
             used, nbytes = last_use_of(status), nbytes_on_disk(status.st_size)
             is_pinned = name[1] in kept
             try:
-                header = self._shards.read_header(name)
+                header = self._files.read_header(name)
             except (BadBlockFileError, FileNotFoundError):
                 continue
             except (OtherVersionError, OSError):
@@ -251,30 +249,17 @@ class CacheFolder:
     def _status(self, name: BlockName) -> os.stat_result | None:
         """The status of anything that has the name of a block; ``None`` if nothing has."""
         try:
-            return self._shards.shard(name).status(file_name_of(name[1]))
+            return self._files.shard(name).status(file_name_of(name[1]))
         except OSError:
             return None
 
-    @staticmethod
-    def _each(
-        names: Iterable[BlockName], remove: Callable[[BlockName], object]
-    ) -> dict[BlockName, OSError]:
-        """Call ``remove`` for each block; returns the errors of those that failed."""
-        refused: dict[BlockName, OSError] = {}
-        for name in names:
-            try:
-                remove(name)
-            except OSError as error:
-                refused[name] = error
-        return refused
-
     def _verify_shard(self, digest: str, first_byte: bytes) -> Iterator[CheckedFile]:
         try:
-            names = self._shards.shard((digest, first_byte)).names()
+            names = self._files.shard((digest, first_byte)).names()
         except FileNotFoundError:
             return
         except OSError as error:
-            path = self._layout.of(digest) / shard_name_of(first_byte)
+            path = self._files.path_of(digest) / shard_name_of(first_byte)
             yield _unread_folder(path, digest, error)
             return
         for block_hash in filter(None, map(block_hash_of, names)):
@@ -282,12 +267,12 @@ class CacheFolder:
             status = self._status((digest, block_hash))
             # A file that was removed meanwhile is not a bad one.
             if status is not None:
-                file = self._layout.block(digest, block_hash)
+                file = self._files.path_of_block((digest, block_hash))
                 yield CheckedFile(file, digest, block_hash, status.st_size, problem)
 
     def _problem(self, name: BlockName) -> str | None:
         try:
-            self._shards.read(name)
+            self._files.read(name)
         except BadBlockFileError as error:
             return str(error)
         except OtherVersionError:

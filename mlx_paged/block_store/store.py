@@ -11,17 +11,19 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from mlx_paged.block_store.block_file import (
+from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
+from mlx_paged.block_store.catalogue import Catalogue, Pause, WrittenBytes
+from mlx_paged.block_store.directory import make_folder
+from mlx_paged.block_store.layout import (
     BadBlockFileError,
+    BlockName,
     BlockStoreError,
+    Fingerprint,
     OtherVersionError,
     encode_header,
     refusals,
+    shard_name_of,
 )
-from mlx_paged.block_store.catalogue import Catalogue, Pause, WrittenBytes
-from mlx_paged.block_store.directory import make_folder
-from mlx_paged.block_store.layout import BlockLayout, BlockName, Fingerprint, shard_name_of
-from mlx_paged.block_store.shards import last_use_of, nbytes_on_disk
 from mlx_paged.config import DURATION, NBYTES, NBYTES_A_DAY
 from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason
@@ -35,9 +37,9 @@ _LISTINGS_PER_TTL = 4
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # The process lacks a resource, or only this file can't be used: the next access may succeed.
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
+_TEMPORARY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 # The disk or the server of a network folder can't be reached. The files are as they were.
-_AWAY = frozenset(
+_UNREACHABLE = frozenset(
     {errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 )
 
@@ -86,7 +88,8 @@ class BlockStore(Tier):
         ttl: float | None = None,
         max_nbytes_a_day: str | int | None = None,
     ) -> None:
-        self.layout = BlockLayout(folder)
+        self.files = BlockFiles(folder)
+        self.folder = self.files.path
         self.max_nbytes = NBYTES.check("block store", "cache_dir_size", max_nbytes)
         self.ttl = None if ttl is None else DURATION.check("block store", "cache_dir_ttl", ttl)
         self.max_nbytes_a_day: int | None = None
@@ -96,11 +99,10 @@ class BlockStore(Tier):
             )
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
-        make_folder(self.layout.folder)
-        self._catalogue = Catalogue(self.layout, self._digest, self.ttl)
-        self._shards = self._catalogue.shards
-        with refusals(self.layout.folder):
-            self._shards.make_fingerprint_folder(fingerprint)
+        make_folder(self.folder)
+        self._catalogue = Catalogue(self.files, self._digest, self.ttl)
+        with refusals(self.folder):
+            self.files.make_fingerprint_folder(fingerprint)
         self._uses: deque[tuple[tuple[bytes, ...], int]] = deque()  # not in the files yet
         self._is_closed = False
         self._retry_seconds = _FIRST_RETRY_SECONDS
@@ -109,37 +111,37 @@ class BlockStore(Tier):
         self._blocked: set[str] = set()  # shards
         self._lock = threading.Lock()  # of the counters and the failure
         self._counts: Counter[str] = Counter()
-        self._written = WrittenBytes(self.layout)
-        self._has_told_limit = False
+        self._written = WrittenBytes(self.folder)
+        self._has_warned_of_limit = False
         self._writing = threading.RLock()
 
     def has(self, key: bytes) -> bool:
         """Whether the folder has a file of that name. It isn't read, and may be unreadable."""
         if self._is_off:
             return False
-        status = self._shards.status(self._name(key))
+        status = self.files.status(self._name(key))
         if status is None:
             return False
-        return self.ttl is None or not self._is_over(key, last_use_of(status), None)
+        return self.ttl is None or not self._is_expired(key, last_use_of(status), None)
 
     def load(self, key: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` for a miss. A bad file is removed."""
         if self._is_off:
             return None
         try:
-            header, payload, last_used = self._shards.read(self._name(key))
+            header, payload, last_used = self.files.read(self._name(key))
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
-            if error.errno in _AWAY:
+            if error.errno in _UNREACHABLE:
                 self._fail_for("a block could not be read", error)
-            elif error.errno not in _PASSING:
+            elif error.errno not in _TEMPORARY:
                 self._discard(key, "num_corrupt")
             return None
         except BadBlockFileError:
             self._discard(key, "num_corrupt")
             return None
-        if self._is_over(key, last_used, header.ttl):
+        if self._is_expired(key, last_used, header.ttl):
             self._discard(key, "num_evicted")
             return None
         if header.block.group != ANSWERS:
@@ -187,7 +189,7 @@ class BlockStore(Tier):
         with self._failing("the files could not be listed"):
             self._catalogue.list_files(pause)
         with self._writing, self._failing("the folder could not be maintained"):
-            self._shards.refresh()
+            self.files.refresh()
             self._note_uses()
             self._written.update(is_due=False)
             self._list_if_due(pause)
@@ -215,7 +217,7 @@ class BlockStore(Tier):
         """
         with self._lock:
             if self._failure is None:
-                self._failure = f"[block store] {self.layout.folder}: {why}"
+                self._failure = f"[block store] {self.folder}: {why}"
                 has_just_worked = time.monotonic() - self._worked_again_at < _MAX_RETRY_SECONDS
                 self._retry_later(2 * self._retry_seconds if has_just_worked else 0.0)
 
@@ -260,10 +262,10 @@ class BlockStore(Tier):
             return False
         try:
             with self._writing:
-                self._shards.refresh()
-                self._shards.blocks()  # A folder that was removed is not made again.
-                make_folder(self.layout.folder)
-                self._shards.probe(self.fingerprint, min(self._probe_nbytes, _MAX_PROBE_NBYTES))
+                self.files.refresh()
+                self.files.blocks()  # A folder that was removed is not made again.
+                make_folder(self.folder)
+                self.files.probe(self.fingerprint, min(self._probe_nbytes, _MAX_PROBE_NBYTES))
         except (OSError, BlockStoreError):
             with self._lock:
                 self._retry_later(2 * self._retry_seconds)
@@ -276,11 +278,11 @@ class BlockStore(Tier):
     def _name(self, block_hash: bytes) -> BlockName:
         return self._digest, block_hash
 
-    def _is_over(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
+    def _is_expired(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
         ttls = [limit for limit in (ttl, self.ttl) if limit is not None]
         if not ttls or time.time() - last_used <= min(ttls):
             return False
-        return not self._catalogue.pins.keeps(self._name(block_hash))
+        return block_hash not in self.files.kept(self._digest)
 
     def _discard(self, block_hash: bytes, counter: str) -> None:
         """Remove a file that is bad or has expired."""
@@ -298,7 +300,7 @@ class BlockStore(Tier):
             return False
         self._note_uses()
         self._list_if_due()
-        used = self._catalogue.time_behind(self._digest, header.parent_hash, time.time_ns())
+        used = self._catalogue.time_of_use(self._digest, header.parent_hash, time.time_ns())
         if not self._make_room(nbytes):
             return False
         name = self._name(header.block_hash)
@@ -318,12 +320,12 @@ class BlockStore(Tier):
         limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
         if limit is None or written + nbytes <= limit:
             # A smaller block may still fit: that does not make a second warning due.
-            self._has_told_limit &= limit is not None and written > limit // 2
+            self._has_warned_of_limit &= limit is not None and written > limit // 2
             return False
-        if not self._has_told_limit:
-            self._has_told_limit = True
+        if not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
             _warn(
-                f"[block store] {self.layout.folder}: as much was written in the last 24 hours as "
+                f"[block store] {self.folder}: as much was written in the last 24 hours as "
                 f"cache_dir_writes allows ({limit:,} bytes); until there is less, new K/V are kept "
                 "in memory only"
             )
@@ -331,11 +333,11 @@ class BlockStore(Tier):
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int, used: int) -> None:
         try:
-            self._shards.write(self.fingerprint, block_hash, pieces, used)
+            self.files.write(self.fingerprint, block_hash, pieces, used)
         except OSError as error:
             if error.errno not in _FULL or not self._shrink(self._catalogue.nbytes - 2 * nbytes):
                 raise
-            self._shards.write(self.fingerprint, block_hash, pieces, used)
+            self.files.write(self.fingerprint, block_hash, pieces, used)
 
     def _list_if_due(self, pause: Pause | None = None) -> None:
         """List the files again if other processes may have changed much since the last time."""
@@ -374,15 +376,15 @@ class BlockStore(Tier):
             yield
         except OSError as error:
             is_alone = block_hash is not None and self._is_alone(block_hash, error)
-            if error.errno not in _PASSING and not is_alone:
+            if error.errno not in _TEMPORARY and not is_alone:
                 self._fail_for(what, error)
 
     def _is_alone(self, block_hash: bytes, error: OSError) -> bool:
         """Whether only the shard of this block can't be used, of which a warning tells once."""
         name = self._name(block_hash)
-        if not self._shards.is_blocked(name):
+        if not self.files.is_blocked(name):
             return False
-        shard = str(self.layout.of(name[0]) / shard_name_of(block_hash))
+        shard = str(self.files.path_of(name[0]) / shard_name_of(block_hash))
         if shard not in self._blocked:
             self._blocked.add(shard)
             why = system_reason(error)

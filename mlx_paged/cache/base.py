@@ -12,8 +12,9 @@ import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable, SharedBudget
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager, SharedBudget
 from mlx_paged.ops import AttentionMetadata, Backend, StepState
+from mlx_paged.request import SeqId
 
 INITIAL_BLOCKS = 64
 ALL_LAYERS = slice(None)
@@ -114,6 +115,13 @@ class KVCache(ABC):
     @abstractmethod
     def _fit(self) -> None:
         """Free storage that no sequence needs, after the pool has shrunk."""
+
+    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
+        """Add a sequence that begins with the tokens of another one; returns False, without a
+        change, if it does not fit. Both share all blocks until one of them writes.
+        """
+        manager.fork(seq, new_seq)
+        return True
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from mlx_paged.cache.paged import PagedKVCache
@@ -90,7 +90,7 @@ def load_prefix(
                 f"blocks of {cache.config.block_size}, and {pool.num_free_blocks} of the budget's "
                 f"{cache.config.num_blocks} are free; raise kv_cache_bytes"
             )
-        put_cached_blocks(
+        _put_cached_blocks(
             pool,
             [BlockHash(header.block_hash) for header in missing],
             lambda ids: load_blocks(cache, tier, list(zip(missing, ids, strict=True))),
@@ -101,7 +101,29 @@ def load_prefix(
     return len(missing)
 
 
-def put_cached_blocks(
+def load_absent(
+    cache: PagedKVCache, group: int, contents: Mapping[BlockHash, bytes]
+) -> list[BlockHash]:
+    """Put blocks into the prefix cache, as many as fit; returns the hashes of those that it lacked.
+    No step may be open.
+
+    Args:
+        contents: of blocks of a group of layers, by their hashes; empty for a model without K/V.
+    """
+    hashes = [each for each in contents if cache.pool.get_cached_block(each) is None]
+    cache.make_room(len(hashes))
+    hashes = hashes[: cache.pool.num_free_blocks]
+
+    def fill(ids: list[int]) -> None:
+        if cache.config.keeps_kv:
+            cache.write_blocks(group, ids, [contents[each] for each in hashes])
+
+    if hashes:
+        _put_cached_blocks(cache.pool, hashes, fill, is_foreign=False)
+    return hashes
+
+
+def _put_cached_blocks(
     pool: BlockPool,
     block_hashes: Sequence[BlockHash],
     fill: Callable[[list[int]], None],

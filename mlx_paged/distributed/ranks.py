@@ -9,6 +9,7 @@ Followers sample nothing, so they need neither the functions of a request nor it
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -29,12 +30,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged import __version__
 from mlx_paged.distributed.links import Link, RanksError, meet
 from mlx_paged.distributed.values import from_json
-from mlx_paged.errors import ArgumentError, one_line, shown, words_for_all
-from mlx_paged.launch import is_launched
+from mlx_paged.errors import ArgumentError, harmless, one_line, shown, words_for_all
 from mlx_paged.models.kv_cache import kv_budget
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
-from mlx_paged.standard_streams import say
 
 # Ranks are started together, but one of them may be slow to import, or wait for a disk.
 START_SECONDS = 120.0
@@ -180,7 +179,8 @@ class Ranks:
 
     def _end(self, text: str) -> NoReturn:
         self._ending.acquire()  # Only the first failure is reported.
-        say(f"[ranks] rank {self.rank} {text}")
+        with contextlib.suppress(OSError, ValueError):  # stderr may be full or closed
+            print(harmless(f"[ranks] rank {self.rank} {text}"), file=sys.stderr, flush=True)
         for link in list(self._links.values()):
             link.close(text)
         # The main thread may wait in a collective, which no exception interrupts.
@@ -265,7 +265,7 @@ def launched_ranks() -> Ranks | None:
     Raises:
         RanksError: MLX could not form the group, or the ranks could not connect.
     """
-    if not is_launched():
+    if "MLX_RANK" not in os.environ:
         return None
     try:
         with _given_up_after(START_SECONDS):

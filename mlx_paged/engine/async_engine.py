@@ -17,7 +17,7 @@ from typing import TypeAlias, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.workers import SECONDS_AT_EXIT
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt
 from mlx_paged.engine.options import RequestOptions, with_step_seconds

@@ -15,8 +15,7 @@ from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
-from mlx_paged.engine.disk_tier import DiskTier
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.draft_model import (
     DraftModel,
     check_draft_model,
@@ -25,7 +24,7 @@ from mlx_paged.engine.draft_model import (
 )
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
 from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request_queues import num_seqs
@@ -65,7 +64,7 @@ class EngineParts:
     ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
-    disk_tier: DiskTier | None
+    disk_tier: DiskCache | None
     swap_space: SwapSpace
     runner: ModelRunner
     scheduler: Scheduler
@@ -206,7 +205,7 @@ def _open_tier(
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
     states: SequenceStates | None,
-) -> DiskTier:
+) -> DiskCache:
     """Open the tier of blocks and states.
 
     Raises:
@@ -224,4 +223,4 @@ def _open_tier(
                 "tier",
             )
         tier = GuardedTier(tier)
-    return DiskTier(cache, tier, num_parameters, None if states is None else states.checkpoints)
+    return DiskCache(cache, tier, num_parameters, None if states is None else states.checkpoints)

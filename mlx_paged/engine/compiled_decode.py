@@ -76,8 +76,8 @@ class CompiledDecode:
             leaves = [] if before is None else before.leaves
             logits, fences, made = trace(weights, tokens, leaves, *arrays)
             if is_new:
-                after = arrays._replace(fences=fences)
-                layers = traced_layers(self._cache, shape, after, _step_states(before))
+                fenced = arrays._replace(fences=fences)
+                layers = traced_layers(self._cache, shape, fenced, _step_states(before))
                 fences = self._check(weights, tokens, layers, logits)
         except Exception as error:
             self._has_failed = True

@@ -262,26 +262,25 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
             f"{kind_of(draft_model)}",
             "draft_model",
         )
-    draft_model = check_model(draft_model)
+    draft_model, problem = check_model(draft_model), None
     if draft_model.args.vocab_size != model.args.vocab_size:
-        raise ArgumentError(
-            f"[engine] draft_model has a vocabulary of {draft_model.args.vocab_size} tokens, the "
-            f"model one of {model.args.vocab_size}; they must be the same",
-            "draft_model",
+        problem = (
+            f"has a vocabulary of {draft_model.args.vocab_size} tokens, the model one of "
+            f"{model.args.vocab_size}; they must be the same"
         )
-    if draft_model.state_nbytes:
-        raise ArgumentError(
-            f"[engine] draft_model can't be a {model_type_of(draft_model)}: its recurrent state "
-            "can't be rolled back when drafts are rejected; use a model of attention layers only, "
-            "or leave draft_model out: then drafts are looked up in a request's own tokens",
-            "draft_model",
+    elif draft_model.state_nbytes:
+        problem = (
+            f"can't be a {model_type_of(draft_model)}: its recurrent state can't be rolled back "
+            "when drafts are rejected; use a model of attention layers only, or leave draft_model "
+            "out: then drafts are looked up in a request's own tokens"
         )
-    if kv == "basic":
-        raise ArgumentError(
-            "[engine] draft_model needs kv='paged'; with kv='basic' drafts are looked up in a "
-            "request's own tokens: leave draft_model out",
-            "draft_model",
+    elif kv == "basic":
+        problem = (
+            "needs kv='paged'; with kv='basic' drafts are looked up in a request's own tokens: "
+            "leave draft_model out"
         )
+    if problem is not None:
+        raise ArgumentError(f"[engine] draft_model {problem}", "draft_model")
     return draft_model
 
 

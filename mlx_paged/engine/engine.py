@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_store.workers import SECONDS_AT_EXIT
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
@@ -112,7 +112,7 @@ class Engine:
         ]
         # These end with the engine; at the end of Python they do so by themselves.
         self._let_go_thread = weakref.finalize(self, self.thread.let_go)
-        let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
+        let_go = [] if self.disk_tier is None else [self.disk_tier.finish]
         others = [weakref.finalize(self, end) for end in (*self._release_limits, *let_go)]
         for finalizer in (self._let_go_thread, *others):
             finalizer.atexit = False

@@ -9,13 +9,14 @@ import os
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
     AbsentBlock,
+    BlockHash,
     ComputedBlocks,
     KVCacheManager,
     SequenceTables,
@@ -28,7 +29,6 @@ from mlx_paged.request import REASONS, PrefixReport, Reason, SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_tier import DiskTier
 
 MAX_REPORTS = 256
 # The most sequences after a common block that are compared with a prompt.
@@ -103,13 +103,19 @@ class PrefixCache:
             return Found(hit, hit, num_cached)
         return Found(hit, self._manager.resumed(swapped, hit), num_cached)
 
-    def absent_blocks(self, completion: Completion, tier: DiskTier) -> Sequence[AbsentBlock]:
-        """The blocks of a waiting request to read from a tier; none if it is swapped out."""
+    def absent_blocks(
+        self, completion: Completion, has: Callable[[BlockHash], bool]
+    ) -> Sequence[AbsentBlock]:
+        """The blocks of a waiting request to read from a tier; none if it is swapped out.
+
+        Args:
+            has: whether the tier has a block.
+        """
         if self._swap_space.find(completion.seq_id) is not None:
             return ()
         self._hash_blocks(completion)
         num_tokens = _num_findable_tokens(completion)
-        return self._manager.absent_blocks(completion.block_hashes, num_tokens, tier.has)
+        return self._manager.absent_blocks(completion.block_hashes, num_tokens, has)
 
     def copies_any(self, hit: ComputedBlocks, block_ids: Set[int]) -> bool:
         """Whether a request with this prefix hit needs copies of any of these blocks. If the step
@@ -169,6 +175,11 @@ class PrefixCache:
         if self._last_sequence is not None:
             self._last_sequence.forget_last()
 
+    def clear(self) -> None:
+        """Drop the kept sequence and the history: all K/V in the pool are lost."""
+        self.forget_last()
+        self.history.clear()
+
     def _hash_blocks(self, completion: Completion) -> None:
         token_ids = completion.token_ids
         if completion.awaits_token:
@@ -193,13 +204,15 @@ class SwapSpace:
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
         num_state_blocks: how many blocks a sequence's recurrent state counts as.
-        tier: stores the blocks, by default in host memory, until they are discarded. Requests whose
-            blocks it loses are recomputed.
+
+    Attributes:
+        tier: stores the blocks until they are discarded: in host memory, unless another is set.
+            Requests whose blocks it loses are recomputed.
     """
 
-    def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
+    def __init__(self, num_blocks: int, num_state_blocks: int = 0):
         self.num_blocks = num_blocks
-        self.tier = tier or HostMemory()
+        self.tier = HostMemory()
         self._has_warned = False
         self._num_state_blocks = num_state_blocks
         self._held: dict[SeqId, SequenceTables] = {}
@@ -255,11 +268,6 @@ class SwapSpace:
             for headers in self.headers(seq_id):
                 self.tier.discard([header.block_hash for header in headers])
             del self._held[seq_id], self._owners[seq_id]
-
-    def clear(self) -> None:
-        """Discard the K/V of all sequences."""
-        for seq_id in list(self._held):
-            self.release(seq_id)
 
     def _has_failed(self) -> bool:
         """Whether the tier has failed; warns once."""

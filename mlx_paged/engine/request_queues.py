@@ -279,13 +279,13 @@ class RequestQueues:
         num_needed = self._block_need.num_blocks_to_admit(completion.num_tokens, computed)
         return self._num_free_blocks(completion.num_seqs) - num_needed
 
-    def fit(self, completions: Sequence[Completion]) -> bool:
+    def fits(self, completions: Sequence[Completion]) -> bool:
         """Whether all tokens of waiting requests fit, without any cached blocks."""
         need = self._block_need.max_num_held_blocks
         num_needed = sum(need(each.num_tokens) for each in completions)
         return num_needed <= self._num_free_blocks(num_seqs(completions))
 
-    def fit_ahead(self) -> bool:
+    def fits_ahead(self) -> bool:
         """Whether there are blocks for all running requests in the step after the one in flight."""
         manager, num_free = self._manager, self._num_free_blocks()
         budget = self._config.max_num_batched_tokens

@@ -21,7 +21,6 @@ from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import Found, PrefixCache, SwapSpace
-from mlx_paged.engine.read_ahead import ReadAhead
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
@@ -31,7 +30,7 @@ from mlx_paged.request import SeqId, StopReason
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_tier import DiskTier
+    from mlx_paged.engine.disk_cache import DiskCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -45,8 +44,8 @@ class Scheduler:
     Each request has an ``order``, fixed when it is added: the current step, plus ``priority_steps``
     for each level of priority below the highest. Of the requests of a user, the one with the lowest
     order is admitted first and preempted last. While several users have requests, those of the user
-    whose turn it is (:class:`FairShares`) come before those of the others, and the first request of
-    a user of whom nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
+    whose turn it is come before those of the others, and the first request of a user of whom
+    nothing runs may take a place (:meth:`RequestQueues.requests_to_preempt`).
 
     A request is admitted when all its tokens fit now and, if others run, the watermark stays free.
     A running request is preempted, the last in order of the eligible ones, when
@@ -78,8 +77,7 @@ class Scheduler:
         speculation: makes drafts; none by default.
         tier: keeps blocks outside of the pool; none by default. A waiting request whose blocks are
             being read from it is skipped.
-        context_length: the upper limit of ``max_model_len`` that errors may advise; ``None``: no
-            limit.
+        context_length: the largest ``max_model_len`` that errors may advise; ``None`` for any.
         unshared: for a cache whose sequences share no blocks.
     """
 
@@ -91,7 +89,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: DiskTier | None = None,
+        tier: DiskCache | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -102,7 +100,6 @@ class Scheduler:
         self.swap_space = swap_space or SwapSpace(0)
         self.speculation = speculation
         self.context_length = context_length
-        self._unshared = unshared
         self._prefix_cache = PrefixCache(manager, self.swap_space, config, unshared)
         self.prefix_history = self._prefix_cache.history
         self._queues = RequestQueues(manager, cache, config, self._prefix_cache, context_length)
@@ -113,7 +110,7 @@ class Scheduler:
         self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
-        self._read_ahead = ReadAhead(tier, self._queues, self._prefix_cache)
+        self._disk_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
 
@@ -137,18 +134,13 @@ class Scheduler:
         self._queues.add(first, step)
 
     def add_fork(self, child: Completion) -> None:
-        """Add another completion of a running request.
-
-        It shares all blocks with the first one until one of the two writes. It waits, to be
-        recomputed, if there is no place for it, or if the cache can't share blocks and a copy does
-        not fit.
+        """Add another completion of a running request. It waits, to be recomputed, if there is no
+        place for it, or if the cache can't share blocks and a copy does not fit.
         """
         first = child.request.completions[0]
-        has_blocks = len(self.running) < self.config.max_num_seqs
-        if has_blocks and self._unshared is None:
-            self.manager.fork(first.seq_id, child.seq_id)
-        elif has_blocks and self._unshared is not None:
-            has_blocks = self._unshared.fork(self.manager, first.seq_id, child.seq_id)
+        has_blocks = len(self.running) < self.config.max_num_seqs and self.cache.fork(
+            self.manager, first.seq_id, child.seq_id
+        )
         child.request.completions.append(child)
         self._queues.add_fork(child, has_blocks)
 
@@ -171,7 +163,7 @@ class Scheduler:
             if completion.seq_id in self.manager.tables:
                 self.manager.free(completion.seq_id)
             self.swap_space.release(completion.seq_id)
-            self._read_ahead.end(completion)
+            self._end_prefetch(completion)
         completion.status = CompletionStatus.FINISHED
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         completion.error = error
@@ -193,7 +185,7 @@ class Scheduler:
         """
         running, manager, queues = self.running, self.manager, self._queues
         queues.rank()
-        if self.waiting and not is_ahead:
+        if self.waiting and manager.states is not None and not is_ahead:
             self._give_up_blocks(only)
         self.num_steps += 1
         self._max_num_tokens = queues.max_num_tokens()
@@ -223,7 +215,7 @@ class Scheduler:
                 num_new_tokens = self._next_chunk(plan, completion, num_after)
             copies = manager.allocate_slots(completion.seq_id, num_new_tokens)
             if copies is not None:
-                self._schedule(plan, completion, num_new_tokens, copies)
+                self._add_part(plan, completion, num_new_tokens, copies)
                 index += 1
             elif is_ahead:
                 break
@@ -232,7 +224,7 @@ class Scheduler:
                 self._preempt(plan, running[-1])
                 self.cache.make_room(num_new_tokens * len(manager.retentions))
             else:
-                self._end(plan, completion)
+                self._finish_unfit(plan, completion)
         if not plan.preempted:
             self._admit_waiting(plan)
             add_drafts(plan, self.speculation, manager, self.config.max_model_len)
@@ -255,7 +247,7 @@ class Scheduler:
             first.
         """
         queues = self._queues
-        if not queues.fit_ahead():
+        if not queues.fits_ahead():
             return None
         queues.rank()
         first = next(iter(queues.in_turn()), None)
@@ -279,9 +271,7 @@ class Scheduler:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
-        if self.manager.states is None:
-            return
-        completion = only or self._read_ahead.first_ready(self._queues.in_turn())
+        completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
         num_blocks = self._queues.num_blocks_to_give_up(completion)
@@ -300,6 +290,16 @@ class Scheduler:
         num_left_blocks = num_after * len(self.manager.retentions)
         return self.manager.max_fitting(completion.seq_id, num_new_tokens, num_left_blocks)
 
+    def _first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
+        """The first waiting request that does not have to wait for blocks to be read."""
+        if self._disk_cache is None:
+            return next(iter(waiting), None)
+        return self._disk_cache.first_ready(waiting, self._queues, self._prefix_cache)
+
+    def _end_prefetch(self, completion: Completion) -> int:
+        """A request leaves the queue; returns how many tokens were read for it."""
+        return 0 if self._disk_cache is None else self._disk_cache.end_prefetch(completion)
+
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
         of its user before that of others.
@@ -309,7 +309,7 @@ class Scheduler:
             return None
         if not queues.are_shared and waiting[0].order > running[-1].order:
             return None
-        completion = self._read_ahead.first_ready(queues.in_turn(passed))
+        completion = self._first_ready(queues.in_turn(passed))
         is_first = completion is not None and queues.may_come_first(completion)
         return completion if is_first else None
 
@@ -344,9 +344,10 @@ class Scheduler:
             return
         queues, most = self._queues, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
-        self._read_ahead.look(queues.in_turn())
+        if self._disk_cache is not None:
+            self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
         while self.waiting and plan.token_budget > 0 and num_running < most:
-            completion = plan.only or self._read_ahead.first_ready(queues.in_turn(plan.passed))
+            completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
             if completion is None or completion.status in NOT_WAITING:
                 return
@@ -357,7 +358,7 @@ class Scheduler:
                 num_running += num_places
             elif not self.running and not plan.is_ahead:
                 # No running request could free blocks, so it would wait forever.
-                self._end(plan, completion)
+                self._finish_unfit(plan, completion)
             elif not queues.may_admit_others(plan, completion, is_admitted=False):
                 return
 
@@ -385,7 +386,7 @@ class Scheduler:
         num_new_tokens -= num_slots - num_fitting
         if completion.status is CompletionStatus.WAITING:
             plan.begun.append(completion)
-        self._prefix_cache.begin(completion, found, self._read_ahead.end(completion))
+        self._prefix_cache.begin(completion, found, self._end_prefetch(completion))
         self._queues.run(completion)
         self.cache.make_room_for_states(0)  # A checkpoint that was found is kept again.
         if loads := self.manager.take_loads(completion.seq_id):
@@ -394,7 +395,7 @@ class Scheduler:
             self.swap_space.release(completion.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
         completion.num_computed_tokens = num_held
-        self._schedule(plan, completion, num_new_tokens, copies)
+        self._add_part(plan, completion, num_new_tokens, copies)
         return True
 
     def _max_chunk(
@@ -408,9 +409,10 @@ class Scheduler:
             max_run = min(max_run, max(1, plan.scored_rows_budget))
         return max_run
 
-    def _schedule(
+    def _add_part(
         self, plan: Batch, completion: Completion, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
+        """Add a request, which has its slots, to the planned step."""
         start = completion.num_computed_tokens
         completion.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(completion.token_ids) else 0
@@ -434,7 +436,7 @@ class Scheduler:
         if end % self._block_size < num_new_tokens:  # A block was filled.
             plan.new_block_ids.update(self._prefix_cache.cache_blocks(completion))
 
-    def _end(self, plan: Batch, completion: Completion) -> None:
+    def _finish_unfit(self, plan: Batch, completion: Completion) -> None:
         """End a request that does not fit, where no other request could free blocks, because the
         device has less memory than the budget allows: a running answer is cut, others fail.
         """
@@ -449,8 +451,8 @@ class Scheduler:
         held, block_ids = self.manager.describe(completion.seq_id)
         if self.swap_space.reserve(completion.seq_id, held):
             plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
-        else:
-            self._read_ahead.keep(completion)
+        elif self._disk_cache is not None:
+            self._disk_cache.save_preempted(completion)
         self.manager.free(completion.seq_id)
         plan.preempted.append(completion)
         self._queues.requeue(completion)
@@ -505,9 +507,9 @@ class Scheduler:
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
-        self._read_ahead.clear()
-        self.prefix_history.clear()
-        self._prefix_cache.forget_last()
+        if self._disk_cache is not None:
+            self._disk_cache.clear()
+        self._prefix_cache.clear()
         for completion in list(self.running):
             self._queues.requeue(completion)
 

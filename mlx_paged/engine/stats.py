@@ -16,7 +16,7 @@ import numpy as np
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.block_table import BlockTable
-from mlx_paged.engine.disk_tier import DiskTier, DiskTierStats
+from mlx_paged.engine.disk_cache import DiskCache, DiskTierStats
 from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduler import Scheduler
@@ -50,7 +50,7 @@ def stats_of(
     scheduler: Scheduler,
     cache: KVCache,
     latencies: Latencies,
-    disk_tier: DiskTier | None,
+    disk_tier: DiskCache | None,
     nbytes_activations: int,
 ) -> EngineStats:
     """Memory, requests and counters, from any thread."""

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_paged.core.tier import LostBlockError
 from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.disk_tier import DiskTier
+from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Completion, Request, SampledToken
@@ -60,7 +60,7 @@ class Steps:
         run_ahead: bool,
         budgets: Budgets,
         ranks: Ranks,
-        disk_tier: DiskTier | None = None,
+        disk_tier: DiskCache | None = None,
     ):
         self.row_reader: RowReader | None = None
         self.in_flight: deque[StepInFlight] = deque()
@@ -71,7 +71,6 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
-        self._sampler = sample if ranks.is_leader else sample_nothing
         self._disk_tier = disk_tier
         # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Completion, int]] = deque()
@@ -92,7 +91,7 @@ class Steps:
             )
         self._ranks.lead("step", lambda: [*budgets, *self._state()])
         if tier is not None:
-            tier.bring_back(is_busy=bool(self._scheduler.running))
+            tier.poll(is_busy=bool(self._scheduler.running))
         if not steps:
             only = self._next_to_retry()
             self._runner.release_states()
@@ -256,7 +255,11 @@ class Steps:
             if completion not in verified:
                 self._append(completion, result, sampled, entry)
         if self._disk_tier is not None:
-            self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
+            self._disk_tier.save(step.batch, [later.batch for later in self.in_flight])
+
+    @property
+    def _sampler(self) -> Callable[..., SampledTokens]:
+        return sample if self._ranks.is_leader else sample_nothing
 
     def _shared(self, sampled: SampledTokens) -> SampledTokens:
         """The tokens, which followers have from rank 0 before they are read."""

@@ -27,9 +27,13 @@ from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.block_store import STORED_KV_VERSION, Fingerprint
-from mlx_paged.block_store.block_file import BadBlockFileError, BlockStoreError
 from mlx_paged.block_store.directory import Directory, make_folder
-from mlx_paged.block_store.layout import WEIGHTS_NAME, folder_path
+from mlx_paged.block_store.layout import (
+    WEIGHTS_NAME,
+    BadBlockFileError,
+    BlockStoreError,
+    folder_path,
+)
 from mlx_paged.cache import LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.models.language_model import LanguageModel, WeightFiles, model_type_of
@@ -220,7 +224,7 @@ class WeightCatalogue:
         with contextlib.suppress(OSError, BlockStoreError):
             make_folder(self._folder)
             folder = Directory.at(self._folder).make_folder(WEIGHTS_NAME)
-            folder.write_aside(key, [digest.encode()])
+            folder.write_atomically(key, [digest.encode()])
             entries = folder.entries()
             folder.remove_abandoned(entries)
             # Earlier versions kept the digests of tensors there.

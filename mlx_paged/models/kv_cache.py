@@ -67,6 +67,8 @@ NUM_COPIES_BEFORE_DRAFTS = 1
 # Floating-point operations per byte of memory bandwidth: an M1 has 2.6 TFLOPS and 68 GB/s, and its
 # successors are close to that.
 OPERATIONS_PER_BYTE = 38
+# The same for a disk: that of an M1 reads some 2.6 GB/s.
+OPERATIONS_PER_DISK_BYTE = 1_000
 # The default swap space, as a share of the K/V budget.
 DEFAULT_SWAP_SHARE = 1 / 8
 
@@ -390,6 +392,11 @@ def is_moving_cheaper(num_parameters: int, nbytes_per_token: int, operations_per
 def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
     """Whether copying K/V out and back takes less time than computing them."""
     return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
+
+
+def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
+    """Whether reading K/V from disk takes less time than computing them."""
+    return is_moving_cheaper(num_parameters, kv_nbytes_per_token, OPERATIONS_PER_DISK_BYTE)
 
 
 def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:

@@ -19,20 +19,19 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_declarations import StructuredOutputsParams
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import keep_answer, upcoming_tokens
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation, api_error
-from mlx_paged.server.grammars.tool_grammar import (
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.fields import made_params
+from mlx_paged.server.generations import Generation
+from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
+from mlx_paged.server.prompt_threads import Work
+from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import (
     ToolGrammar,
     format_or_calls,
     reasoning_before,
     required_calls,
     strict_calls,
 )
-from mlx_paged.server.idle_prefill import Upcoming
-from mlx_paged.server.sampling_fields import made_params
-from mlx_paged.server.service import Service
 
 
 @dataclass(frozen=True)
@@ -135,16 +134,16 @@ def _grammar_of_calls(dialect: Dialect, job: ChatJob) -> ToolGrammar | None:
     """The grammar of an answer that may or must call tools; ``None`` if none is needed. If the
     request also asks for a format, the answer is either in that format or calls tools.
     """
-    wanted, choice, is_parallel = (
+    requested, choice, is_parallel = (
         job.params.structured_outputs, job.tool_choice, job.parallel_tool_calls,
     )  # fmt: skip
     if not job.tools or choice == "none":
         return None
     if choice == "auto":
-        if wanted is None:
+        if requested is None:
             return strict_calls(job.tools, dialect, parallel_tool_calls=is_parallel)
-        return format_or_calls(job.tools, dialect, wanted, parallel_tool_calls=is_parallel)
-    if wanted is not None:
+        return format_or_calls(job.tools, dialect, requested, parallel_tool_calls=is_parallel)
+    if requested is not None:
         raise ArgumentError(
             "tool_choice requires a call, but the request also asks for an answer in a format; "
             "send only one of them",

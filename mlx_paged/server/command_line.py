@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.command_line import flags, parser
+from mlx_paged.cli import flags
+from mlx_paged.cli.program import Parser
 from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
-from mlx_paged.server.http.api_keys import read_api_keys
-from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings
+from mlx_paged.server.settings import SERVER_SETTINGS, ServerSettings, read_api_keys
 
-_FLAGS = {
+FLAGS = {
     **flags.FLAGS,
     **flags.engine_flags("server"),
     "api_key": "--api-key",
@@ -34,12 +34,12 @@ _OTHER_FLAGS = {
 }
 
 
-def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def setup_arg_parser(prog: str | None = None) -> Parser:
     """The server's argument parser; ``prog`` is the program's name in help and errors."""
-    server = parser.Parser(
+    server = Parser(
         prog=prog or "python -m mlx_paged.server",
         description="Serve a model through OpenAI- and Anthropic-compatible APIs.",
-        flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
+        flags=flags.SAMPLING | FLAGS | _OTHER_FLAGS,
         usage="%(prog)s [options] [model]",
     )
     server.add_argument(
@@ -136,11 +136,6 @@ def read_chat_template(file: str | None) -> str | None:
             f"[server] chat_template {shown(file)} can't be read: {system_reason(error)}",
             "chat_template",
         ) from error
-
-
-def error_line(error: BaseException) -> str:
-    """The message of an error on one line, with flags in place of argument names."""
-    return parser.error_line(error, _FLAGS)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -6,24 +6,27 @@ Nothing heavy is imported before the arguments have been checked.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import resource
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.command_line.imports import import_first
+from mlx_paged.cli.flags import chosen_sampling, find_model, load_model
+from mlx_paged.cli.program import import_first, is_follower, run_program
+from mlx_paged.cli.streams import say, warnings_as_lines
 from mlx_paged.errors import ArgumentError, one_line
-from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
+    FLAGS,
     KEEPS_REASONING,
-    error_line,
     read_chat_template,
     read_settings,
     setup_arg_parser,
@@ -31,21 +34,14 @@ from mlx_paged.server.command_line import (
     template_options,
 )
 from mlx_paged.server.settings import ServerSettings
-from mlx_paged.standard_streams import (
-    OutputLostError,
-    finish_output,
-    open_closed_streams,
-    say,
-    warnings_as_lines,
-)
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.service import Service
+    from mlx_paged.server.settings import KeyFile
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -67,24 +63,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments without the program's name; by default those of this process.
         prog: the program's name in help and errors.
     """
-    open_closed_streams()
-    parser = setup_arg_parser(prog)
-    try:
-        try:
-            args = parser.parse_args(argv)
-        except SystemExit as end:  # also raised by --help and --version
-            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+
+    def run(args: argparse.Namespace) -> int:
         with warnings_as_lines(say):
             return _run(args)
-    except OutputLostError as error:
-        say(f"{parser.prog}: error: {error}")
-        return 1
-    except (ValueError, RuntimeError) as error:  # a mistake of the user
-        say(f"{parser.prog}: error: {error_line(error)}")
-        return 2
-    except KeyboardInterrupt:
-        say("")
-        return 130
+
+    parser, mistakes = setup_arg_parser(prog), (ValueError, RuntimeError)
+    return run_program(parser, argv, run, FLAGS, mistakes=mistakes)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -100,9 +85,9 @@ def _run(args: argparse.Namespace) -> int:
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
-    from mlx_paged.server.http.api_keys import KeyFile
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
+    from mlx_paged.server.settings import KeyFile
 
     # A thread that reads a long request keeps the GIL for up to this long while the event loop and
     # the engine wait, several times per step. Python's default is 5 ms.
@@ -141,7 +126,7 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
 
 def _note_equals(settings: ServerSettings) -> None:
     """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``."""
-    from mlx_paged.server.http.api_keys import seems_named_by_equals
+    from mlx_paged.server.settings import seems_named_by_equals
 
     num_keys = sum(map(seems_named_by_equals, settings.api_keys))
     if num_keys:
@@ -159,39 +144,19 @@ def follow(args: argparse.Namespace) -> None:
     """
     from mlx_paged.engine.engine import Engine
 
-    say_errors_only()
-    model, tokenizer, options = _load(args, _folder_of(args))
+    warnings.simplefilter("ignore")  # rank 0 shows them
+    model, tokenizer, options = _load(args, find_model(args)[0])
     Engine(model, tokenizer, **options).follow()
-
-
-def _folder_of(args: argparse.Namespace) -> Path:
-    from mlx_paged.loading import demo_model_path, find_model_for
-
-    return demo_model_path() if args.model is None else find_model_for(args.model, args.force)
 
 
 def _load(
     args: argparse.Namespace, folder: Path
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """Load the model and the tokenizer of a folder; also returns the engine's options."""
-    from mlx_paged.command_line.flags import engine_options
-    from mlx_paged.distributed import launched_ranks
-    from mlx_paged.loading import dtype_config, load_draft_model, load_for
-
-    template, options = read_chat_template(args.chat_template), engine_options(args, "server")
-    model, tokenizer = load_for(
-        launched_ranks(),
-        folder,
-        tokenizer_config=None if template is None else {"chat_template": template},
-        model_config=dtype_config(folder, args.dtype),
-        adapter_path=args.adapter_path,
-        tokenizer_path=args.tokenizer,
-        skip_check=args.skip_check,
-        engine_options=options,
-        refuses_too_large=not args.force,
+    template = read_chat_template(args.chat_template)
+    return load_model(
+        args, "server", folder, None if template is None else {"chat_template": template}
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check)
-    return model, tokenizer, {**options, "draft_model": draft_model}
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -200,14 +165,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     Raises:
         ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
-    from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.loading import read_sampling_defaults
-    from mlx_paged.server.admission import Admission, counts_of
+    from mlx_paged.server.http.limits import QueueLimit, counts_of
     from mlx_paged.server.service import Service
 
-    options, folder = template_options(args), _folder_of(args)
-    own = {} if args.no_generation_config else read_sampling_defaults(folder)
+    options, (folder, own) = template_options(args), find_model(args)
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
@@ -227,7 +189,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         template_options=options,
         created=int(time.time()),
         # max_num_seqs may be lower than requested if the model's recurrent states are large.
-        admit=Admission(
+        admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
             partial(counts_of, engine),
@@ -269,13 +231,13 @@ def serve(
     from mlx_paged.engine.thread import STUCK_STATUS
     from mlx_paged.server.app import App
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.http.tidying import freeze_startup_objects
 
-    freeze_startup_objects()
-    app = App(service, is_loopback(sockets), key_file)
-    server = HttpServer(
-        app, app.gate, service.engine, service.settings, _max_connections(), announce, key_file
-    )
+    # Excludes all objects so far from garbage collections, which then take milliseconds instead of
+    # tenths of a second.
+    gc.collect()
+    gc.freeze()
+    app = App(service, is_loopback(sockets), key_file, _max_connections())
+    server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
     with ended_by_signals(server):
         server.run(sockets)
         if server.has_failed:
@@ -305,9 +267,9 @@ def _max_connections() -> int:
 
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
-    from mlx_paged.command_line.descriptions import describe_engine
-    from mlx_paged.server.http.api_keys import in_words
+    from mlx_paged.cli.descriptions import describe_engine
     from mlx_paged.server.http.http_server import url_of
+    from mlx_paged.server.settings import in_words
 
     engine, settings = service.engine.engine, service.settings
     url = url_of(settings.host, sockets)

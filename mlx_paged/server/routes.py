@@ -1,26 +1,123 @@
-"""``ApiRoute``: a path with its endpoint, its protocol and the class of its body."""
+"""``ApiRoute``: a path with its endpoint and the class of its body;
+``RequestContext``: what an endpoint gets for a request; and ``/openapi.json``, made of the routes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import mlx_paged
 from mlx_paged.errors import shown
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.errors import ApiError, WireProtocol
-from mlx_paged.server.http.bodies import parse_json
-from mlx_paged.server.http.disconnects import CLIENT_LEFT, ClientLeftError, until_disconnect
-from mlx_paged.server.schemas import Body
+from mlx_paged.request import RequestOutput
+from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.generations import Answer, Generation
+from mlx_paged.server.http.access import Principal
+from mlx_paged.server.http.sse import EventStream
+from mlx_paged.server.prompt_threads import Work
+from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+J = TypeVar("J", ChatJob, Generation)
 
 # Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
 _SMALL_BODY = 2**15
+_PLACE = "#/components/schemas/{model}"
 
-B = TypeVar("B", bound=Body)
+
+class Renderer(Protocol):
+    """Renders the answer to a request as one object or as server-sent events."""
+
+    request_id: str
+    is_streamed: bool
+
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]: ...
+
+    def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]: ...
+
+
+@dataclass(frozen=True)
+class RequestContext(Generic[B]):
+    """A request to an endpoint.
+
+    Args:
+        request: its head.
+        schema: the class of its body.
+        value: its body, as parsed from JSON.
+        principal: the user.
+        request_id: used in the log and in headers.
+    """
+
+    request: Request
+    service: Service
+    schema: type[B]
+    value: Any
+    principal: Principal
+    request_id: str
+
+    def read_body(self, leaves_out: bool = False) -> B:
+        """Validate the body. This is slow for large ones, so call it with
+        :meth:`run_in_tokenizer_pool`.
+
+        Args:
+            leaves_out: drop unknown fields instead of refusing them.
+
+        Raises:
+            ApiError: the first error in the body, with its place; 400.
+        """
+        return self.schema.read(self.value, leaves_out=leaves_out)
+
+    async def run_in_tokenizer_pool(self, work: Callable[[Work], T]) -> T:
+        """:meth:`Service.run_in_tokenizer_pool` for the user."""
+        return await self.service.run_in_tokenizer_pool(self.principal.name, work)
+
+    def owned(self, asked: J) -> J:
+        """A copy for the user: with a cache salt that contains theirs, and with ``no_store`` if the
+        header ``Cache-Control: no-store`` (RFC 9111) requests that.
+        """
+        directives = self.request.headers.get("cache-control", "").lower().split(",")
+        no_store = asked.no_store or "no-store" in map(str.strip, directives)
+        salt = self.principal.salted(asked.cache_salt)
+        return replace(asked, user=self.principal.name, cache_salt=salt, no_store=no_store)
+
+    async def prepare_chat(
+        self, read: Callable[[B, Service], ChatJob], leaves_out: bool = False
+    ) -> tuple[B, Generation]:
+        """Validate the body and encode its conversation.
+
+        Args:
+            read: turns the body into a job.
+            leaves_out: drop unknown fields instead of refusing them.
+
+        Raises:
+            ApiError: raised by ``read``, or the conversation can't be made into a prompt.
+        """
+
+        def prepared(work: Work) -> tuple[B, Generation]:
+            body = self.read_body(leaves_out)
+            return body, prepare(work, self.service, self.owned(read(body, self.service)))
+
+        return await self.run_in_tokenizer_pool(prepared)
+
+    async def respond(self, renderer: Renderer, *generations: Generation) -> Response:
+        """Run generations and render their answers."""
+        if renderer.is_streamed:
+            answers = await self.service.start_all(generations, renderer.request_id)
+            return EventStream(renderer.events(*answers), *answers)
+        outputs = await self.service.whole(generations, renderer.request_id)
+        return JSONResponse(renderer.whole(*outputs))
+
+
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
 
 
@@ -31,25 +128,18 @@ class ApiRoute(Route):
         body: the class of the body of POST requests; ``None`` for GET requests. An endpoint with a
             body is cancelled if the client disconnects before the response begins.
         methods: overrides these methods.
-
-    Attributes:
-        service: set before the first request.
     """
-
-    service: Service
 
     def __init__(
         self,
         path: str,
         endpoint: Endpoint[B],
         body: type[B] | None = None,
-        protocol: WireProtocol = WireProtocol.OPENAI,
         methods: Sequence[str] = (),
     ):
         methods = methods or ("GET" if body is None else "POST",)
         super().__init__(path, self._respond, methods=list(methods))
         self.body = body
-        self.protocol = protocol
         self.summary = (endpoint.__doc__ or "").strip().partition("\n")[0]
         self._endpoint = endpoint
 
@@ -74,10 +164,69 @@ class ApiRoute(Route):
         body, user = await request.body(), request.state.principal.name
         if len(body) <= _SMALL_BODY:
             return parse_json(body)
-        return await self.service.run_in_tokenizer_pool(user, lambda _: parse_json(body))
+        return await _service_of(request).run_in_tokenizer_pool(user, lambda _: parse_json(body))
 
     def _context(self, request: Request, value: Any) -> RequestContext[Any]:
         state = request.state
         return RequestContext(
-            request, self.service, self.body or Body, value, state.principal, state.request_id
+            request,
+            _service_of(request),
+            self.body or Body,
+            value,
+            state.principal,
+            state.request_id,
         )
+
+
+def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+class _WithoutNulls(GenerateJsonSchema):
+    """Omits defaults of ``None``, which stand for missing fields."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        described = super().default_schema(schema)
+        if described.get("default") is None:
+            described.pop("default", None)
+        return described
+
+
+async def openapi(context: RequestContext[Body]) -> Response:
+    """The routes and the fields of their bodies, as an OpenAPI 3.1 document."""
+    routes = context.request.app.routes
+    return JSONResponse(await context.run_in_tokenizer_pool(lambda _: openapi_document(routes)))
+
+
+def openapi_document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """The document of some routes."""
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
+    places, definitions = models_json_schema(
+        [(model, "validation") for model in bodies],
+        ref_template=_PLACE,
+        schema_generator=_WithoutNulls,
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        operation: dict[str, Any] = {
+            "summary": route.summary,
+            "responses": {"200": {"description": "The answer."}},
+        }
+        names = sorted(route.param_convertors)
+        if names:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in names
+            ]
+        if route.body is not None:
+            content = {"application/json": {"schema": places[route.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        methods = sorted((route.methods or set()) - {"HEAD"})
+        paths[route.path_format] = {method.lower(): operation for method in methods}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlx_paged", "version": mlx_paged.__version__},
+        "paths": paths,
+        "components": {"schemas": definitions.get("$defs", {})},
+    }

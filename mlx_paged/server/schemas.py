@@ -1,4 +1,5 @@
-"""Request bodies as pydantic models, and the messages of their errors.
+"""Request bodies: JSON, parsed strictly and within limits, pydantic models of it, and the messages
+of their errors.
 
 Messages are made from the place and the kind of an error; pydantic's own texts are not used.
 Everything that reads a body, here and in the protocols, raises an :class:`ApiError` for the first
@@ -7,11 +8,15 @@ error: 404 for an unknown model, otherwise 400.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, get_args, get_origin
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,7 +24,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    GetPydanticSchema,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -32,6 +36,7 @@ from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 # Messages of a conversation, parts of a message, tools. Reading one takes about ten microseconds.
 MAX_CHILDREN = 2**13
 MAX_PLACE = 200  # characters of a field's place in an error
@@ -40,18 +45,30 @@ LOG = logging.getLogger("mlx_paged.server")
 _MAX_LOGGED = 256  # names of ignored fields
 _logged: set[str] = set()
 # The prefix of the tags of unions, which appear in pydantic's error locations.
-_MEMBER = "::"
+MEMBER = "::"
 _OURS = "mlx_paged"  # the type of errors with messages of this package
-_EXPECTED = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
+# What is said of a field, by the type of pydantic's error.
+_WORDS = {
+    _OURS: "{words}",
+    "missing": "is missing",
+    "string_too_short": "is empty",
+    "too_short": "is empty; give at least one entry",
+    "too_long": "has {actual_length:,} entries, but at most {max_length:,} are allowed",
+    "none_required": "is not supported, got {input}; leave it out",
+    "literal_error": "must be {expected}, got {input}",
+    "greater_than_equal": "must be at least {ge}, got {input}",
+    "less_than_equal": "must be at most {le}, got {input}",
+    "string_pattern_mismatch": "must match {pattern}, got {input}",
+    "string_type": "must be a text, got {input}",
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_parsing_size"), "must be a whole number, got {input}"
+    ),
+    **dict.fromkeys(("float_type", "finite_number"), "must be a number, got {input}"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false, got {input}"),
+    "list_type": "must be a list, got {input}",
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), "must be an object, got {input}"
+    ),
 }
 # Names of the same field in different protocols: the first one that a body declares is recommended.
 # Other names of sampling parameters are in the table of foreign_arguments.
@@ -72,6 +89,110 @@ _ADVICE = {
     "conversation": "nothing is stored here; send the whole conversation as input",
     "container": "containers run on Anthropic's servers; leave it out",
 }
+
+MAX_JSON_DEPTH = 64
+# Python's parser holds the GIL while it reads a text: half a second for the worst bodies of maximum
+# size, about 50 ms within these limits.
+MAX_JSON_VALUES = 2**19
+MAX_JSON_OBJECTS = 2**16  # including lists
+MAX_JSON_NUMBER = 64  # characters
+_LONG_NUMBER = re.compile(rb"[0-9+\-.eE]{%d}" % (MAX_JSON_NUMBER + 1))
+_CHUNK = 2**17  # bytes that are scanned before another thread may run
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse a JSON text.
+
+    Raises:
+        ApiError: it is invalid, or too expensive to parse; 400.
+    """
+    check_json(body)
+    try:
+        value = json.loads(
+            body, parse_constant=_refuse_constant, object_pairs_hook=_with_unique_names
+        )
+        if b"\\ud" in body.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # Fails for lone surrogates.
+        return value
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body contains a lone surrogate, half a character") from None
+    except ValueError as error:
+        # Also UnicodeDecodeError, whose message would quote the body.
+        what = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ApiError(400, f"the body is not valid JSON{what}") from None
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate names: a proxy that inspects the body might use the other value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ApiError(400, f"the body contains the name {shown(name)} twice in an object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(400, f"the body is not valid JSON: {name} is not allowed")
+
+
+def check_json(body: bytes) -> None:
+    """Raise :class:`ApiError` if a body is not UTF-8 or would be expensive to parse: nested too
+    deeply, with too many values, or with overlong numbers. Validity is left to the parser.
+
+    The body is scanned in chunks, so that other threads can run in between.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from error
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Each value has at most four quotes: those of its name and of its text.
+    if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:
+        raise _too_many("values", MAX_JSON_VALUES)
+    num_commas = num_brackets = depth = 0
+    end = b""  # the end of the previous chunks
+    for bare in _without_texts(unescaped):
+        num_commas += bare.count(b",")
+        if num_commas >= MAX_JSON_VALUES:
+            raise _too_many("values", MAX_JSON_VALUES)
+        if _LONG_NUMBER.search(end + bare):
+            raise ApiError(
+                400, f"the body has a number with more than {MAX_JSON_NUMBER} characters"
+            )
+        end = (end + bare)[-MAX_JSON_NUMBER:]
+        brackets = bare.translate(None, _NO_BRACKETS)
+        deepest, depth = _depths(brackets, depth)
+        if deepest > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+        num_brackets += len(brackets)
+        if num_brackets > 2 * MAX_JSON_OBJECTS:
+            raise _too_many("objects and lists", MAX_JSON_OBJECTS)
+
+
+def _too_many(what: str, limit: int) -> ApiError:
+    return ApiError(400, f"the body has more than {limit:,} {what}")
+
+
+def _without_texts(unescaped: bytes) -> Iterator[bytes]:
+    """The chunks of JSON text without escaped quotes, with all strings removed."""
+    is_text = 0
+    for start in range(0, len(unescaped), _CHUNK):
+        parts = unescaped[start : start + _CHUNK].split(b'"')
+        yield b"".join(parts[is_text::2])
+        is_text ^= (len(parts) - 1) % 2
+
+
+def _depths(brackets: bytes, depth: int) -> tuple[int, int]:
+    """The maximum and the final nesting depth of brackets that begin at ``depth``."""
+    if not brackets:
+        return depth, depth
+    codes = np.frombuffer(brackets, np.uint8)
+    opens = (codes == ord("[")) | (codes == ord("{"))
+    depths = np.cumsum(np.where(opens, 1, -1))
+    return depth + int(depths.max()), depth + int(depths[-1])
 
 
 class Body(BaseModel):
@@ -112,24 +233,22 @@ class Body(BaseModel):
         Raises:
             ApiError: the first error, with its place; 400.
         """
-        *others, last = cls.variants()
-        schema = next((each for each in others if each.fits(value)), last)
         try:
-            body: Self = schema.model_validate(value, context=leaves_out or None)
-            return body
+            return cls.model_validate(value, context=leaves_out or None)
         except ValidationError as error:
-            raise _refusal(schema, value, error) from None
+            raise _refusal(cls, value, error) from None
 
-    @classmethod
-    def variants(cls) -> tuple[type[Any], ...]:
-        """The alternative classes of a body: the first that fits is used, or else the last."""
-        return (cls,)
 
-    @classmethod
-    def fits(cls, value: object) -> bool:
-        """Whether all required fields are present."""
-        required = (name for name, field in cls.model_fields.items() if field.is_required())
-        return isinstance(value, dict) and all(value.get(name) is not None for name in required)
+def read_query(cls: type[M], query: Mapping[str, str]) -> M:
+    """Validate the parameters of a query as a model.
+
+    Raises:
+        ApiError: the first error; 400.
+    """
+    try:
+        return cls.model_validate_strings(dict(query))
+    except ValidationError as error:
+        raise _refusal(cls, query, error) from None
 
 
 class Repeated(Body):
@@ -141,7 +260,7 @@ class Repeated(Body):
 
 
 @cache
-def _names_of(cls: type[Body]) -> frozenset[str]:
+def _names_of(cls: type[BaseModel]) -> frozenset[str]:
     """The names of the fields in JSON."""
     return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
@@ -162,29 +281,21 @@ def refused(place: str, words: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{place or 'the body'} {words}", param=place or None, code=code)
 
 
-def fixed(
-    *values: object, way_out: str = "leave it out", code: str | None = None
-) -> GetPydanticSchema:
-    """``Annotated[Any, fixed(False)]``: a field that is accepted only with the values that describe
-    what happens anyway.
+def only(*values: object, way_out: str, code: str | None = None) -> AfterValidator:
+    """``Annotated[Any, only([], way_out="send none")]``: a field that is accepted only with some
+    values, with advice in its error. Others are ``Literal``.
 
     Args:
-        values: the accepted values.
         way_out: what to do instead.
         code: the code of the :class:`ApiError`.
     """
 
     def check(value: Any) -> Any:
-        if any(type(value) is type(each) and value == each for each in values):
+        if value in values:
             return value
         raise wrong(f"is not supported, got {shown(value)}; {way_out}", code)
 
-    return GetPydanticSchema(
-        lambda source, handler: core_schema.no_info_after_validator_function(
-            check, handler(source)
-        ),
-        lambda schema, handler: {"enum": list(values)},
-    )
+    return AfterValidator(check)
 
 
 class OneOf:
@@ -209,7 +320,7 @@ class OneOf:
         for member in get_args(source):
             schema = handler.generate_schema(member)
             for tag in self._tags_of(member):
-                choices[_MEMBER + tag] = schema
+                choices[MEMBER + tag] = schema
         self._tags = frozenset(choices)
         return core_schema.tagged_union_schema(choices, self._tag_of)
 
@@ -224,47 +335,23 @@ class OneOf:
 
     def _tag_of(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"{_MEMBER}a text"
+            return f"{MEMBER}a text"
         if isinstance(value, list):
-            return f"{_MEMBER}a list"
+            return f"{MEMBER}a list"
         if isinstance(value, Body):  # when it is serialised
             kind = getattr(value, self._name, None)
         elif isinstance(value, dict):
             kind = value.get(self._name)
         else:
-            return _MEMBER
-        tag = f"{_MEMBER}{self._name}={self._default if kind is None else kind}"
-        other = f"{_MEMBER}an object"
+            return MEMBER
+        tag = f"{MEMBER}{self._name}={self._default if kind is None else kind}"
+        other = f"{MEMBER}an object"
         return other if other in self._tags and tag not in self._tags else tag
 
 
-def at_most(most: int, if_empty: str = "") -> GetPydanticSchema:
-    """``Annotated[list[T], at_most(8)]``: a list of limited length. The length is checked before
-    the entries, and reading ends at the first invalid entry.
-
-    Args:
-        if_empty: the message for an empty list; ``""``: the list may be empty.
-    """
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > most:
-            raise wrong(f"has {len(value):,} entries, but at most {most:,} are allowed")
-        if value == [] and if_empty:
-            raise wrong(if_empty)
-        return value
-
-    def schema_of(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler(source)
-        schema["fail_fast"] = True
-        return core_schema.no_info_before_validator_function(check, schema)
-
-    least = {"minItems": 1} if if_empty else {}
-    return GetPydanticSchema(
-        schema_of, lambda schema, handler: {**handler(schema), **least, "maxItems": most}
-    )
-
-
-Children = Annotated[list[T], at_most(MAX_CHILDREN)]
+# Reading ends at the first invalid entry.
+Children = Annotated[list[T], Field(max_length=MAX_CHILDREN, fail_fast=True)]
+SomeChildren = Annotated[Children[T], Field(min_length=1)]
 Filled = Annotated[str, Field(min_length=1)]
 
 
@@ -289,7 +376,7 @@ ONE_OR_MORE = BeforeValidator(
 # Messages of errors
 
 
-def _refusal(cls: type[Body], value: object, error: ValidationError) -> ApiError:
+def _refusal(cls: type[BaseModel], value: object, error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     place = _place_of(first["loc"], value)
     if first["type"] == "union_tag_invalid":
@@ -304,7 +391,7 @@ def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
     place = ""
     for each in loc:
         if isinstance(each, str):
-            if each.startswith(_MEMBER):
+            if each.startswith(MEMBER):
                 continue
             place = f"{place}.{each}" if place else each
             value = value.get(each) if isinstance(value, Mapping) else None
@@ -314,31 +401,24 @@ def _place_of(loc: tuple[int | str, ...], value: Any) -> str:
     return place
 
 
-def _words(cls: type[Body], error: ErrorDetails) -> str:
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == _OURS:
-        return error["msg"]
-    if kind in ("missing", "string_too_short"):
-        return "is missing" if kind == "missing" else "is empty"
+def _words(cls: type[BaseModel], error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         name, *inside = error["loc"]
         advice = None if inside else _advice(cls, str(name))
         return f"is not supported; {advice or 'leave it out'}"
-    if kind == "literal_error":
-        expected = context["expected"].replace(", ", " or ")
-        return f"must be {expected}, got {shown(value)}"
-    if kind == "greater_than_equal":
-        return f"must be at least {context['ge']}, got {shown(value)}"
-    if kind in _EXPECTED:
-        return f"must be {_EXPECTED[kind]}, got {shown(value)}"
-    return "is invalid"
+    expected = context.get("expected", "").replace(", ", " or ")
+    if kind == "literal_error" and " or " not in expected:
+        kind = "none_required"  # Only the value that describes what happens anyway is accepted.
+    words = _WORDS.get(kind, "is invalid")
+    return words.format(**{**context, "expected": expected, "input": shown(error["input"])})
 
 
 def _refused_member(place: str, error: ErrorDetails) -> ApiError:
     """The error of a value that fits no member of a union: a wrong type, or an unknown tag."""
     value = error["input"]
     expected = error.get("ctx", {})["expected_tags"].split(", ")
-    tags = [tag.strip("'").removeprefix(_MEMBER) for tag in expected]
+    tags = [tag.strip("'").removeprefix(MEMBER) for tag in expected]
     named = [tag.partition("=") for tag in tags if "=" in tag]
     if isinstance(value, dict) and named:
         name = named[0][0]
@@ -351,7 +431,7 @@ def _refused_member(place: str, error: ErrorDetails) -> ApiError:
     return refused(place, f"must be {' or '.join(plain)}, got {shown(value)}")
 
 
-def _advice(cls: type[Body], name: str) -> str | None:
+def _advice(cls: type[BaseModel], name: str) -> str | None:
     """What to send instead of an undeclared field."""
     declared = _names_of(cls)
     for names in _SYNONYMS:

@@ -21,15 +21,13 @@ from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_declarations import KINDS, StructuredOutputsParams
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers.kept_answers import ReadAnswer
-from mlx_paged.server.fair_threads import FairThreads, Work
-from mlx_paged.server.generations import Answer, CompletionCollector, Generation, api_error
+from mlx_paged.server.errors import api_error
+from mlx_paged.server.generations import Answer, CompletionCollector, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
-from mlx_paged.server.idle_prefill import IdlePrefill
-from mlx_paged.server.prompt_length import LengthLimit
-from mlx_paged.server.responses.kept_items import KeptItems
+from mlx_paged.server.kept_answers import IdlePrefill, KeptItems, ReadAnswer
+from mlx_paged.server.prefix_reports import explanation, report_texts
+from mlx_paged.server.prompt_threads import LengthLimit, PromptThreads, Work
 from mlx_paged.server.settings import ServerSettings
-from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
 
@@ -89,12 +87,12 @@ class Service:
             self.kept_answers.stored = StoredAnswers(tier, self.tokenizer, ReadAnswer.of)
 
     @cached_property
-    def _threads(self) -> FairThreads:
-        return FairThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
+    def _threads(self) -> PromptThreads:
+        return PromptThreads("mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER)
 
     @cached_property
-    def _grammar_threads(self) -> FairThreads:
-        return FairThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
+    def _grammar_threads(self) -> PromptThreads:
+        return PromptThreads("mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER)
 
     @cached_property
     def _numbers(self) -> Iterator[int]:

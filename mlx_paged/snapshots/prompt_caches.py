@@ -39,8 +39,9 @@ from mlx_paged.snapshots.rows import (
     HostRows,
     RowTier,
     SnapshotError,
+    arrays_of,
     check_path,
-    parts_of,
+    names_of,
     retention_of,
     sequence_headers,
     system_errors,
@@ -147,7 +148,7 @@ def written_prompt_cache(
             raise ArgumentError(
                 "[snapshot] window: mlx-lm has no cache for a window with sinks", "window"
             )
-    rows = HostRows.empty(cache.config, num_tokens)
+    rows = HostRows(arrays_of(cache.config, num_tokens))
     yield RowTier(cache.config, rows, headers, num_tokens)
     filled = [
         empty if layer is None else _filled(empty, cache.config, layer, rows, num_tokens)
@@ -186,7 +187,8 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
 def _filled(empty: Any, config: KVCacheConfig, layer: int, rows: HostRows, num_tokens: int) -> Any:
     """mlx-lm's cache of a layer, filled with its rows."""
     spec = config.layers[layer]
-    k, v = (tuple(part[None] for part in parts) for parts in rows.parts(config, layer))
+    parts = tuple(rows.get(name)[None] for name in names_of(config, layer))
+    k, v = parts[: spec.format.key.num_parts], parts[spec.format.key.num_parts :]
     is_rotating = type(empty) is RotatingKVCache
     if is_rotating and not spec.format.is_as_computed:
         raise _unmapped(spec.format, "mlx-lm does not quantise layers with a window")
@@ -338,14 +340,14 @@ class PromptCacheFile:
         Raises:
             SnapshotError: the file can't be read.
         """
-        rows = HostRows()
+        rows = HostRows(arrays_of(self._config, self.num_tokens, has_all=True))
         for held, (_, layer) in zip(self._caches, self._stock, strict=True):
             if layer is None:
                 continue
             parts = [*_parts(held.keys), *_parts(held.values)]
-            for stored, part in zip(parts_of(self._config, layer), parts, strict=True):
+            for name, part in zip(names_of(self._config, layer), parts, strict=True):
                 try:
-                    rows.put(stored.name, part[0])
+                    rows.put(name, part[0])
                 except Exception as error:  # MLX reads the file lazily
                     raise _unreadable(self.file, error) from error
         return RowTier(self._config, rows, headers, self.num_tokens)

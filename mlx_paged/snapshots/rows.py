@@ -20,22 +20,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.block_store.directory import replaced_file
-from mlx_paged.cache import KVCacheConfig, RowFormat
+from mlx_paged.cache import KVCacheConfig
 from mlx_paged.core import BlockHash, Retention, group_hashes
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, private_key
 from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
-from mlx_paged.ops import Parts
 
 CHECKSUM = "sha256"
 _PLACE = "0" * hashlib.sha256().digest_size * 2
-# Names of dtypes in the file, with the bytes of an element.
-ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
+# The names of dtypes in the file.
+DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "U8": mx.uint8,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes; limit of the format
 _PIECE = 2**22  # bytes read at a time for the checksum
@@ -83,11 +89,34 @@ def system_errors(file: Path, what: str) -> Iterator[None]:
 # Blocks from rows, and rows from blocks
 
 
-class RowArrays:
-    """Named arrays ``[num_heads, num_rows, width]`` whose rows are read or written."""
+@dataclass(frozen=True)
+class StoredArray:
+    """An array ``[num_heads, num_rows, width]`` of a file or in memory.
 
-    def num_rows(self, name: str) -> int:
-        raise NotImplementedError
+    Attributes:
+        code: of its dtype, a key of ``DTYPES``.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.code].size
+
+    @cached_property
+    def row_nbytes(self) -> int:
+        return self.shape[2] * DTYPES[self.code].size
+
+    def offset(self, head: int, row: int) -> int:
+        """Of a row, in bytes."""
+        return (head * self.shape[1] + row) * self.row_nbytes
+
+
+class RowArrays:
+    """Named arrays whose rows are read or written."""
+
+    arrays: Mapping[str, StoredArray]
 
     def read(self, name: str, head: int, rows: slice) -> bytes:
         raise NotImplementedError
@@ -97,43 +126,29 @@ class RowArrays:
 
 
 class HostRows(RowArrays):
-    """Arrays of rows in host memory, as bytes ``[num_kv_heads, num_rows, row_nbytes]``."""
+    """Arrays of rows in host memory, as bytes; filled with zeros."""
 
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self.arrays = arrays
+        self._bytes = {
+            name: np.zeros((*array.shape[:2], array.row_nbytes), np.uint8)
+            for name, array in arrays.items()
+        }
 
-    @classmethod
-    def empty(cls, config: KVCacheConfig, num_tokens: int) -> HostRows:
-        """Arrays to be written, with the rows that each layer keeps."""
-        made = cls()
-        for layer, spec in enumerate(config.layers):
-            num_rows = num_kept_tokens(config, layer, num_tokens)
-            for part in parts_of(config, layer):
-                shape = (spec.num_kv_heads, num_rows, part.row_nbytes)
-                made._arrays[part.name] = np.zeros(shape, np.uint8)
-        return made
+    def put(self, name: str, array: mx.array) -> None:
+        """Set an array to the first rows of another one."""
+        shape = self._bytes[name].shape
+        rows = mx.contiguous(array[:, : shape[1]])
+        self._bytes[name] = np.frombuffer(cast(Any, rows), np.uint8).reshape(shape)
 
-    def put(self, name: str, part: mx.array) -> None:
-        """Set the array of a name to ``part``, ``[num_kv_heads, num_rows, width]``."""
-        data = np.frombuffer(cast(Any, mx.contiguous(part)), np.uint8)
-        self._arrays[name] = data.reshape(*part.shape[:2], -1)
-
-    def parts(self, config: KVCacheConfig, layer: int) -> tuple[Parts, Parts]:
-        """The parts of K and V of a layer, each ``[num_kv_heads, num_rows, width]``."""
-        parts = parts_of(config, layer)
-        arrays = tuple(mx.array(self._arrays[part.name]).view(part.dtype) for part in parts)
-        num_key_parts = config.layers[layer].format.key.num_parts
-        return arrays[:num_key_parts], arrays[num_key_parts:]
-
-    def num_rows(self, name: str) -> int:
-        num_rows: int = self._arrays[name].shape[1]
-        return num_rows
+    def get(self, name: str) -> mx.array:
+        return mx.array(self._bytes[name]).view(DTYPES[self.arrays[name].code])
 
     def read(self, name: str, head: int, rows: slice) -> bytes:
-        return self._arrays[name][head, rows].tobytes()
+        return self._bytes[name][head, rows].tobytes()
 
     def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
-        target = self._arrays[name][head, rows]
+        target = self._bytes[name][head, rows]
         target[:] = np.frombuffer(content, np.uint8).reshape(target.shape)
 
 
@@ -163,13 +178,8 @@ class RowTier(Tier):
             self._headers[header.block_hash] = header
             self._numbers[header.block_hash] = counts[header.group]
             counts[header.group] += 1
-        # For each group: its arrays, their heads, and whether they have the rows of all tokens.
-        self._parts = [
-            [
-                (part, config.layers[layer].num_kv_heads, arrays.num_rows(part.name) >= num_tokens)
-                for layer in group.layers
-                for part in parts_of(config, layer)
-            ]
+        self._names = [
+            [name for layer in group.layers for name in names_of(config, layer)]
             for group in config.groups
         ]
 
@@ -199,37 +209,38 @@ class RowTier(Tier):
         """
         num_rows = min(self._block_size, self._num_tokens - header.first_token)
         number = self._numbers[header.block_hash]
-        for part, num_heads, has_all in self._parts[header.group]:
+        for name in self._names[header.group]:
+            array = self._arrays.arrays[name]
+            has_all = array.shape[1] >= self._num_tokens
             begin = header.first_token if has_all else number * self._block_size
-            rows, nbytes = slice(begin, begin + num_rows), self._block_size * part.row_nbytes
-            for head in range(num_heads):
-                yield part.name, head, rows, nbytes
+            rows, nbytes = slice(begin, begin + num_rows), self._block_size * array.row_nbytes
+            for head in range(array.shape[0]):
+                yield name, head, rows, nbytes
 
 
-class StoredPart(NamedTuple):
-    """A part of K or V of a layer."""
-
-    name: str
-    width: int
-    dtype: mx.Dtype
-
-    @property
-    def row_nbytes(self) -> int:
-        return self.width * self.dtype.size
+def names_of(config: KVCacheConfig, layer: int) -> list[str]:
+    """The names of the parts of K of a layer, then those of V."""
+    form = config.layers[layer].format
+    sides = (("keys", form.key), ("values", form.value))
+    return [f"layers.{layer}.{side}.{name}" for side, rows in sides for name in rows.part_names]
 
 
-def parts_of(config: KVCacheConfig, layer: int) -> list[StoredPart]:
-    """The parts of K, then those of V."""
-    spec = config.layers[layer]
-    sides: tuple[tuple[str, RowFormat, int], ...] = (
-        ("keys", spec.format.key, spec.key_dim),
-        ("values", spec.format.value, spec.value_dim),
-    )
-    return [
-        StoredPart(f"layers.{layer}.{side}.{name}", *shape)
-        for side, rows, width in sides
-        for name, shape in zip(rows.part_names, rows.part_shapes(width), strict=True)
-    ]
+def arrays_of(
+    config: KVCacheConfig, num_tokens: int, has_all: bool = False
+) -> dict[str, StoredArray]:
+    """The arrays of a sequence.
+
+    Args:
+        has_all: whether they have the rows of all tokens, and not only those that layers keep.
+    """
+    arrays = {}
+    for layer, spec in enumerate(config.layers):
+        num_rows = num_tokens if has_all else num_kept_tokens(config, layer, num_tokens)
+        parts = spec.format.key.part_shapes(spec.key_dim)
+        parts += spec.format.value.part_shapes(spec.value_dim)
+        for name, (width, dtype) in zip(names_of(config, layer), parts, strict=True):
+            arrays[name] = StoredArray(_CODES[dtype], (spec.num_kv_heads, num_rows, width))
+    return arrays
 
 
 def sequence_headers(config: KVCacheConfig, num_tokens: int) -> list[BlockHeader]:
@@ -280,26 +291,6 @@ def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
 # The file
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """One array of a file."""
-
-    dtype: str  # a key of ITEMSIZES
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEMSIZES[self.dtype]
-
-    def offset(self, head: int, row: int) -> int:
-        """Of a row of an array ``[num_heads, num_rows, width]``, in bytes."""
-        return (head * self.shape[1] + row) * self.row_nbytes
-
-    @cached_property
-    def row_nbytes(self) -> int:
-        return self.shape[2] * ITEMSIZES[self.dtype]
-
-
 class FileRows(RowArrays):
     """The arrays of an open file.
 
@@ -307,18 +298,15 @@ class FileRows(RowArrays):
         file: for messages.
         descriptor: rows are read and written in any order. A stream's buffer would be flushed by
             each seek.
-        tensors: the arrays, which lie one after the other.
+        arrays: one after the other.
         begin: of the first one.
     """
 
-    def __init__(self, file: Path, descriptor: int, tensors: Mapping[str, TensorInfo], begin: int):
-        self.file, self.tensors = file, tensors
+    def __init__(self, file: Path, descriptor: int, arrays: Mapping[str, StoredArray], begin: int):
+        self.file, self.arrays = file, arrays
         self._descriptor = descriptor
-        *begins, self.end = _ends(tensors, begin)
-        self._begins = dict(zip(tensors, begins, strict=True))
-
-    def num_rows(self, name: str) -> int:
-        return self.tensors[name].shape[1]
+        *begins, self.end = _ends(arrays, begin)
+        self._begins = dict(zip(arrays, begins, strict=True))
 
     def read(self, name: str, head: int, rows: slice) -> bytes:
         """The bytes of some rows of an array.
@@ -326,8 +314,7 @@ class FileRows(RowArrays):
         Raises:
             SnapshotError: they can't be read.
         """
-        info = self.tensors[name]
-        nbytes = (rows.stop - rows.start) * info.row_nbytes
+        nbytes = (rows.stop - rows.start) * self.arrays[name].row_nbytes
         with system_errors(self.file, "read"):
             content = os.pread(self._descriptor, nbytes, self._place(name, head, rows))
         if len(content) != nbytes:
@@ -341,23 +328,23 @@ class FileRows(RowArrays):
             content, begin = content[num_written:], begin + num_written
 
     def _place(self, name: str, head: int, rows: slice) -> int:
-        return self._begins[name] + self.tensors[name].offset(head, rows.start)
+        return self._begins[name] + self.arrays[name].offset(head, rows.start)
 
 
 @contextmanager
 def written_tensor_file(
-    file: Path, metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+    file: Path, metadata: Mapping[str, str], arrays: Mapping[str, StoredArray]
 ) -> Iterator[FileRows]:
     """Write a file atomically: it replaces an existing one when the body has written all rows.
 
     Raises:
         SnapshotError: the file can't be written; nothing was changed.
     """
-    header = _header(metadata, tensors)
+    header = _header(metadata, arrays)
     with system_errors(file, "written"), replaced_file(file) as stream:
         stream.write(header)
         stream.flush()
-        yield (written := FileRows(file, stream.fileno(), tensors, len(header)))
+        yield (written := FileRows(file, stream.fileno(), arrays, len(header)))
         stream.truncate(written.end)
         stream.seek(0)
         digest = _digest_of(stream, hashlib.sha256())
@@ -365,20 +352,20 @@ def written_tensor_file(
         stream.write(digest.encode())
 
 
-def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> bytes:
+def _header(metadata: Mapping[str, str], arrays: Mapping[str, StoredArray]) -> bytes:
     # It comes first, so that no other metadata can be mistaken for it.
     header: dict[str, Any] = {"__metadata__": {CHECKSUM: _PLACE, **metadata}}
-    offsets = itertools.pairwise(_ends(tensors, 0))
-    for (name, info), place in zip(tensors.items(), offsets, strict=True):
-        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": place}
+    offsets = itertools.pairwise(_ends(arrays, 0))
+    for (name, array), place in zip(arrays.items(), offsets, strict=True):
+        header[name] = {"dtype": array.code, "shape": array.shape, "data_offsets": place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH.size)  # the arrays are aligned
     return _LENGTH.pack(len(text)) + text
 
 
-def _ends(tensors: Mapping[str, TensorInfo], begin: int) -> Iterator[int]:
+def _ends(arrays: Mapping[str, StoredArray], begin: int) -> Iterator[int]:
     """The beginnings of the arrays, one after the other, and the end of the last one."""
-    return itertools.accumulate((info.nbytes for info in tensors.values()), initial=begin)
+    return itertools.accumulate((array.nbytes for array in arrays.values()), initial=begin)
 
 
 def _digest_of(stream: BinaryIO, digest: hashlib._Hash) -> str:
@@ -398,7 +385,7 @@ class TensorFile(FileRows):
 
     Attributes:
         metadata: without the checksum.
-        tensors: the arrays in it.
+        arrays: the arrays in it.
 
     Raises:
         SnapshotError: it can't be read, is not such a file, or its length does not match its
@@ -423,18 +410,18 @@ class TensorFile(FileRows):
         try:
             header = json.loads(self._header[_LENGTH.size :])
             metadata = dict(header.pop("__metadata__", {}))
-            tensors = {name: _info_of(entry) for name, entry in header.items()}
+            arrays = {name: _array_of(entry) for name, entry in header.items()}
             offsets = [tuple(entry["data_offsets"]) for entry in header.values()]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._no_snapshot(one_line(error)) from error
         self._checksum = str(metadata.pop(CHECKSUM, ""))
         self.metadata: dict[str, str] = metadata
         for name, place, found in zip(
-            tensors, itertools.pairwise(_ends(tensors, 0)), offsets, strict=True
+            arrays, itertools.pairwise(_ends(arrays, 0)), offsets, strict=True
         ):
             if place != found:
                 raise self._no_snapshot(f"{name} is not where the header says")
-        super().__init__(self.file, stream.fileno(), tensors, len(self._header))
+        super().__init__(self.file, stream.fileno(), arrays, len(self._header))
         if nbytes != self.end:
             what = "truncated" if nbytes < self.end else "altered"
             raise SnapshotError(self.file, f"was {what}: it has {nbytes} bytes, and had {self.end}")
@@ -467,10 +454,10 @@ class TensorFile(FileRows):
         return SnapshotError(self.file, "was altered since it was written: its checksum differs")
 
 
-def _info_of(entry: Mapping[str, Any]) -> TensorInfo:
+def _array_of(entry: Mapping[str, Any]) -> StoredArray:
     shape: Sequence[Any] = entry["shape"]
-    if entry["dtype"] not in ITEMSIZES:
+    if entry["dtype"] not in DTYPES:
         raise ValueError(f"it has an array of {entry['dtype']}")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"it has an array of shape {shape}")
-    return TensorInfo(entry["dtype"], tuple(shape))
+    return StoredArray(entry["dtype"], tuple(shape))

@@ -23,16 +23,15 @@ from mlx_paged.core import Retention
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.identity import ModelIdentity, identities_of
-from mlx_paged.ops import StateRow, dtype_name
+from mlx_paged.ops import StateRow
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.rows import (
     RowTier,
     SnapshotError,
+    StoredArray,
     TensorFile,
-    TensorInfo,
+    arrays_of,
     check_path,
-    num_kept_tokens,
-    parts_of,
     retention_of,
     sequence_headers,
     system_errors,
@@ -44,7 +43,6 @@ VERSION = "2"
 _READABLE = ("1", VERSION)
 COMPUTED_BY = "computed_by"
 STATE = "state"  # name of the array with the bytes of the recurrent state
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
 
 
 def save_snapshot(
@@ -269,18 +267,10 @@ class KVFacts:
         if config.state_layout:
             yield "state", "recurrent state", "; ".join(config.state_layout)
 
-    def tensors(self, num_tokens: int, state_nbytes: int = 0) -> dict[str, TensorInfo]:
+    def arrays(self, num_tokens: int, state_nbytes: int = 0) -> dict[str, StoredArray]:
         """The arrays of a file with this many tokens and a state of this many bytes."""
-        tensors = {}
-        for layer, spec in enumerate(self.config.layers):
-            num_kept = num_kept_tokens(self.config, layer, num_tokens)
-            for part in parts_of(self.config, layer):
-                code = _DTYPES[dtype_name(part.dtype)]
-                shape = (spec.num_kv_heads, num_kept, part.width)
-                tensors[part.name] = TensorInfo(code, shape)
-        if state_nbytes:
-            tensors[STATE] = TensorInfo("U8", (1, 1, state_nbytes))
-        return tensors
+        state = {STATE: StoredArray("U8", (1, 1, state_nbytes))} if state_nbytes else {}
+        return arrays_of(self.config, num_tokens) | state
 
 
 def check_has_blocks(cache: KVCache) -> PagedKVCache:
@@ -393,8 +383,8 @@ def written_snapshot(
         if file.exists() and not is_snapshot(file):
             raise SnapshotError(file, "exists and is not a snapshot; choose another name")
     num_tokens = len(token_ids)
-    metadata, tensors = facts.as_metadata(token_ids), facts.tensors(num_tokens, len(state or b""))
-    with written_tensor_file(file, metadata, tensors) as rows:
+    metadata, arrays = facts.as_metadata(token_ids), facts.arrays(num_tokens, len(state or b""))
+    with written_tensor_file(file, metadata, arrays) as rows:
         if state is not None:
             rows.write(STATE, 0, slice(0, 1), memoryview(state))
         yield RowTier(facts.config, rows, headers, num_tokens)
@@ -419,10 +409,10 @@ class SnapshotFile(TensorFile):
         self.verify()
         self.token_ids = token_ids_of(self.file, self.metadata)
         self.is_foreign = not facts.are_computed_here(self.metadata)
-        state = self.tensors.get(STATE)
-        expected = facts.tensors(len(self.token_ids), 0 if state is None else state.nbytes)
+        state = self.arrays.get(STATE)
+        expected = facts.arrays(len(self.token_ids), 0 if state is None else state.nbytes)
         has_state = facts.config.state_nbytes > 0
-        if self.tensors != expected or has_state != (state is not None):
+        if self.arrays != expected or has_state != (state is not None):
             raise SnapshotError(
                 self.file, "is not a snapshot: its arrays are not those of its tokens"
             )
@@ -436,7 +426,7 @@ class SnapshotFile(TensorFile):
         Raises:
             SnapshotError: it can't be read, or a dtype differs from the cache's.
         """
-        if STATE not in self.tensors:
+        if STATE not in self.arrays:
             return None
         try:
             content = self.read(STATE, 0, slice(0, 1))

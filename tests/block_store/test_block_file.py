@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.block_store import block_file
-from mlx_paged.block_store.block_file import (
+from mlx_paged.block_store import layout
+from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.layout import (
     BadBlockFileError,
     FileHeader,
     OtherVersionError,
@@ -18,7 +19,6 @@ from mlx_paged.block_store.block_file import (
     parse_block,
     parse_header,
 )
-from mlx_paged.block_store.directory import Directory
 from mlx_paged.core.tier import BlockHeader
 
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -147,7 +147,7 @@ def test_links_folders_pipes_and_sockets_are_no_blocks(tmp_path):
 def test_a_block_of_another_version_is_told_from_garbage(tmp_path, monkeypatch):
     path = tmp_path / "block"
     with monkeypatch.context() as later:
-        later.setattr(block_file, "VERSION", 2)
+        later.setattr(layout, "VERSION", 2)
         write(path, BlockHeader(HASH, None, (1, 2, 3), 0), b"payload")
     with pytest.raises(OtherVersionError, match="version 2, not 1"):
         read_block(path, DIGEST, HASH)
@@ -155,19 +155,19 @@ def test_a_block_of_another_version_is_told_from_garbage(tmp_path, monkeypatch):
 
 def write_raw(path: Path, header: bytes) -> None:
     """A file without a payload, whose checksums are right."""
-    fields = (block_file.MAGIC, 1, len(header), 0)
-    start = block_file._PREFIX.pack(*fields, 0, 0)[: block_file._PREFIX_BEFORE_CRC]
+    fields = (layout.MAGIC, 1, len(header), 0)
+    start = layout._PREFIX.pack(*fields, 0, 0)[: layout._PREFIX_BEFORE_CRC]
     crc = zlib.crc32(header, zlib.crc32(start))
-    path.write_bytes(block_file._PREFIX.pack(*fields, crc, crc) + header)
+    path.write_bytes(layout._PREFIX.pack(*fields, crc, crc) + header)
 
 
 def test_a_header_that_is_too_short_is_bad_under_a_right_checksum(tmp_path):
     path = tmp_path / "block"
-    for length in range(block_file._HEADER.size):
+    for length in range(layout._HEADER.size):
         write_raw(path, bytes(length))
         with pytest.raises(BadBlockFileError, match="too short"):
             read_block(path, DIGEST, HASH)
-    write_raw(path, bytes(block_file._HEADER.size))
+    write_raw(path, bytes(layout._HEADER.size))
     with pytest.raises(BadBlockFileError, match="are invalid"):
         read_block(path, DIGEST, HASH)
 
@@ -176,10 +176,10 @@ def test_a_header_may_have_so_many_bytes_and_no_more(tmp_path, monkeypatch):
     path = tmp_path / "block"
     block = BlockHeader(HASH, None, tuple(range(300)), 0)
     write(path, block, b"payload")
-    num_bytes = block_file._HEADER.size + len(HASH) + 8 * 300
-    monkeypatch.setattr(block_file, "_MOST_HEADER_BYTES", num_bytes)
+    num_bytes = layout._HEADER.size + len(HASH) + 8 * 300
+    monkeypatch.setattr(layout, "_MAX_HEADER_BYTES", num_bytes)
     assert read_block(path, DIGEST, HASH)[1] == b"payload"
-    monkeypatch.setattr(block_file, "_MOST_HEADER_BYTES", num_bytes - 1)
+    monkeypatch.setattr(layout, "_MAX_HEADER_BYTES", num_bytes - 1)
     with pytest.raises(BadBlockFileError, match="the length of its header"):
         read_block(path, DIGEST, HASH)
 
@@ -194,7 +194,7 @@ def test_no_more_is_read_than_a_header_may_have(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", lambda file, n, at: sizes.append(n) or pread(file, n, at))
     with pytest.raises(BadBlockFileError, match="the length of its header"):
         read_block(path, DIGEST, HASH)
-    assert sizes == [block_file._FIRST_READ]
+    assert sizes == [layout._FIRST_READ]
 
 
 def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch):

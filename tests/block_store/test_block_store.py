@@ -398,7 +398,7 @@ def test_the_text_of_a_fingerprint_lies_beside_its_blocks(tmp_path):
 def test_a_model_whose_blocks_were_deleted_by_hand_begins_again(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=3)
     put_chain(store, *"abc")
-    shutil.rmtree(store.layout.of(store.fingerprint.digest))
+    shutil.rmtree(store.files.path_of(store.fingerprint.digest))
     put_chain(store, *"de")
     assert found(store, "abcde") == "de" and store.failure is None
     assert CacheFolder(tmp_path / "cache").size().num_blocks == 2

@@ -20,7 +20,7 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockStoreError, CacheFolder, FolderSize, Removed, block_file
+from mlx_paged.block_store import BlockStoreError, CacheFolder, FolderSize, Removed, layout
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def names(entries, letters="abcdefgh") -> str:
 
 def test_entries_say_what_lies_there_parents_first(store, folder):
     put_chain(store, "a", "b", "c")
-    other = open_store(store.layout.folder, model="another model", ttl=100.0)
+    other = open_store(store.folder, model="another model", ttl=100.0)
     put(other, "d")
     store.note_used([named("a"), named("b")])
     store.maintain()
@@ -59,9 +59,9 @@ def test_entries_say_what_lies_there_parents_first(store, folder):
 
 
 def test_fingerprints_are_read_and_unreadable_ones_named(store, folder):
-    other = open_store(store.layout.folder, model="another model")
-    swapped = open_store(store.layout.folder, model="a third model")
-    texts = [each.layout.of(each.fingerprint.digest) for each in (other, swapped)]
+    other = open_store(store.folder, model="another model")
+    swapped = open_store(store.folder, model="a third model")
+    texts = [each.files.path_of(each.fingerprint.digest) for each in (other, swapped)]
     (texts[0] / "fingerprint.json").write_text("garbage")
     (texts[1] / "fingerprint.json").write_text(fingerprint().as_json())
     assert folder.fingerprints() == {
@@ -70,7 +70,7 @@ def test_fingerprints_are_read_and_unreadable_ones_named(store, folder):
         swapped.fingerprint.digest: None,
     }
     # The next start of an engine mends it.
-    open_store(store.layout.folder, model="another model")
+    open_store(store.folder, model="another model")
     assert folder.fingerprints()[other.fingerprint.digest] == other.fingerprint
 
 
@@ -105,9 +105,9 @@ def test_a_pin_holds_what_is_left_of_its_ancestors(store, folder):
 def test_an_unreadable_pin_still_holds_its_block(store, folder):
     put_chain(store, *"abc")
     folder.pin(store.fingerprint.digest, named("b"))
-    pins = store.layout.of(store.fingerprint.digest) / "pins"
+    pins = store.files.path_of(store.fingerprint.digest) / "pins"
     (pins / f"{named('b').hex()}.pin").write_bytes(b"\xff not hexadecimal")
-    small = open_store(store.layout.folder, num_blocks=1)
+    small = open_store(store.folder, num_blocks=1)
     small.maintain()
     assert found(small, "abc") == "b"
     assert names(entry for entry in folder.entries() if entry.is_pinned) == "b"
@@ -142,7 +142,7 @@ def test_verify_reads_everything_and_changes_nothing(store, folder, monkeypatch)
     file_of(store, "d").write_bytes(data)
     file_of(store, "e").write_bytes(file_of(store, "a").read_bytes())
     with monkeypatch.context() as later:
-        later.setattr(block_file, "VERSION", 2)
+        later.setattr(layout, "VERSION", 2)
         put(store, "h")
     checked = list(folder.verify())
     problems = {names([file]): file.problem for file in checked}
@@ -159,7 +159,7 @@ def test_verify_reads_everything_and_changes_nothing(store, folder, monkeypatch)
 
 
 def folder_of(store):
-    return store.layout.folder
+    return store.folder
 
 
 def test_a_folder_shrinks_to_a_size_least_recently_used_first(store, folder):

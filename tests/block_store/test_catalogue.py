@@ -23,11 +23,11 @@ from helpers.block_stores import (
 )
 
 from mlx_paged.block_store import BlockStore, CacheFolder
+from mlx_paged.block_store import block_files as block_files_module
 from mlx_paged.block_store import catalogue as catalogue_module
-from mlx_paged.block_store import shards as shards_module
 from mlx_paged.block_store import store as store_module
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk
 from mlx_paged.block_store.catalogue import Block, Catalogue, Oldest
-from mlx_paged.block_store.shards import nbytes_on_disk
 
 SECOND = 10**9
 
@@ -123,7 +123,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (catalogue_module, shards_module, store_module):
+    for module in (catalogue_module, block_files_module, store_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -304,7 +304,7 @@ def test_a_loss_is_counted_once(tmp_path):
 
 
 def test_more_blocks_go_than_a_listing_keeps(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogue_module, "_LEAST_OLDEST", 3)
+    monkeypatch.setattr(catalogue_module, "_MIN_OLDEST", 3)
     store = open_store(tmp_path / "cache")
     for number in range(60):
         put(store, str(number))
@@ -319,13 +319,13 @@ def test_an_eviction_ends_where_nothing_else_can_be_removed(tmp_path, monkeypatc
     store = open_store(tmp_path / "cache")
     for number in range(num_refused):
         put(store, str(number))
-    catalogue = Catalogue(store.layout)
+    catalogue = Catalogue(BlockFiles(store.folder))
     catalogue.list_files()
 
     def refuse(name):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(catalogue.shards, "remove", refuse)
+    monkeypatch.setattr(catalogue._files, "remove", refuse)
     with pytest.raises(PermissionError):
         catalogue.shrink(0)
     assert catalogue.num_blocks == num_refused
@@ -339,7 +339,7 @@ def test_a_listing_that_was_ended_is_taken_up_again(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue_module, "_SECONDS_BETWEEN_PAUSES", -1.0)
     store = open_store(tmp_path / "cache")
     put_chain(store, *map(str, range(20)))
-    catalogue, pauses = Catalogue(store.layout), []
+    catalogue, pauses = Catalogue(BlockFiles(store.folder)), []
 
     def pause():
         pauses.append(catalogue.num_blocks)

@@ -28,8 +28,8 @@ from helpers.block_stores import (
 from helpers.owners import ANOTHER, give_away_with
 
 from mlx_paged.block_store import BlockStore, BlockStoreError, CacheFolder
-from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.layout import encode_header
 
 
 @pytest.fixture
@@ -203,11 +203,11 @@ def outside(tmp_path: Path, store: BlockStore) -> Path:
 
 
 def place_of_blocks(store: BlockStore) -> Path:
-    return store.layout.blocks
+    return store.folder / "blocks"
 
 
 def place_of_the_fingerprint(store: BlockStore) -> Path:
-    return store.layout.of(store.fingerprint.digest)
+    return store.files.path_of(store.fingerprint.digest)
 
 
 def place_of_a_shard(store: BlockStore) -> Path:
@@ -229,7 +229,7 @@ def do_all(store: BlockStore) -> None:
     for name in "efghijkb":
         put(store, name)
     store.maintain()
-    tool = CacheFolder(store.layout.folder)
+    tool = CacheFolder(store.folder)
     for work in (
         lambda: [*tool.verify()],
         tool.entries,
@@ -382,7 +382,7 @@ def test_remove_goes_on_after_what_can_not_be_removed_and_says_so(tmp_path, monk
     tool.entries()
     file_of(store, "a").unlink()
     file_of(store, "a").mkdir()
-    pin = Path(store.layout.of(digest), "pins", f"{named('c').hex()}.pin")
+    pin = Path(store.files.path_of(digest), "pins", f"{named('c').hex()}.pin")
     refuse_to_remove(monkeypatch, file_of(store, "b"), pin)
     removed = tool.remove([(digest, named(name)) for name in "xabcd"])
     assert (removed.num_blocks, removed.nbytes) == (1, UNIT)
@@ -405,7 +405,7 @@ def test_a_folder_that_is_moved_while_it_is_open_stays_the_same_one(tmp_path):
     folder = Directory.at(tmp_path / "one")
     (tmp_path / "one").rename(tmp_path / "two")
     (tmp_path / "one").mkdir()
-    folder.folder("below").write_aside("file", [b"content"])
+    folder.folder("below").write_atomically("file", [b"content"])
     assert (tmp_path / "two" / "below" / "file").read_bytes() == b"content"
     assert os.listdir(tmp_path / "one") == []
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.block_stores import open_store, put_chain
 
-from mlx_paged.block_store import BlockStoreError, BlockWriter, CacheFolder, layout
-from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, name_aside
-from mlx_paged.block_store.layout import BlockLayout
+from mlx_paged.block_store import BlockStoreError, BlockWorker, CacheFolder, layout
+from mlx_paged.block_store.block_files import BlockFiles
+from mlx_paged.block_store.directory import Directory, is_abandoned, make_folder, temporary_name
 
 
 def rights(path: Path) -> int:
@@ -26,8 +26,8 @@ def test_nobody_else_may_read_anything_whatever_the_umask_says(tmp_path, umask):
     folder.parent.mkdir()
     old = os.umask(umask)
     try:
+        BlockWorker(open_store(folder), 1 << 20, 1 << 20).close()
         store = open_store(folder)
-        BlockWriter(store, 1 << 20).close()
         put_chain(store, "a", "b")
         store.maintain()
         CacheFolder(folder).pin(*CacheFolder(folder).entries()[1].name)
@@ -44,7 +44,7 @@ def test_names_hold_digests_and_nothing_of_a_text(tmp_path):
     put_chain(store, "a", "b")
     digest = store.fingerprint.digest
     for path in (tmp_path / "cache" / "blocks").rglob("*.kv"):
-        shard, name = path.relative_to(store.layout.of(digest)).parts
+        shard, name = path.relative_to(store.files.path_of(digest)).parts
         assert len(name) == 64 + len(".kv") and name.startswith(shard)
         assert set(name.removesuffix(".kv")) <= set("0123456789abcdef")
 
@@ -143,7 +143,7 @@ except BlockStoreError as error:
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     folder, path = Directory.at(tmp_path), tmp_path / "file"
-    folder.write_aside("file", [b"one", b"", bytearray(b"two"), memoryview(b"three")])
+    folder.write_atomically("file", [b"one", b"", bytearray(b"two"), memoryview(b"three")])
     assert path.read_bytes() == b"onetwothree"
 
     def fail(*_):
@@ -151,14 +151,14 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "writev", fail)
     with pytest.raises(OSError, match="No space"):
-        folder.write_aside("file", [b"four"])
+        folder.write_atomically("file", [b"four"])
     assert path.read_bytes() == b"onetwothree" and os.listdir(tmp_path) == ["file"]
 
 
 def test_writes_of_a_part_are_continued(tmp_path, monkeypatch):
     writev = os.writev
     monkeypatch.setattr(os, "writev", lambda file, data: writev(file, [bytes(data[0][:3])]))
-    Directory.at(tmp_path).write_aside("file", [b"01234567", b"89", b"abcd"])
+    Directory.at(tmp_path).write_atomically("file", [b"01234567", b"89", b"abcd"])
     assert (tmp_path / "file").read_bytes() == b"0123456789abcd"
 
 
@@ -169,7 +169,7 @@ def dead_process() -> int:
 
 
 def test_what_dead_processes_began_to_write_is_told_from_what_is_being_written(tmp_path):
-    own = name_aside("name")
+    own = temporary_name("name")
     assert not is_abandoned(own, age=1e9)
     assert is_abandoned(f".name.{os.getpid()}-00000000-1.tmp", age=0.0)  # a process of the same id
     assert is_abandoned(f".name.{dead_process()}-00000000-1.tmp", age=0.0)
@@ -193,9 +193,9 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
     digest = store.fingerprint.digest
     aside = f".name.{dead_process()}-00000000-1.tmp"
     places = [
-        store.layout.blocks,
-        store.layout.of(digest),
-        next(store.layout.of(digest).glob("??")),
+        store.folder / "blocks",
+        store.files.path_of(digest),
+        next(store.files.path_of(digest).glob("??")),
     ]
     for place in places:
         (place / aside).write_bytes(b"half a block")
@@ -206,8 +206,7 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
 
 
 def test_other_files_are_no_blocks(tmp_path):
-    paths = BlockLayout(tmp_path)
-    path = paths.block("0" * 32, b"\x01\xff")
+    path = BlockFiles(tmp_path).path_of_block(("0" * 32, b"\x01\xff"))
     assert path == f"{tmp_path}/blocks/{'0' * 32}/01/01ff.kv"
     assert layout.block_hash_of("01ff.kv") == b"\x01\xff"
     for name in ("01FF.kv", "01f.kv", ".kv", "01ff", "01ff.kv.tmp", "x01ff.kv", "01ff.pin"):

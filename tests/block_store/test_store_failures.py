@@ -25,9 +25,9 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockWriter, CacheFolder, block_file
+from mlx_paged.block_store import BlockWorker, CacheFolder, layout
 from mlx_paged.block_store import store as store_module
-from mlx_paged.block_store import workers as writer_module
+from mlx_paged.block_store import worker as worker_module
 
 
 class Refusal:
@@ -52,10 +52,9 @@ def is_off(store) -> bool:
     store.note_used([named("a")])
     store.maintain()
     failure = store.failure
-    assert failure is not None and "\n" not in failure and str(store.layout.folder) in failure
-    writer = BlockWriter(store, 1 << 20)
-    assert writer.flush(10) and writer.close(10)
-    store.close()
+    assert failure is not None and "\n" not in failure and str(store.folder) in failure
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
+    assert worker.flush(10) and worker.close(10)
     return store.failure == failure
 
 
@@ -143,7 +142,7 @@ def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
 def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     with monkeypatch.context() as later:
-        later.setattr(block_file, "VERSION", 2)
+        later.setattr(layout, "VERSION", 2)
         put_chain(store, *"ab")
     store.close()
     store = open_store(tmp_path / "cache", num_blocks=3)
@@ -180,7 +179,7 @@ def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkey
     put_chain(open_store(tmp_path / "cache", model="another model"), *"abcdef")
     store.maintain()
     if missing == "fingerprint":
-        shutil.rmtree(store.layout.of(store.fingerprint.digest))
+        shutil.rmtree(store.files.path_of(store.fingerprint.digest))
     Refusal(monkeypatch, "mkdir", errno.ENOSPC, times=1)
     assert put(store, "g")
     assert found(store, "g") == "g" and store.failure is None
@@ -328,7 +327,7 @@ def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
     digest = store.fingerprint.digest
-    description = store.layout.of(digest) / "fingerprint.json"
+    description = store.files.path_of(digest) / "fingerprint.json"
     description.unlink()
     (description / "below").mkdir(parents=True)
     store = open_store(tmp_path / "cache")
@@ -398,7 +397,7 @@ def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, mo
     store = open_store(tmp_path / "cache")
     put_chain(store, "a")
     probes: list[float] = []
-    monkeypatch.setattr(store._shards, "probe", lambda *_: probes.append(now[0]) or raising(5)())
+    monkeypatch.setattr(store.files, "probe", lambda *_: probes.append(now[0]) or raising(5)())
     store.fail("the cable is out")
     began = now[0]
     while now[0] < began + 200:
@@ -406,7 +405,7 @@ def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, mo
         store.maintain()
     assert [probe - began for probe in probes] == [1, 3, 7, 15, 31, 63, 123, 183]
     assert store.failure.endswith("the cable is out")
-    monkeypatch.setattr(store._shards, "probe", lambda *_: None)
+    monkeypatch.setattr(store.files, "probe", lambda *_: None)
     now[0] += 60
     store.maintain()
     assert store.failure is None
@@ -436,31 +435,31 @@ def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_use
 
 def test_a_writer_goes_on_without_the_disk(tmp_path):
     store = open_store(tmp_path / "cache")
-    writer = BlockWriter(store, 1 << 20)
-    assert writer.flush(10)
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
+    assert worker.flush(10)
     shutil.rmtree(tmp_path / "cache")
-    assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+    assert worker.offer(header("a"), payload_of(named("a"))) and worker.flush(10)
     assert store.failure is not None
-    assert not writer.offer(header("b"), payload_of(named("b")))
+    assert not worker.offer(header("b"), payload_of(named("b")))
     assert store.stats().num_dropped == 2
-    assert writer.close(10)
+    assert worker.close(10)
 
 
 def test_an_idle_writer_tries_a_failed_disk_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "_SECONDS_BETWEEN_MAINTENANCE", 0.01)
+    monkeypatch.setattr(worker_module, "_SECONDS_BETWEEN_MAINTENANCE", 0.01)
     monkeypatch.setattr(store_module, "_FIRST_RETRY_SECONDS", 0.01)
     store = open_store(tmp_path / "cache")
-    writer = BlockWriter(store, 1 << 20)
+    worker = BlockWorker(store, 1 << 20, 1 << 20)
     with monkeypatch.context() as failing:
         Refusal(failing, "writev", errno.EIO)
-        assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+        assert worker.offer(header("a"), payload_of(named("a"))) and worker.flush(10)
         assert store.failure is not None
     deadline = time.monotonic() + 60
     while store.failure is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert writer.offer(header("b"), payload_of(named("b"))) and writer.close(10)
-    assert found(store, "ab") == "b"
+    assert worker.offer(header("b"), payload_of(named("b"))) and worker.close(10)
+    assert found(open_store(tmp_path / "cache"), "ab") == "b"
 
 
 def test_a_tool_that_finds_no_folder_says_so(tmp_path):

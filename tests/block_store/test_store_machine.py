@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -13,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_paged.block_store import CacheFolder, block_file
+from mlx_paged.block_store import CacheFolder, layout
+from mlx_paged.block_store import block_files as block_files_module
 from mlx_paged.block_store import catalogue as catalogue_module
-from mlx_paged.block_store import shards as shards_module
 from mlx_paged.block_store import store as store_module
 
 LIMIT = 5
@@ -67,11 +68,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         self.clock = Clock()
-        for module in (catalogue_module, shards_module, store_module):
+        for module in (catalogue_module, block_files_module, store_module):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(store_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
         self.times: dict[str, float] = {}  # of the last use, of what should be there
-        self.pins: set[str] = set()
+        self.pins: dict[str, list[str]] = {}  # with the ancestors that were there
         self.limit = LIMIT
         self.open()
 
@@ -87,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
     # The model
 
     def kept(self) -> set[str]:
-        return {name for pinned in self.pins for name in chain(pinned)}
+        return {name for names in self.pins.values() for name in names}
 
     def is_over(self, name: str) -> bool:
         return name not in self.kept() and self.clock.now - self.times[name] > TTL
@@ -158,21 +159,22 @@ class StoreMachine(RuleBasedStateMachine):
     def pin(self, name):
         assert self.tool.pin(self.store.fingerprint.digest, named(name)) == (name in self.times)
         if name in self.times:
-            self.pins.add(name)
+            there = itertools.takewhile(self.times.__contains__, reversed(chain(name)))
+            self.pins[name] = list(there)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data):
         name = data.draw(st.sampled_from(sorted(self.pins)))
         assert self.tool.unpin(self.store.fingerprint.digest, named(name))
-        self.pins.remove(name)
+        del self.pins[name]
 
     @rule(name=blocks)
     def remove(self, name):
         removed = self.tool.remove([(self.store.fingerprint.digest, named(name))])
         assert removed.num_blocks == (name in self.times)
         self.times.pop(name, None)
-        self.pins.discard(name)
+        self.pins.pop(name, None)
 
     @rule(name=blocks, bit=st.integers(0, 8 * 1100))
     def break_a_file(self, name, bit):
@@ -209,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_a_store_does_what_its_model_does():
-    assert block_file.VERSION == 1 and shards_module.ALLOCATION_UNIT == UNIT
+    assert layout.VERSION == 1 and block_files_module.ALLOCATION_UNIT == UNIT
     StoreMachine.TestCase.settings = settings(
         max_examples=15,
         stateful_step_count=40,

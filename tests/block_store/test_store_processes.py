@@ -9,38 +9,39 @@ import sys
 from helpers.block_stores import block_files, fingerprint, named, open_store, payload_of
 
 from mlx_paged.block_store import BlockStore, CacheFolder
-from mlx_paged.block_store.directory import name_aside
+from mlx_paged.block_store.directory import temporary_name
 from mlx_paged.block_store.layout import TAG_NAME
 
 WORKER = """
 import json, random, sys, time
 sys.path[:0] = {path!r}
 from helpers.block_stores import UNIT, fingerprint, header, named, payload_of
-from mlx_paged.block_store import BlockReader, BlockStore, BlockWriter, CacheFolder
+from mlx_paged.block_store import BlockStore, BlockWorker, CacheFolder, Read
 
 seed, folder = int(sys.argv[1]), sys.argv[2]
 rng = random.Random(seed)
 model = "a model" if seed % 2 else "another model"
 store = BlockStore(folder, 24 * UNIT, fingerprint(model))
-writer, reader = BlockWriter(store, 1 << 20), BlockReader(store, 1 << 20)
+worker = BlockWorker(store, 1 << 20, 1 << 20)
 tool = CacheFolder(folder)
 num_read = num_wrong = num_pinned = 0
 pinned = None
 for number in range({num_rounds}):
     root = rng.randrange(6)
     chain = [f"{{model}} {{root}}.{{depth}}" for depth in range(rng.randrange(1, 9))]
-    reader.read(number, [named(name) for name in chain])
-    while reader.is_reading(number):
-        reader.wait(10)
-        for block in reader.take(1 << 30):
+    read = Read()
+    worker.read(read, [named(name) for name in chain])
+    while read.is_reading:
+        worker.wait(10)
+        for block_hash, payload in worker.take(read, 1 << 30):
             num_read += 1
-            num_wrong += block.payload != payload_of(block.block_hash)
+            num_wrong += payload != payload_of(block_hash)
     for depth, name in enumerate(chain):
         parent = chain[depth - 1] if depth else None
-        writer.offer(header(name, parent, 16 * depth), payload_of(named(name)))
+        worker.offer(header(name, parent, 16 * depth), payload_of(named(name)))
     store.note_used([named(name) for name in chain])
     if number % 10 == 5:
-        writer.flush(10)
+        worker.flush(10)
         if pinned is None and tool.pin(store.fingerprint.digest, named(chain[-1])):
             pinned = named(chain[-1])
             num_pinned += 1
@@ -49,13 +50,12 @@ for number in range({num_rounds}):
             tool.unpin(store.fingerprint.digest, pinned)
             pinned = None
     if number % 25 == 20 and seed == 1:
-        store.layout.folder.joinpath("index-v1.sqlite3").touch()  # as an earlier version does
+        store.folder.joinpath("index-v1.sqlite3").touch()  # as an earlier version does
     if number % 30 == 17:
         num_wrong += any(file.problem for file in tool.verify())
 if pinned is not None:
     tool.unpin(store.fingerprint.digest, pinned)
-assert writer.close(20)
-store.close()
+assert worker.close(20)
 print(json.dumps([num_read, num_wrong, num_pinned, store.failure]))
 """
 
@@ -89,7 +89,7 @@ def test_processes_that_share_a_folder_never_see_a_wrong_byte(tmp_path):
 def test_a_folder_is_taken_while_another_process_writes_its_tag(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
-    (folder / name_aside(TAG_NAME)).write_bytes(b"Signature")
+    (folder / temporary_name(TAG_NAME)).write_bytes(b"Signature")
     store = open_store(folder)
     assert (folder / TAG_NAME).exists() and store.failure is None
     store.close()

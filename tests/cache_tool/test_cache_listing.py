@@ -8,12 +8,18 @@ import pytest
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
 from mlx_paged.block_store import Fingerprint
-from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full, in_short
-from mlx_paged.cache_tool.detail import show_prefix
-from mlx_paged.cache_tool.listing import Look, list_trees
-from mlx_paged.cache_tool.prefixes import as_trees
-from mlx_paged.cache_tool.selection import find, num_unique_digits, of_model
-from mlx_paged.cache_tool.text import in_a_line, in_lines
+from mlx_paged.cli.cache.listing import (
+    Look,
+    counted,
+    in_a_line,
+    in_bytes,
+    in_full,
+    in_lines,
+    in_short,
+    list_trees,
+    show_prefix,
+)
+from mlx_paged.cli.cache.prefixes import as_trees, find, num_unique_digits, of_model
 from mlx_paged.errors import ArgumentError
 
 # Categories of characters: controls, those that reverse the order, surrogates, ends of lines.

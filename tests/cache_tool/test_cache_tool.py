@@ -294,7 +294,7 @@ def test_rm_goes_on_after_what_it_can_not_remove(
 ):
     assert cache("ls", folder)[0] == 0
     a_folder, kept = sorted(folder.glob("blocks/*/*/*.kv"))[:2]
-    monkeypatch.setattr("mlx_paged.cache_tool.verbs.of_model", replace_by_a_folder(a_folder))
+    monkeypatch.setattr("mlx_paged.cli.cache.program.of_model", replace_by_a_folder(a_folder))
     immutable(monkeypatch, kept)
     status, out, err = cache("rm", folder, "--all")
     assert (status, err) == (1, "")

@@ -6,7 +6,7 @@ import random
 
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
-from mlx_paged.cache_tool.prefixes import PrefixTree, as_trees
+from mlx_paged.cli.cache.prefixes import PrefixTree, as_trees
 
 
 def ends(tree: PrefixTree) -> list[tuple[int, int, int]]:
@@ -134,7 +134,7 @@ def test_a_line_and_all_under_it_are_alone_with_each_of_its_blocks():
 
 def test_a_block_is_as_young_as_what_continues_it():
     tree = tree_of(entry("a", age=900.0), entry("ab", age=50.0), entry("ac", age=70.0))
-    last_uses = tree.last_uses()
+    last_uses = tree.last_uses
     assert last_uses[hash_of("a")] == last_uses[hash_of("ab")] > last_uses[hash_of("ac")]
 
 

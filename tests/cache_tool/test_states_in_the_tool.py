@@ -11,8 +11,7 @@ from helpers.block_entries import BLOCK_SIZE, NOW, entry, hash_of, tree_of
 
 from mlx_paged.__main__ import main
 from mlx_paged.block_store import BlockStore, CacheFolder, Entry, Fingerprint
-from mlx_paged.cache_tool.detail import show_prefix
-from mlx_paged.cache_tool.listing import Look, list_trees
+from mlx_paged.cli.cache.listing import Look, list_trees, show_prefix
 from mlx_paged.core.block_hash import hash_token_blocks
 from mlx_paged.core.prefix_lookup import state_key
 from mlx_paged.core.tier import STATES, BlockHeader

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.block_store.shards import Shards
-from mlx_paged.chat.terminal import Screen
+from mlx_paged.block_store.block_files import BlockFiles
+from mlx_paged.cli.chat.terminal import Screen
 
 QUESTION = (
     "The code of apple is 4821. The code of pear is 1234. The code of plum is 2222. "
@@ -52,7 +52,7 @@ def test_a_disk_that_fails_is_a_line_of_the_chat(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Shards, "write", full)
+    monkeypatch.setattr(BlockFiles, "write", full)
     lines = f"{QUESTION}\n{QUESTION}\n{QUESTION}\n/stats\n"
     status, out, error = run_chat(*BUDGET, "--cache-dir", str(tmp_path), stdin=lines)
     assert status == 0 and out.count("The code of apple is 4821.") == 3

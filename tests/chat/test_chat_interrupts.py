@@ -83,7 +83,7 @@ def test_ctrl_c_ends_a_single_answer_with_status_130(answering: subprocess.Popen
 
 HANGS = """
 import sys, time
-from mlx_paged.chat.program import main
+from mlx_paged.cli.chat.program import main
 from mlx_paged.engine.model_runner import ModelRunner
 def launch(self, *arguments):
     print("begun", flush=True)

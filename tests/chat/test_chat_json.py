@@ -50,7 +50,7 @@ def test_reasoning_stands_apart(
 ):
     from mlx_paged.answers.dialect import AnswerFormat, Dialect
     from mlx_paged.answers.formats import REASONING
-    from mlx_paged.chat.dialogue import Piece, ThinkingSplitter
+    from mlx_paged.cli.chat.dialogue import Piece, ThinkingSplitter
 
     pieces = [Piece("<think>17 + ", True), Piece("25\n</think>", True), Piece("\n\n42", False)]
     monkeypatch.setattr(ThinkingSplitter, "add", lambda *_: [])

@@ -20,7 +20,7 @@ from mlx_lm import cache_prompt
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat import loop
+from mlx_paged.cli.chat.commands import load_messages
 
 QUESTIONS = ["My name is Tom. The code of apple is 4821.", "What is my name?"]
 # More than a block behind what was saved.
@@ -133,7 +133,7 @@ def test_the_name_in_a_conversation_leads_nowhere_else(tmp_path: Path):
     file = tmp_path / "talk.json"
     for name, expected in (("/etc/passwd", "passwd"), ("../x", "x"), ("", None), (5, None)):
         file.write_text(json.dumps({"messages": [], "kv_file": name}))
-        read = loop.load_messages(str(file)).kv_file
+        read = load_messages(file)[1]
         assert read == (None if expected is None else tmp_path / expected)
 
 

@@ -11,7 +11,7 @@ from helpers.terminal import Terminal
 
 from mlx_paged import demo_model_path
 from mlx_paged.__main__ import main as run_command
-from mlx_paged.chat.terminal import Screen
+from mlx_paged.cli.chat.terminal import Screen
 
 RunChat = Callable[..., tuple[int, str, str]]
 HELLO = "Hello! How can I help you?\n"

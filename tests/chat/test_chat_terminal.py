@@ -28,7 +28,7 @@ from helpers.terminal import (
     screen_lines,
 )
 
-from mlx_paged.chat.line_editor import history_path
+from mlx_paged.cli.chat.line_editor import history_path
 
 
 def user_texts(file: Path) -> list[str]:
@@ -128,7 +128,8 @@ def test_a_state_home_that_is_no_absolute_path_is_ignored(
 ANSWERS = """
 import fcntl, struct, sys, termios, time
 from dataclasses import replace
-from mlx_paged.chat import conversation, main
+from mlx_paged.chat import main
+from mlx_paged.cli.chat import conversation
 real, num_answers = conversation.stream_request, 0
 def stream(*arguments, **options):
     global num_answers

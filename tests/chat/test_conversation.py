@@ -8,8 +8,9 @@ import pytest
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
-from mlx_paged.chat.conversation import Conversation
 from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.cli.chat.conversation import Conversation
+from mlx_paged.conversation_encoder import Prompt
 
 # As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one
 # before the answer.
@@ -68,7 +69,7 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
     conversation = converse(model_and_tokenizer)
     ask(conversation, "hello")
     conversation.messages[-1]["content"] = "<think>long reasoning</think>Hi!"
-    rendered = conversation._prompt_tokens()
+    rendered = conversation.encode().token_ids
     assert "reasoning" not in model_and_tokenizer[1].decode(rendered)
     first_turn = len(conversation.tokens)
     _, last = ask(conversation, "again")
@@ -76,15 +77,17 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
 
 
 def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_before_it(
-    model_and_tokenizer,
+    model_and_tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    conversation = converse(model_and_tokenizer)
+    conversation, prompts = converse(model_and_tokenizer), list[Prompt]()
+    encode = conversation.encode
+    monkeypatch.setattr(conversation, "encode", lambda: prompts.append(encode()) or prompts[-1])
     ask(conversation, "hello", max_tokens=8)
     first = list(conversation.tokens)
     ask(conversation, "again", max_tokens=8)
     for text in (None, "and again"):
         list(conversation.ask_again(text, SamplingParams(max_tokens=8)))
-        assert conversation._prompt.before.all_token_ids() == first
+        assert prompts[-1].before.all_token_ids() == first
         assert conversation.tokens[: len(first)] == first
 
 
@@ -94,7 +97,7 @@ def test_no_thinking_reaches_the_template(model_and_tokenizer):
     for enable_thinking in (True, False):
         conversation = converse(model_and_tokenizer, enable_thinking=enable_thinking)
         conversation.messages = [{"role": "user", "content": "hi"}]
-        prompts[enable_thinking] = model_and_tokenizer[1].decode(conversation._prompt_tokens())
+        prompts[enable_thinking] = model_and_tokenizer[1].decode(conversation.encode().token_ids)
     assert prompts[False] == prompts[True] + "<think></think>"
 
 

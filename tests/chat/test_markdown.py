@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from helpers.terminal import ScreenThatReflows, screen_lines
 
-from mlx_paged.chat.markdown import MarkdownWriter
+from mlx_paged.cli.chat.markdown import MarkdownWriter
 
 ANSWER = """\
 # A *short* plan

@@ -14,10 +14,10 @@ import pytest
 from helpers.terminal import CTRL_C, Terminal
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.chat.command_line import Settings, setup_arg_parser
-from mlx_paged.chat.conversation import Conversation
-from mlx_paged.chat.dialogue import Dialogue
-from mlx_paged.chat.terminal import PipeReader, PromptProgress, Screen
+from mlx_paged.cli.chat.conversation import Conversation
+from mlx_paged.cli.chat.dialogue import Dialogue
+from mlx_paged.cli.chat.program import Settings, setup_arg_parser
+from mlx_paged.cli.chat.terminal import PipeReader, PromptProgress, Screen
 
 
 class Clock:
@@ -94,7 +94,7 @@ def test_a_line_is_never_wider_than_the_terminal(
     clock.now += 8.0
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(columns or 80))
+    monkeypatch.setattr("mlx_paged.cli.chat.terminal.size_of", sized(columns or 80))
     screen.show_progress(*progress.words(64_000, 128_000))
     assert capsys.readouterr().err == f"\r{shown}\x1b[J\r"
 
@@ -167,7 +167,7 @@ def test_a_long_prompt_of_a_plain_chat_is_reported_on_stderr(capsys: pytest.Capt
 
 SLOW = """
 import sys, time
-from mlx_paged.chat.program import main
+from mlx_paged.cli.chat.program import main
 from mlx_paged.engine.model_runner import ModelRunner
 launch = ModelRunner.launch
 def slow_launch(self, batch, awaited):
@@ -221,7 +221,7 @@ def test_a_line_of_wide_characters_is_measured_in_columns(
 ):
     screen = Screen({})
     screen.stderr_is_terminal = True
-    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(20))
+    monkeypatch.setattr("mlx_paged.cli.chat.terminal.size_of", sized(20))
     # 10 characters, of which 9 take two columns each.
     screen.show_progress("[模型模型模型模型模", "[loading]")
     screen.show_progress("[模型模型模型模型模]", "[loading]")
@@ -249,6 +249,6 @@ def test_rows_are_folded_into_what_is_left_of_the_width(
 ):
     screen = Screen({})
     screen.stderr_is_terminal = columns is not None
-    monkeypatch.setattr("mlx_paged.chat.terminal.size_of", sized(columns or 80))
+    monkeypatch.setattr("mlx_paged.cli.chat.terminal.size_of", sized(columns or 80))
     screen.say_rows([("/save FILE", "write the conversation to a file"), ("/help", "this text")])
     assert capsys.readouterr().err == shown

@@ -13,9 +13,9 @@ from helpers.terminal import screen_lines
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
-from mlx_paged.chat.command_line import Settings, setup_arg_parser
-from mlx_paged.chat.dialogue import Dialogue, Piece, ThinkingSplitter
-from mlx_paged.chat.terminal import PipeReader, Screen
+from mlx_paged.cli.chat.dialogue import Dialogue, Piece, ThinkingSplitter
+from mlx_paged.cli.chat.program import Settings, setup_arg_parser
+from mlx_paged.cli.chat.terminal import PipeReader, Screen
 
 THOUGHT = [
     Piece("<think>17 < 25</think>", True),
@@ -102,7 +102,7 @@ def shown(
     settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
     conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[])
 
-    def ask(params: Any, progress: Any) -> Iterator[Any]:
+    def ask(*, params: Any, progress: Any) -> Iterator[Any]:
         for letter in answer:
             yield SimpleNamespace(text=letter, token=1)
 
@@ -151,7 +151,7 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
     dialogue = Dialogue([conversation], settings, screen, PipeReader())
 
-    def fail(params: Any, progress: Any) -> Iterator[Any]:
+    def fail(*, params: Any, progress: Any) -> Iterator[Any]:
         yield SimpleNamespace(text="The first", token=1)
         raise RuntimeError("the GPU is gone")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run, sampled
 
-from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
-from mlx_paged.command_line.flags import engine_options
+from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
+from mlx_paged.cli.flags import engine_options
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine

@@ -166,7 +166,7 @@ def test_the_failure_of_a_tier_is_said_once(
     with pytest.warns(UserWarning, match="from now on K/V are kept in memory only$") as said:
         for name, seed in (("a", 0), ("b", 1), ("c", 2)):
             ask(engine, {name: (prompt(100, seed=seed), greedy(5))})
-            assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)
+            assert engine.disk_tier is not None and engine.disk_tier._worker.flush(60)
         ask(engine, {"d": (prompt(70, seed=3), greedy(5))})
     assert len(said) == 1 and message in str(said[0].message)
 

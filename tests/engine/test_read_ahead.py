@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.completions import new_completion
 from helpers.scheduler_helpers import FakeSupply
 from paged_testing.integrity import check_scheduler
 
+from mlx_paged.block_store import Read
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import AbsentBlock, BlockHash, hash_token_blocks
+from mlx_paged.core import hash_token_blocks
+from mlx_paged.core.tier import BlockHeader, Tier
+from mlx_paged.engine import disk_cache
+from mlx_paged.engine.disk_cache import MAX_READ_AHEAD, DiskCache
 from mlx_paged.engine.prefix_cache import SwapSpace
-from mlx_paged.engine.read_ahead import MAX_READ_AHEAD
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.request import SeqId
@@ -21,49 +26,95 @@ from mlx_paged.sampling_params import SamplingParams
 BLOCK_SIZE = 4
 
 
-class FakeTier:
-    """Has the blocks of some tokens, and brings them when it is told to."""
+class Supply(FakeSupply):
+    """A pool for a disk cache. A block's bytes are of no importance."""
 
-    pays_for_preempted = True
+    def __init__(self, num_blocks: int):
+        super().__init__(num_blocks, BLOCK_SIZE)
+        self.pool = self.manager.pool
+        self.config = SimpleNamespace(
+            nbytes=1 << 30,
+            nbytes_per_token=1,
+            state_nbytes=0,
+            block_size=BLOCK_SIZE,
+            groups=(0,),
+            keeps_kv=True,
+            block_nbytes=lambda group: BLOCK_SIZE,
+        )
 
-    def __init__(self, supply: FakeSupply, *texts: Sequence[int]):
-        self.supply = supply
+    def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        return [bytes(BLOCK_SIZE) for _ in block_ids]
+
+    def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        assert all(len(content) == BLOCK_SIZE for content in contents)
+
+
+class Shelf(Tier):
+    """Has the blocks of some tokens."""
+
+    def __init__(self, *texts: Sequence[int]):
         self.stored = {each for text in texts for each in hash_token_blocks(text, BLOCK_SIZE)}
-        self.reading: dict[SeqId, list[AbsentBlock]] = {}
-        self.num_brought: dict[SeqId, int] = {}
         self.num_asked = 0
-        self.kept: list[Completion] = []
 
-    def has(self, block_hash: BlockHash) -> bool:
+    def has(self, key: bytes) -> bool:
         self.num_asked += 1
-        return block_hash in self.stored
+        return key in self.stored
 
-    def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
-        assert seq_id not in self.reading
-        self.reading[seq_id] = list(blocks)
 
-    def is_reading(self, seq_id: SeqId) -> bool:
-        return bool(self.reading.get(seq_id))
+class Worker:
+    """Reads when it is told to, and notes what is offered to it."""
 
-    def forget(self, seq_id: SeqId) -> int:
-        self.reading.pop(seq_id, None)
-        return self.num_brought.pop(seq_id, 0) * BLOCK_SIZE
+    def __init__(self, tier: Tier, *_: int):
+        self.has = tier.has
+        self.offered: list[bytes] = []
+        self.is_full = False
 
-    def keep(self, completion: Completion) -> None:
-        self.kept.append(completion)
+    def read(self, read: Read, block_hashes: Sequence[bytes]) -> None:
+        assert not read.is_reading
+        read.pending.extend(block_hashes)
 
-    def clear(self) -> None:
-        self.reading.clear()
+    def take(self, read: Read, max_nbytes: int) -> list[tuple[bytes, bytes]]:
+        taken = list(read.ready)
+        read.ready.clear()
+        return taken
+
+    def cancel(self, read: Read) -> None:
+        read.pending.clear()
+        read.ready.clear()
+
+    def has_room(self, nbytes: int) -> bool:
+        return not self.is_full
+
+    def offer(self, header: BlockHeader, content: bytes) -> None:
+        self.offered.append(header.block_hash)
+
+    def finish(self) -> None:
+        pass
+
+    def close(self, timeout: float) -> bool:
+        return True
+
+
+class Disk(DiskCache):
+    """Brings blocks when it is told to."""
+
+    store: Shelf
+    _worker: Any
+
+    def reading(self) -> dict[SeqId, list[bytes]]:
+        found = {seq_id: list(each.pending) for seq_id, each in self._prefetches.items()}
+        return {seq_id: keys for seq_id, keys in found.items() if keys}
 
     def bring(self, seq_id: SeqId) -> None:
-        pool = self.supply.manager.pool
-        hashes = [block.block_hash for block in self.reading[seq_id]]
-        blocks = pool.get_new_blocks(len(hashes))
-        assert blocks is not None
-        pool.cache_full_blocks(blocks, hashes, 0, len(hashes))
-        pool.free_blocks(reversed(blocks))
-        self.num_brought[seq_id] = len(hashes)
-        self.reading[seq_id] = []
+        read = self._prefetches[seq_id]
+        read.ready.extend((key, bytes(BLOCK_SIZE)) for key in read.pending)
+        read.pending.clear()
+        self.poll(is_busy=False)
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "BlockWorker", Worker)
 
 
 def tokens(seed: int, num_tokens: int = 10) -> list[int]:
@@ -77,14 +128,15 @@ def completion_of(seed: int, num_tokens: int = 10, **params: int) -> Completion:
 
 def make(
     *texts: Sequence[int], num_blocks: int = 60, num_swap_blocks: int = 0, **config: float
-) -> tuple[Scheduler, FakeTier, FakeSupply]:
-    supply = FakeSupply(num_blocks, BLOCK_SIZE)
-    tier = FakeTier(supply, *texts)
+) -> tuple[Scheduler, Disk, Supply]:
+    supply = Supply(num_blocks)
+    disk = Disk(supply, Shelf(*texts), num_parameters=1)
+    disk.pays_for_preempted = True
     swap_space = SwapSpace(num_swap_blocks)
     scheduler = Scheduler(
-        supply.manager, supply, SchedulerConfig(**config), swap_space=swap_space, tier=tier
+        supply.manager, supply, SchedulerConfig(**config), swap_space=swap_space, tier=disk
     )
-    return scheduler, tier, supply
+    return scheduler, disk, supply
 
 
 def names(scheduler: Scheduler) -> list[str]:
@@ -96,9 +148,7 @@ def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
     one = completion_of(1)
     scheduler.add(one.request)
     assert names(scheduler) == []
-    assert [block.block_hash for block in tier.reading[one.seq_id]] == (
-        hash_token_blocks(tokens(1), BLOCK_SIZE)
-    )
+    assert tier.reading()[one.seq_id] == hash_token_blocks(tokens(1), BLOCK_SIZE)
     assert names(scheduler) == []
     tier.bring(one.seq_id)
     (part,) = scheduler.schedule().scheduled
@@ -123,9 +173,9 @@ def test_nothing_is_asked_twice_in_a_stay_and_nothing_is_read_that_is_there() ->
     one, again = completion_of(1), new_completion("again", tokens(1, 9))
     scheduler.add(one.request)
     names(scheduler)
-    num_asked = tier.num_asked
+    num_asked = tier.store.num_asked
     names(scheduler)
-    assert tier.num_asked == num_asked
+    assert tier.store.num_asked == num_asked
     tier.bring(one.seq_id)
     names(scheduler)
     scheduler.add(again.request)
@@ -139,7 +189,7 @@ def test_the_last_token_is_computed_even_if_all_blocks_are_there() -> None:
     one = completion_of(1, num_tokens=8)
     scheduler.add(one.request)
     names(scheduler)
-    assert len(tier.reading[one.seq_id]) == 1
+    assert len(tier.reading()[one.seq_id]) == 1
 
 
 MANY = range(1, 3 * MAX_READ_AHEAD)
@@ -150,8 +200,8 @@ def test_everybody_whose_turn_it_is_is_read_for() -> None:
     for seed in MANY:
         scheduler.add(completion_of(seed).request)
     assert names(scheduler) == []
-    assert len(tier.reading) == len(MANY)
-    for seq_id in list(tier.reading):
+    assert len(tier.reading()) == len(MANY)
+    for seq_id in list(tier.reading()):
         tier.bring(seq_id)
     assert len(names(scheduler)) == len(MANY)
     assert all(each.request.num_read_tokens == 8 for each in scheduler.running)
@@ -164,7 +214,7 @@ def test_of_those_whose_turn_is_far_the_first_ones_are_read_for() -> None:
     for seed in MANY:
         scheduler.add(completion_of(seed).request)
     names(scheduler)
-    assert len(tier.reading) == MAX_READ_AHEAD
+    assert len(tier.reading()) == MAX_READ_AHEAD
 
 
 def test_blocks_are_brought_while_blocks_are_free_and_not_taken_meanwhile() -> None:
@@ -172,22 +222,22 @@ def test_blocks_are_brought_while_blocks_are_free_and_not_taken_meanwhile() -> N
     for seed in MANY:
         scheduler.add(completion_of(seed).request)
     assert names(scheduler) == []
-    assert len(tier.reading) == 2, "ten tokens are three blocks"
-    for seq_id in list(tier.reading):
+    assert len(tier.reading()) == 2, "ten tokens are three blocks"
+    for seq_id in list(tier.reading()):
         tier.bring(seq_id)
     assert names(scheduler) == ["1", "2"]
     for each in list(scheduler.running):
         scheduler.finish(each, "stop")
     assert names(scheduler) == []
-    assert len(tier.reading) == 2, "then for the next ones"
+    assert len(tier.reading()) == 2, "then for the next ones"
 
 
 def test_a_request_that_shares_what_runs_needs_no_room_for_it() -> None:
     scheduler, tier, _ = make(tokens(1, 20), num_blocks=9)
     scheduler.add(completion_of(1, 20).request)
-    tier.stored.clear()
+    tier.store.stored.clear()
     assert names(scheduler) == ["1"]
-    tier.stored |= set(hash_token_blocks(tokens(1, 20), BLOCK_SIZE))
+    tier.store.stored |= set(hash_token_blocks(tokens(1, 20), BLOCK_SIZE))
     again = new_completion("again", [*tokens(1, 20), 7], SamplingParams(max_tokens=2))
     scheduler.add(again.request)
     assert "again" in names(scheduler)
@@ -202,54 +252,59 @@ def test_reading_ends_with_the_request(end: str) -> None:
     names(scheduler)
     if end == "abort":
         scheduler.finish(one, "abort")
-        assert tier.reading == {}
+        assert tier.reading() == {}
     else:
         scheduler.start_over()
-        assert tier.reading == {}
+        assert tier.reading() == {}
         names(scheduler)
-        assert tier.is_reading(one.seq_id), "it is asked for again"
+        assert one.seq_id in tier.reading(), "it is asked for again"
     check_scheduler(scheduler)
 
 
-def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Completion]:
-    """Of two requests that fill the pool, the second, which had to go."""
+def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, Disk, Completion]:
+    """Of two requests that fill the pool, the second, which had to go. The disk took nothing before
+    that.
+    """
     scheduler, tier, supply = make(num_blocks=8, num_swap_blocks=num_swap_blocks)
     tier.pays_for_preempted = pays
     first, second = completion_of(1, 12), completion_of(2, 12)
     scheduler.add(first.request)
     scheduler.add(second.request)
     while not second.num_preemptions:
+        tier._worker.is_full = False
         batch = scheduler.schedule()
+        tier._worker.is_full = True
+        tier.save(batch, [])
         for each in batch.completions:
             if each.num_computed_tokens == each.num_tokens:
                 scheduler.append_token(each, 7)
-    tier.stored |= set(second.block_hashes)
+    tier.store.stored |= set(second.block_hashes)
     assert supply.manager.num_tokens(second.seq_id) == 0
     return scheduler, tier, second
 
 
 def test_the_blocks_of_a_preempted_request_are_kept_and_read_again() -> None:
     scheduler, tier, second = preempted(pays=True)
-    assert tier.kept == [second]
+    assert tier._worker.offered == second.block_hashes[: second.num_saved_blocks] != []
     first = scheduler.running[0]
     scheduler.finish(first, "stop")
     pool = scheduler.manager.pool
     pool.evict_blocks(range(1, pool.num_blocks))
     names(scheduler)
-    assert len(tier.reading[second.seq_id]) == (second.num_tokens - 1) // BLOCK_SIZE
+    assert len(tier.reading()[second.seq_id]) == (second.num_tokens - 1) // BLOCK_SIZE
 
 
 def test_they_are_computed_where_that_is_cheaper_and_kept_in_host_memory_where_that_has_room() -> (
     None
 ):
     scheduler, tier, _ = preempted(pays=False)
-    assert tier.kept == []
+    assert tier._worker.offered == []
     scheduler.finish(scheduler.running[0], "stop")
     scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))
     assert names(scheduler) == ["2"]
     scheduler, tier, _ = preempted(pays=True, num_swap_blocks=100)
-    assert tier.kept == []
+    assert tier._worker.offered == []
     scheduler.finish(scheduler.running[0], "stop")
     scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))
     assert names(scheduler) == ["2"]
-    assert tier.reading == {}, "it is swapped in"
+    assert tier.reading() == {}, "it is swapped in"

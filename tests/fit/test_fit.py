@@ -23,13 +23,12 @@ from helpers.model_zoo.full_size import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
 from mlx_paged import memory
+from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory
+from mlx_paged.cli.fit.program import main, main_of_list
+from mlx_paged.cli.fit.verdict import Fit, Footprint
 from mlx_paged.config import KVBits
 from mlx_paged.core import BudgetSizes
 from mlx_paged.errors import ArgumentError
-from mlx_paged.fit import main, main_of_list
-from mlx_paged.fit.footprint import Footprint
-from mlx_paged.fit.machine import Machine, _free_of_vm_stat, free_memory
-from mlx_paged.fit.verdict import Fit
 from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
 from mlx_paged.memory import format_nbytes

@@ -61,7 +61,7 @@ def found(store: BlockStore, names: str) -> str:
 
 
 def file_of(store: BlockStore, name: str) -> Path:
-    return Path(store.layout.block(store.fingerprint.digest, named(name)))
+    return Path(store.files.path_of_block((store.fingerprint.digest, named(name))))
 
 
 def block_files(folder: Path) -> list[Path]:

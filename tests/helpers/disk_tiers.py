@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine, run
-from mlx_paged.engine.disk_tier import DiskTierStats
+from mlx_paged.engine.disk_cache import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def flush(engine: Engine) -> None:
     is_complete = False
     while not is_complete:
         is_complete = not engine.save_more()
-        assert engine.disk_tier._writer.flush(60)
+        assert engine.disk_tier._worker.flush(60)
 
 
 def block_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from paged_testing.integrity import check_scheduler
 
 from helpers.disk_tiers import answer, block_files, flush, tiered
 from helpers.engine_runs import greedy, make_engine, prompt
-from mlx_paged.block_store.block_file import parse_block
+from mlx_paged.block_store.layout import parse_block
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.core import hash_token_blocks, state_key
@@ -63,8 +63,8 @@ def rewritten(path: Path, change: Callable[[str, bytearray], None], **metadata: 
     file = TensorFile(path)
     fields = {**file.metadata, **metadata}
     kept = {name: value for name, value in fields.items() if value is not None}
-    with written_tensor_file(path.with_suffix(".new"), kept, file.tensors) as rows:
-        for name, info in file.tensors.items():
+    with written_tensor_file(path.with_suffix(".new"), kept, file.arrays) as rows:
+        for name, info in file.arrays.items():
             for head in range(info.shape[0]):
                 content = bytearray(file.read(name, head, slice(0, info.shape[1])))
                 change(name, content)

@@ -96,6 +96,10 @@ class FakeSupply:
     def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
         return 0
 
+    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
+        manager.fork(seq, new_seq)
+        return True
+
     def give_up(self, copies: Sequence[BlockCopy]) -> None:
         raise AssertionError("it has no states that need memory of blocks")
 

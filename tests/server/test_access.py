@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.asgi import IdleEngine, ask, echo
+from helpers.asgi import ask, echo
 
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.server.app import guarded as shielded
-from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
-from mlx_paged.server.http.api_keys import KeyFile, read_api_keys, seems_named_by_equals
-from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
+from mlx_paged.server.settings import (
+    ApiKey,
+    KeyFile,
+    ServerSettings,
+    num_users,
+    read_api_keys,
+    seems_named_by_equals,
+)
 
 KEYS = read_api_keys(["alice sesame", "bob abracadabra", "plain"])
 
@@ -55,8 +60,7 @@ def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
 ):
     app = guarded(api_keys=KEYS)
     openai, anthropic = (
-        ask(app, "POST", headers=headers, state={"protocol": protocol})
-        for protocol in (WireProtocol.OPENAI, WireProtocol.ANTHROPIC)
+        ask(app, "POST", path, headers=headers) for path in ("/v1/chat/completions", "/v1/messages")
     )
     assert openai.status == anthropic.status == 401
     assert message in openai.json["error"]["message"]
@@ -428,7 +432,7 @@ def test_every_origin_may_be_allowed_by_name():
 
 def test_a_preflight_needs_no_key_and_an_answer_without_a_key_can_be_read():
     settings = ServerSettings(api_keys=KEYS, cors_origins=("http://mine.example",))
-    app = shielded(echo, IdleEngine(), settings, is_loopback=True)
+    app = shielded(echo, settings, is_loopback=True)
     asks = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization, content-type, x-stainless-lang",

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlx_paged.server.admission import Admission, Counts
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.http.limits import Counts, QueueLimit
 
 
 class Engine:
@@ -17,12 +17,12 @@ class Engine:
         self.counts = (0, 0, 0)
         self.seconds = 100.0
 
-    def admission(self, max_queue_len: int, max_num_seqs: int) -> Admission:
+    def admission(self, max_queue_len: int, max_num_seqs: int) -> QueueLimit:
         counts, clock = (lambda: Counts(*self.counts)), (lambda: self.seconds)
-        return Admission(max_queue_len, max_num_seqs, counts, clock)
+        return QueueLimit(max_queue_len, max_num_seqs, counts, clock)
 
 
-def refusal(admission: Admission, num_seqs: int = 1) -> ApiError:
+def refusal(admission: QueueLimit, num_seqs: int = 1) -> ApiError:
     with pytest.raises(ApiError) as raised, admission.admit(num_seqs):
         pass
     return raised.value
@@ -142,7 +142,7 @@ def test_a_server_that_just_began_takes_its_rate_from_that_time():
 
 def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the_queue():
     by_user: dict[str | None, tuple[int, int]] = {"ann": (64, 0)}
-    admission = Admission(20, 64, lambda: Counts(64, 0, 0, by_user))
+    admission = QueueLimit(20, 64, lambda: Counts(64, 0, 0, by_user))
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(admission.admit(1, "ann"))
@@ -160,7 +160,7 @@ def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the
 def test_the_sequences_of_a_user_that_the_engine_has_are_not_counted_twice():
     by_user: dict[str | None, tuple[int, int]] = {"ann": (2, 0)}
     counts = [Counts(2, 0, 0, by_user)]
-    admission = Admission(2, 2, lambda: counts[0])
+    admission = QueueLimit(2, 2, lambda: counts[0])
     with admission.admit(1, "ann"), admission.admit(1, "bob"):
         by_user["bob"] = (1, 1)
         counts[0] = Counts(2, 1, 1, by_user)

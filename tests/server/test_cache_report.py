@@ -12,9 +12,8 @@ from helpers.servers import client_of as client_with
 from helpers.servers import make_service
 from starlette.testclient import TestClient
 
-from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import ServerSettings
+from mlx_paged.server.settings import ServerSettings, read_api_keys
 
 SECRET = "My secret is the code of apple, which is 4821. "
 

@@ -13,11 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
-from mlx_paged.server import context
+from mlx_paged.server import routes
 from mlx_paged.server.app import App
-from mlx_paged.server.errors import ApiError, WireProtocol
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
-from mlx_paged.server.http.sse import EventStream, event, named_event
+from mlx_paged.server.errors import ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.http.sse import EventStream, event
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {
@@ -87,14 +86,14 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
     server_url, service, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    prepare = context.prepare
+    prepare = routes.prepare
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(20)
         return prepare(*arguments)
 
-    monkeypatch.setattr(context, "prepare", slow)
+    monkeypatch.setattr(routes, "prepare", slow)
     started = []
     monkeypatch.setattr(
         service.engine, "generate", lambda *arguments, **options: started.append(arguments)
@@ -236,7 +235,7 @@ class Source:
         self.is_closed = True
 
 
-def send_stream(stream, protocol=WireProtocol.OPENAI, leaves_at=None, told=None):
+def send_stream(stream, path="/v1/chat/completions", leaves_at=None, told=None):
     """The bodies that a stream sends, to a client that leaves at a number of them.
 
     Args:
@@ -256,7 +255,7 @@ def send_stream(stream, protocol=WireProtocol.OPENAI, leaves_at=None, told=None)
                 left.set()
                 await asyncio.sleep(20)  # until it is cancelled
 
-        await asyncio.wait_for(stream({"state": {"protocol": protocol}}, receive, send), 20)
+        await asyncio.wait_for(stream({"path": path}, receive, send), 20)
         return bodies
 
     return asyncio.run(main())
@@ -280,21 +279,21 @@ def test_a_stream_closes_what_it_is_made_of_however_it_ends():
 
 
 @pytest.mark.parametrize(
-    ("protocol", "first_line"),
+    ("path", "first_line"),
     [
-        (WireProtocol.OPENAI, b'data: {"error":'),
-        (WireProtocol.ANTHROPIC, b"event: error\ndata: {"),
-        (WireProtocol.RESPONSES, b'event: error\ndata: {"type":"error",'),
+        ("/v1/completions", b'data: {"error":'),
+        ("/v1/messages", b"event: error\ndata: {"),
+        ("/v1/responses", b'event: error\ndata: {"type":"error",'),
     ],
 )
-def test_an_error_in_the_middle_of_a_stream_is_its_last_event(protocol, first_line):
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(path, first_line):
     async def events(error):
         yield event({"number": 1})
         raise error
 
-    *_, last, end = send_stream(EventStream(events(ApiError(503, "It is over."))), protocol)
+    *_, last, end = send_stream(EventStream(events(ApiError(503, "It is over."))), path)
     assert last.startswith(first_line) and b"It is over." in last and end == b""
-    *_, last, end = send_stream(EventStream(events(KeyError("a secret"))), protocol)
+    *_, last, end = send_stream(EventStream(events(KeyError("a secret"))), path)
     assert last.startswith(first_line) and b"secret" not in last
 
 
@@ -315,5 +314,5 @@ def test_a_stream_without_events_says_that_it_lives(monkeypatch):
 
 def test_events_are_one_line_each():
     assert event({"a": "x\ny é"}) == 'data: {"a":"x\\ny é"}\n\n'.encode()
-    assert named_event({"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert event({"type": "ping"}) == b'event: ping\ndata: {"type":"ping"}\n\n'
     assert event({"a": "\ud800"}) == b'data: {"a":"?"}\n\n'

@@ -20,8 +20,8 @@ from mlx_paged.engine.async_engine import EngineStoppedError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError
 from mlx_paged.sampling_params import RequestOutputKind
 from mlx_paged.server.app import App
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.generations import Generation, api_error, parts_of
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.generations import Generation, parts_of
 
 DELTA = RequestOutputKind.DELTA
 

@@ -14,7 +14,6 @@ from helpers.asgi import IdleEngine, ask, echo
 from mlx_paged.engine.async_engine import EngineStoppedError
 from mlx_paged.errors import ArgumentError
 from mlx_paged.server import program
-from mlx_paged.server.errors import WireProtocol
 from mlx_paged.server.http import http_server
 from mlx_paged.server.http.http_server import Gate, bind, close_all, is_loopback, url_of
 
@@ -85,7 +84,7 @@ def test_the_gate_answers_503_while_the_server_ends_and_when_the_engine_failed()
     gate = Gate(echo, engine)  # type: ignore[arg-type]
     assert ask(gate, "POST", "/v1/messages").status == 200
     engine.failure = EngineStoppedError("no GPU")
-    failed = ask(gate, "POST", "/", state={"protocol": WireProtocol.ANTHROPIC})
+    failed = ask(gate, "POST", "/v1/messages")
     assert (failed.status, failed.headers["retry-after"]) == (503, "10")
     assert failed.json["error"] == {
         "type": "overloaded_error",

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from helpers.asgi import ask, asked, echo
 
-from mlx_paged.server.errors import ApiError, WireProtocol
-from mlx_paged.server.http import bodies, limits
+from mlx_paged.server import schemas
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.http import limits
 from mlx_paged.server.http.access import Principal
-from mlx_paged.server.http.bodies import check_json, parse_json
 from mlx_paged.server.http.limits import Limits
+from mlx_paged.server.schemas import check_json, parse_json
 
 
 def test_a_body_passes_as_it_came_in_any_chunks():
@@ -43,8 +44,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
     headers: dict[str, str], chunks: list[bytes]
 ):
     app = Limits(echo, max_body_bytes=1000)
-    state = {"protocol": WireProtocol.ANTHROPIC}
-    answered = ask(app, "POST", "/", headers, chunks, leaves=True, state=state)
+    answered = ask(app, "POST", "/v1/messages", headers, chunks, leaves=True)
     assert answered.status == 413
     assert answered.json["error"] == {
         "type": "request_too_large",
@@ -160,12 +160,12 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (nested(bodies.MAX_JSON_DEPTH + 1), "nested deeper than 64"),
+        (nested(schemas.MAX_JSON_DEPTH + 1), "nested deeper than 64"),
         (b'{"a":' * 100_000, "nested deeper than 64"),
         (b'{"a": "' + b"\\" * 6 + b'" , "b": ' + nested(65), "nested deeper than 64"),
-        (b"[" + b"1," * bodies.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
+        (b"[" + b"1," * schemas.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
         (b'"' * (2**21 + 1), "more than 524,288 values"),
-        (b"[" + b"{}," * bodies.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
+        (b"[" + b"{}," * schemas.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
         (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number with more than 64 characters"),
         (b"[" + b"1" * 65 + b"]", "a number with more than 64 characters"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
@@ -181,7 +181,7 @@ def test_json_that_is_dear_to_parse_is_refused(body: bytes, message: str):
 @pytest.mark.parametrize(
     "body",
     [
-        nested(bodies.MAX_JSON_DEPTH),
+        nested(schemas.MAX_JSON_DEPTH),
         b"[" + b"[],{}," * 1000 + b"[]]",
         json.dumps(["[" * 1000, '"' * 1000, "\\" * 999, "1" * 1000, "NaN", "," * 2**21]).encode(),
         b"[" + b"1" * 64 + b"]",
@@ -206,7 +206,7 @@ def test_the_depth_of_json_is_what_python_finds():
     for depth in (1, 3, 6):
         for _ in range(20):
             value = made(depth)
-            for _ in range(bodies.MAX_JSON_DEPTH - depth):
+            for _ in range(schemas.MAX_JSON_DEPTH - depth):
                 value = [value]
             body = json.dumps(value, ensure_ascii=choice.random() < 0.5).encode()
             check_json(body)

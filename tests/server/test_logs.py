@@ -13,7 +13,6 @@ from helpers.asgi import ask, asked, echo
 
 from mlx_paged.errors import forget_frames
 from mlx_paged.server.http.access import Access
-from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.http.logs import (
     LineFormatter,
     RequestLog,
@@ -23,7 +22,7 @@ from mlx_paged.server.http.logs import (
     printable,
     setup_logging,
 )
-from mlx_paged.server.settings import ServerSettings
+from mlx_paged.server.settings import ServerSettings, read_api_keys
 
 HEAD = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
 

@@ -25,9 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.http.logs import RequestLog
+from mlx_paged.server.metrics import count_request
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
-from mlx_paged.server.watching.metrics import count_request
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LABELS = {"model_name": 'de"mo', "engine": "0"}

@@ -22,19 +22,19 @@ from transformers import PreTrainedTokenizerFast
 from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.server import prompt_length
+from mlx_paged.server import prompt_threads
 from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
+from mlx_paged.server.fields import MAX_STOPS_LEN, MAX_WORDS_LEN, SamplingFields
+from mlx_paged.server.openai import answers
 from mlx_paged.server.openai import chat as openai_chat
-from mlx_paged.server.openai import chat_answers
-from mlx_paged.server.prompt_length import PIECE_LEN, LengthLimit
-from mlx_paged.server.sampling_fields import MAX_STOPS_LEN, MAX_WORDS_LEN, SamplingFields
+from mlx_paged.server.prompt_threads import PIECE_LEN, LengthLimit, Work
 from mlx_paged.server.schemas import MAX_CHILDREN
-from mlx_paged.server.service import Service
+from mlx_paged.server.service import MAX_PREPARING_OF_USER, Service
 
 LONG = "a" * 2**21
 THREADS = "mlx_paged prompts"
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 class SpiedTokenizer:
@@ -101,7 +101,7 @@ def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
 
 @mostly_slow("num_words", [60, 520])
 def test_a_text_that_may_fit_is_encoded_whole(client, service, monkeypatch, num_words: int):
-    monkeypatch.setattr(prompt_length, "PIECE_LEN", 1000)
+    monkeypatch.setattr(prompt_threads, "PIECE_LEN", 1000)
     text = "the end of the story " * num_words
     num_tokens = len(service.tokenizer.encode(text))
     ask_for = partial(client.completions.create, model="demo", prompt=text, max_tokens=1)
@@ -123,7 +123,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
         cancelled.set()
 
     monkeypatch.setattr(Work, "cancel", spied_cancel)
-    monkeypatch.setattr(prompt_length, "PIECE_LEN", 16)
+    monkeypatch.setattr(prompt_threads, "PIECE_LEN", 16)
     tokenizer.go_on.clear()
     with serving(App(spied)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "the end " * 200})
@@ -131,7 +131,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
         client.leave()
         assert cancelled.wait(20)
         tokenizer.go_on.set()
-        wait_until(lambda: not spied._threads._running)
+        wait_until(lambda: spied._threads._turns["-"]._value == MAX_PREPARING_OF_USER)
     assert tokenizer.lengths == [16]
 
 
@@ -183,7 +183,7 @@ def test_no_text_that_fits_is_refused_for_its_cuts(byte_level: TokenizerWrapper,
 def test_without_a_context_there_is_a_limit_all_the_same(
     byte_level: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prompt_length, "MAX_PROMPT_TOKENS", 1000)
+    monkeypatch.setattr(prompt_threads, "MAX_PROMPT_TOKENS", 1000)
     limit = LengthLimit(byte_level, None, None, lambda: None)
     with pytest.raises(PromptTooLongError, match="more than 1,250 tokens; the server accepts"):
         limit.check("b c " * PIECE_LEN)
@@ -206,7 +206,7 @@ def test_prompts_have_a_limit_together(server_url, service, monkeypatch):
     [
         ({"messages": user("a") * (MAX_CHILDREN + 1)}, "messages has 8,193 entries, but"),
         (
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * (MAX_CHILDREN + 1)},
+            {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL] * (MAX_CHILDREN + 1)},
             "tools has 8,193 entries, but at most 8,192 are allowed",
         ),
         (
@@ -252,7 +252,7 @@ def test_bodies_are_read_and_words_and_grammars_prepared_off_the_event_loop(
         seen.append(("prepare", threading.current_thread().name.rpartition("_")[0]))
         return prepare(*arguments)
 
-    monkeypatch.setattr(chat_answers, "read_chat", spied_read)
+    monkeypatch.setattr(answers, "read_chat", spied_read)
     monkeypatch.setattr(Engine, "prepare", spied_prepare)
     for more in ({"bad_words": ["no"]}, {"guided_regex": "[a-z]+"}):
         body = {"messages": user("Hello"), "max_tokens": 2, **more}

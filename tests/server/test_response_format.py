@@ -9,8 +9,8 @@ from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.grammars.response_format import FormatFields
-from mlx_paged.server.responses.body import Text
+from mlx_paged.server.fields import FormatFields
+from mlx_paged.server.responses.body import TextOptions
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = StructuredOutputsParams(json=SCHEMA)
@@ -75,8 +75,8 @@ def test_a_grammar_of_llama_cpp_is_one_of_llguidance():
 def test_the_format_of_responses_has_its_schema_beside_the_type():
     text = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     for answer_format, expected in ((text, JSON), ({"type": "text"}, None)):
-        found = Text.read({"format": answer_format}).format
-        wanted = found and found.wanted("text.format")
+        found = TextOptions.read({"format": answer_format}).format
+        wanted = found and found.requested("text.format")
         assert (wanted and wanted.params) == expected
 
 

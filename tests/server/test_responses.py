@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.kept_answers import KeptItems
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
-from mlx_paged.server.responses.kept_items import KeptItems
 
 TOOL = {
     "type": "function",

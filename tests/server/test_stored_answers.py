@@ -27,8 +27,8 @@ from mlx_paged.block_store import BlockStore, CacheFolder
 from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers.kept_answers import ReadAnswer, keep_answer
 from mlx_paged.server.app import App
+from mlx_paged.server.kept_answers import ReadAnswer, keep_answer
 
 QUESTION = {"role": "user", "content": "What is there?"}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Nothing."}
@@ -188,7 +188,7 @@ def test_the_last_of_two_answers_to_the_same_conversation_counts(tokenizer, tmp_
 def test_an_answer_whose_predecessor_is_gone_is_stored_whole(tokenizer, tmp_path: Path):
     first = Process(tokenizer, tmp_path)
     messages, _ = talk(first, 2)
-    shutil.rmtree(first.store.layout.of(first.store.fingerprint.digest))
+    shutil.rmtree(first.store.files.path_of(first.store.fingerprint.digest))
     tokens = first.answer(messages, "and on")
     prompt = Process(tokenizer, tmp_path).prompt(messages)
     # The first two are gone, and with them their reasoning, so the text differs there.

@@ -19,6 +19,9 @@ from mlx_paged.server.settings import ServerSettings
 TEXT = "Hello é, how are you?"
 
 
+USER = {"role": "user", "content": "Hello"}
+
+
 def post(server_url, path, **body):
     answer = ask(server_url, path, body)
     return answer.status, answer.body
@@ -56,6 +59,9 @@ def test_a_conversation_becomes_the_tokens_that_chat_reads(server_url, service, 
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 3}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "messages"),
+        ("/tokenize", {"prompt": "a", "enable_thinking": True}, "enable_thinking"),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "12"}, "tokens"),

@@ -19,7 +19,7 @@ from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import read_answer
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.grammars.tool_grammar import reasoning_before, required_calls, strict_calls
+from mlx_paged.server.tool_grammar import reasoning_before, required_calls, strict_calls
 
 STRICT = ["json_tools", "mistral", "glm47", "kimi_k2", "gemma4", "deepseek_v3", "qwen3_coder"]
 # Formats whose marks are spelled out, because the vocabulary has no such tokens.

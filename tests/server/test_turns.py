@@ -18,9 +18,9 @@ from helpers.fast_lane import mostly_slow
 from helpers.servers import ask, is_idle, running_service, serving, wait_until
 
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput, RequestOutput
-from mlx_paged.server import idle_prefill
+from mlx_paged.server import kept_answers
 from mlx_paged.server.app import App
-from mlx_paged.server.idle_prefill import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
+from mlx_paged.server.kept_answers import PAUSE, PIECE_LEN, IdlePrefill, Upcoming
 from mlx_paged.server.settings import ServerSettings
 
 MOST_BEYOND = 200  # tokens that a turn computes beyond what the client has added
@@ -36,7 +36,7 @@ def written(thinks: bool, number: int) -> str:
     reasoning = f"<think>\n{'This may say more. ' * 3}{number}\n</think>\n\n" if thinks else ""
     if number == NUM_CALLS:
         return f"{reasoning}There is nothing else."
-    text = "x = 1; " * 90
+    text = "x = 1; " * 50  # of six tokens each
     call = json.dumps({"name": "write", "arguments": {"path": f"{number}", "text": text}})
     return f"{reasoning}I write.\n<tool_call>\n{call}\n</tool_call>"
 
@@ -164,7 +164,7 @@ def test_without_the_idle_time_the_question_after_a_loop_computes_it_again(agent
 
 
 def test_a_history_is_computed_ahead_in_pieces_without_its_reasoning(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle_prefill, "PIECE_LEN", 70)
+    monkeypatch.setattr(kept_answers, "PIECE_LEN", 70)
     with running_service(make_agent_model(tmp_path / "agent")) as (service, url):
         generate, ahead = service.engine.generate, []
 

@@ -17,11 +17,10 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.servers import make_service, serving, wait_until
 
-from mlx_paged.server.admission import Admission, counts_of
 from mlx_paged.server.app import App
-from mlx_paged.server.http.api_keys import read_api_keys
+from mlx_paged.server.http.limits import QueueLimit, counts_of
 from mlx_paged.server.service import Service
-from mlx_paged.server.settings import ServerSettings
+from mlx_paged.server.settings import ServerSettings, read_api_keys
 
 ANN, BOB = "Bearer A", "Bearer B"
 STEP_SECONDS = 0.02
@@ -74,7 +73,7 @@ def server_of_two(max_queue_len: int = 256, **options: Any) -> Iterator[tuple[Se
     keys = read_api_keys(["ann A", "ann A2", "bob B"])
     service = make_service(kv_cache_bytes="3000blocks", seed=0, **options)
     max_num_seqs = service.engine.engine.scheduler.config.max_num_seqs
-    admission = Admission(max_queue_len, max_num_seqs, partial(counts_of, service.engine))
+    admission = QueueLimit(max_queue_len, max_num_seqs, partial(counts_of, service.engine))
     settings = ServerSettings(api_keys=keys, no_idle_prefill=True)
     service = replace(service, settings=settings, admit=admission.admit)
     with service.engine, serving(App(service)) as url:

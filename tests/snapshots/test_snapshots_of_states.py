@@ -18,7 +18,7 @@ from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateRow, StateStack
 from mlx_paged.snapshots import SnapshotError, export_prompt_cache, load_snapshot, save_snapshot
-from mlx_paged.snapshots.rows import TensorFile, TensorInfo, written_tensor_file
+from mlx_paged.snapshots.rows import StoredArray, TensorFile, written_tensor_file
 
 TWO = ("qwen3_next", "mamba2")
 ALL = [name if name in TWO else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
@@ -111,7 +111,7 @@ def test_a_state_of_another_dtype_is_refused(tmp_path: Path):
     half = [[array.astype(mx.float16) for array in slots] for slots in stack.arrays]
     content = state_to_bytes(StateRow(StateStack(half, 1), 0))
     # The file says as before that its state is of float32.
-    tensors = {**file.tensors, "state": TensorInfo("U8", (1, 1, len(content)))}
+    tensors = {**file.arrays, "state": StoredArray("U8", (1, 1, len(content)))}
     with written_tensor_file(other, file.metadata, tensors) as rows:
         for name, info in tensors.items():
             for head in range(info.shape[0]):

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from mlx_paged.block_store import (
-    BlockReader,
     BlockStore,
-    BlockWriter,
+    BlockWorker,
     CacheFolder,
     Fingerprint,
+    Read,
 )
 from mlx_paged.core.block_hash import hash_token_blocks
 from mlx_paged.core.tier import BlockHeader
@@ -67,7 +67,7 @@ def write(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> Non
     log.say("opens")
     fingerprint = fingerprint_of(source.randrange(2))
     store = BlockStore(folder, max_nbytes, fingerprint)
-    writer = BlockWriter(store, max_queued_nbytes=1 << 20)
+    writer = BlockWorker(store, 1 << 20, 1 << 20)
     while not stop.exists():
         headers = sequence_of(source.randrange(NUM_SEQUENCES))
         headers = headers[: source.randint(1, NUM_BLOCKS)]
@@ -89,7 +89,6 @@ def write(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> Non
             log.say("failure", store.failure)
             return
     writer.close(10.0)
-    store.close()
 
 
 def tend(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None:
@@ -127,7 +126,7 @@ def read(log: Log, stop: Path, folder: Path, seed: int) -> None:
     """Read and check blocks until told to stop; says how many there were."""
     source = random.Random(seed)
     stores = [BlockStore(folder, ROOMY, fingerprint_of(number)) for number in range(2)]
-    readers = [BlockReader(store, max_ready_nbytes=1 << 20) for store in stores]
+    readers = [BlockWorker(store, 1 << 20, 1 << 20) for store in stores]
     num_read = num_missed = 0
     while not stop.exists():
         number = source.randrange(2)
@@ -136,11 +135,11 @@ def read(log: Log, stop: Path, folder: Path, seed: int) -> None:
         if source.random() < 0.5:
             found = {h: stores[number].load(h) for h in hashes}
         else:
-            readers[number].read("key", hashes)
-            found = dict.fromkeys(hashes)
-            while readers[number].is_reading("key"):
+            wanted, found = Read(), dict.fromkeys(hashes)
+            readers[number].read(wanted, hashes)
+            while wanted.is_reading:
                 readers[number].wait(1.0)
-                found |= {each.block_hash: each.payload for each in readers[number].take(1 << 20)}
+                found |= dict(readers[number].take(wanted, 1 << 20))
         for block_hash, payload in found.items():
             if payload is None:
                 num_missed += 1

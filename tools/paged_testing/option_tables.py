@@ -7,6 +7,7 @@ their markers.
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
+Whole tables of the flags of a program leave out those whose option has the same help and default.
 The other tables are ``sampling parameters``, ``chat commands``, ``chat flags``, ``server flags``,
 ``cache verbs``, ``cache flags``, ``fit flags``, ``list flags``, ``endpoints`` and ``metrics``.
 """
@@ -17,28 +18,26 @@ import argparse
 import inspect
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ForwardRef
 
-from mlx_paged import AsyncEngine, Engine, demo_model_path, load
+from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.argument_values import Argument
-from mlx_paged.cache_tool.command_line import setup_arg_parser as cache_parser
-from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
-from mlx_paged.chat.loop import COMMAND_TABLE
+from mlx_paged.cli.cache.program import setup_arg_parser as cache_parser
+from mlx_paged.cli.chat.commands import COMMAND_TABLE
+from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
+from mlx_paged.cli.fit.program import setup_arg_parser as fit_parser
+from mlx_paged.cli.fit.program import setup_list_parser as list_parser
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.fit.command_line import setup_arg_parser as fit_parser
-from mlx_paged.fit.command_line import setup_list_parser as list_parser
 from mlx_paged.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.app import routes_of
+from mlx_paged.server.app import ROUTES
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
-from mlx_paged.server.service import Service
-from mlx_paged.server.watching.metrics import EngineCollector
+from mlx_paged.server.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
 # The columns where all rows are shown, and where some are.
@@ -83,7 +82,8 @@ def with_tables(page: str) -> str:
         rows = _OF_A_SERVER[title]() if title in _OF_A_SERVER else tables[title]
         columns = _COLUMNS[title][names is not None]
         if names is None:
-            return "\n".join((begin.rstrip("\n"), *_table(columns, rows.values()), end))
+            shown = _own(rows, tables) if title in ("chat flags", "server flags") else rows.values()
+            return "\n".join((begin.rstrip("\n"), *_table(columns, shown), end))
         chosen = re.split(r",\s+", names)
         lines = [*_table(columns, [_short(rows[name]) for name in chosen if name != "..."])]
         if "..." in chosen:
@@ -93,6 +93,17 @@ def with_tables(page: str) -> str:
         return "\n".join((begin.rstrip("\n"), *lines, end))
 
     return _MARKED.sub(marked, page)
+
+
+def _own(flags: Mapping[str, Row], tables: Mapping[str, Mapping[str, Row]]) -> list[Row]:
+    """The flags of a program but for those that say what the row of their option says."""
+    said = set()
+    for row in [*tables["engine options"].values(), *tables["sampling parameters"].values()]:
+        default = row["default"].strip("`")
+        said.add(f"{row[''].rstrip('.')} (default: {default})")
+        if default == "False":
+            said.add(row[""].rstrip("."))
+    return [row for row in flags.values() if row[""] not in said]
 
 
 def _short(row: Row) -> Row:
@@ -219,11 +230,8 @@ def _metrics() -> dict[str, Row]:
 
 def _endpoints() -> dict[str, Row]:
     """The routes of a server; those that answer the same in one row."""
-    model, tokenizer = load(demo_model_path())
-    with AsyncEngine(model, tokenizer, kv_cache_bytes="64blocks") as engine:
-        routes = routes_of(Service(engine, tokenizer, ("demo",)), Counter())
     paths: dict[str, list[str]] = {}
-    for route in routes:
+    for route in ROUTES:
         if route.path_format.endswith("{path}"):
             continue  # stored responses, of which there are none
         methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))

@@ -12,16 +12,23 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.request import RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent, CompletionState
 from mlx_paged.server.anthropic.messages import (
     AnyRequest,
     CountRequest,
     MessagesRequest,
     read_messages_body,
 )
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import named_event
+from mlx_paged.server.generations import (
+    Answer,
+    AnswerBlock,
+    AnswerState,
+    BlockEvent,
+    CompletionState,
+    Generation,
+    parts_of,
+)
+from mlx_paged.server.http.sse import event
+from mlx_paged.server.routes import RequestContext
 
 C = TypeVar("C", bound=AnyRequest)
 
@@ -81,16 +88,16 @@ class MessageRenderer:
             for completion, part in self._state.parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
-                    yield named_event({"type": "message_start", "message": self._start()})
-                    yield named_event({"type": "ping"})
+                    yield event({"type": "message_start", "message": self._start()})
+                    yield event({"type": "ping"})
                 for each in events:
                     for data in self._block_events(each):
-                        yield named_event(data)
+                        yield event(data)
                 if completion.finish_reason is not None:
                     has_calls = any(block.call is not None for block in completion.blocks)
                     end = {"type": "message_delta", "delta": self._end(completion, has_calls)}
-                    yield named_event({**end, "usage": self._usage()})
-        yield named_event({"type": "message_stop"})
+                    yield event({**end, "usage": self._usage()})
+        yield event({"type": "message_stop"})
 
     def _start(self) -> dict[str, Any]:
         """The message without its content."""
@@ -146,7 +153,7 @@ class MessageRenderer:
             kind, name = _DELTAS[block.kind]
             yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: each.text}}
 
-    def _whole_block(self, block: Block) -> dict[str, Any]:
+    def _whole_block(self, block: AnswerBlock) -> dict[str, Any]:
         text, new = block.text, _new_block(block)
         if block.kind == "text":
             return {**new, "text": text}
@@ -167,7 +174,7 @@ _DELTAS = {
 }
 
 
-def _new_block(block: Block) -> dict[str, Any]:
+def _new_block(block: AnswerBlock) -> dict[str, Any]:
     """A block without its text."""
     if block.call is not None:
         call = block.call

@@ -9,27 +9,33 @@ from pydantic import Field
 
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.grammars.response_format import Wanted, fields_of, read_wanted
-from mlx_paged.server.histories import History
-from mlx_paged.server.openai.messages import (
-    NO_MESSAGES,
+from mlx_paged.server.conversations import (
+    Content,
+    History,
+    OtherPart,
+    TextPart,
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    texts_of,
     tool_fields,
 )
-from mlx_paged.server.openai.options import ModelFields
-from mlx_paged.server.parts import Content, OtherPart, TextPart, texts_of
-from mlx_paged.server.sampling_fields import StopTexts, made_params
+from mlx_paged.server.fields import (
+    ModelFields,
+    RequestedFormat,
+    StopTexts,
+    fields_of,
+    made_params,
+    read_format,
+)
 from mlx_paged.server.schemas import (
-    MAX_CHILDREN,
     Body,
     Children,
     Filled,
     OneOf,
     Repeated,
-    at_most,
-    fixed,
+    SomeChildren,
+    only,
     refused,
 )
 from mlx_paged.server.service import Service
@@ -39,38 +45,38 @@ from mlx_paged.server.service import Service
 _BILLING = "x-anthropic-billing-header:"
 
 
-class Block(Repeated):
+class ContentBlock(Repeated):
     place = "messages[].content[]"
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: Any = None
 
 
-class RedactedBlock(Block):
+class RedactedBlock(ContentBlock):
     """Reasoning encrypted by Anthropic, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
 
 
-class CallBlock(Block):
+class CallBlock(ContentBlock):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ResultBlock(Block):
+class ResultBlock(ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
     is_error: bool = False
 
 
-class Answer(Repeated):
+class AssistantTurn(Repeated):
     """A message of the model."""
 
     place = "messages[]"
@@ -86,7 +92,7 @@ class Answer(Repeated):
     ]
 
 
-class Question(Repeated):
+class UserTurn(Repeated):
     """A message of the user, with texts and results of tools in any order."""
 
     place = "messages[]"
@@ -96,21 +102,21 @@ class Question(Repeated):
     ]
 
 
-class Reminder(Repeated):
+class SystemTurn(Repeated):
     place = "messages[]"
     role: Literal["system", "ctx"]
     content: Content
 
 
-AnyMessage = Annotated[Answer | Question | Reminder, OneOf("role")]
-Conversation = Annotated[list[AnyMessage], at_most(MAX_CHILDREN, if_empty=NO_MESSAGES)]
+AnyMessage = Annotated[AssistantTurn | UserTurn | SystemTurn, OneOf("role")]
+Conversation = SomeChildren[AnyMessage]
 
 
-class Tool(Repeated):
+class AnthropicTool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        fixed(
+        only(
             "custom",
             way_out="it is Anthropic's own tool; describe it as a custom tool with an input_schema",
         ),
@@ -131,14 +137,14 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class SchemaFormat(Body):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: OutputFormat | None = None
     task_budget: Any = None
 
 
@@ -153,16 +159,16 @@ class ConversationFields(ModelFields):
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
-    thread: Annotated[
-        Any, fixed(way_out="send all messages", code="thread_unsupported_request")
-    ] = None
+    thread: Annotated[Any, only(way_out="send all messages", code="thread_unsupported_request")] = (
+        None
+    )
     messages: Conversation
     system: Content = ""
-    tools: Children[Tool] = Field(default_factory=list)
+    tools: Children[AnthropicTool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
-    output_format: SchemaFormat | None = None
+    output_format: OutputFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -172,7 +178,7 @@ class ConversationFields(ModelFields):
     cache_salt: str | None = None
     no_store: bool = False
     mcp_servers: Annotated[
-        Any, fixed([], way_out="give the servers' tools as tools, and call them yourself")
+        Any, only([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
     # Without effect: they identify the user, choose a service tier, or control the cache, in which
     # everything is kept; or they let Anthropic's servers shorten a conversation, which is not done
@@ -228,16 +234,16 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     if messages[-1]["role"] == "assistant":
         # The answer continues it.
         options |= {"continue_final_message": True, "add_generation_prompt": False}
-    wanted = _wanted(request)
+    requested = _requested_format(request)
     fields = {
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
         **tool_fields([f"tools[{index}]" for index in range(len(tools))], "input_schema"),
-        **fields_of(wanted),
+        **fields_of(requested),
     }
     return ChatJob(
         messages,
-        _read_params(request, service, wanted, fields),
+        _read_params(request, service, requested, fields),
         tools,
         choice,
         request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
@@ -249,18 +255,21 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     )
 
 
-def _wanted(request: AnyRequest) -> Wanted | None:
+def _requested_format(request: AnyRequest) -> RequestedFormat | None:
     """The JSON that is requested, if any."""
     in_config = request.output_config.format
     if in_config is not None:
-        return read_wanted("output_config.format.schema", json=in_config.schema_)
+        return read_format("output_config.format.schema", json=in_config.schema_)
     if request.output_format is not None:
-        return read_wanted("output_format.schema", json=request.output_format.schema_)
+        return read_format("output_format.schema", json=request.output_format.schema_)
     return None
 
 
 def _read_params(
-    request: AnyRequest, service: Service, wanted: Wanted | None, fields: Mapping[str, str]
+    request: AnyRequest,
+    service: Service,
+    requested: RequestedFormat | None,
+    fields: Mapping[str, str],
 ) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "max_tokens")
     values = {name: getattr(request, name) for name in names}
@@ -268,8 +277,8 @@ def _read_params(
     if request.thinking is not None:
         values["thinking_token_budget"] = request.thinking.budget_tokens
     values = {name: value for name, value in values.items() if value is not None}
-    if wanted is not None:
-        values["structured_outputs"] = wanted.params
+    if requested is not None:
+        values["structured_outputs"] = requested.params
     return made_params(service.default_params, values, fields)
 
 
@@ -299,16 +308,16 @@ def _read_messages(system: Content, messages: Sequence[AnyMessage]) -> list[dict
         history.message("system", instructions)
     for index, each in enumerate(messages):
         place, is_last = f"messages[{index}].content", index == len(messages) - 1
-        if isinstance(each, Answer):
+        if isinstance(each, AssistantTurn):
             _read_answer(history, each, place, is_last)
-        elif isinstance(each, Question):
+        elif isinstance(each, UserTurn):
             _read_question(history, each, place, is_last)
         else:
             history.remind("\n\n".join(texts_of(each.content, place, is_last)))
     return history.messages("\n\n")
 
 
-def _read_question(history: History, question: Question, place: str, is_last: bool) -> None:
+def _read_question(history: History, question: UserTurn, place: str, is_last: bool) -> None:
     if isinstance(question.content, str):
         history.message("user", question.content)
         return
@@ -327,7 +336,7 @@ def _read_question(history: History, question: Question, place: str, is_last: bo
         message["content"].append(text)
 
 
-def _read_answer(history: History, answer: Answer, place: str, is_last: bool) -> None:
+def _read_answer(history: History, answer: AssistantTurn, place: str, is_last: bool) -> None:
     if isinstance(answer.content, str):
         history.message("assistant", answer.content)
         return

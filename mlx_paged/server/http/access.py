@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Scope
 
 from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError, Guard
-from mlx_paged.server.http.api_keys import KeyFile
-from mlx_paged.server.settings import ApiKey, ServerSettings, num_users
+from mlx_paged.server.settings import ApiKey, KeyFile, ServerSettings, num_users
 
 # The health check, and the page, which is static: its data comes from paths that need a key.
 OPEN_PATHS = frozenset({"/", "/health"})

@@ -1,4 +1,6 @@
-"""``HttpServer``: uvicorn with sockets that are bound early and a graceful shutdown."""
+"""``HttpServer``: uvicorn with sockets that are bound early, limits on connections, and a graceful
+shutdown.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,28 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_paged.cli.streams import say
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.server.errors import ApiError, Guard
+from mlx_paged.server.errors import OPENAI, ApiError, Guard
 from mlx_paged.server.http.access import is_loopback_name
-from mlx_paged.server.http.api_keys import KeyFile
-from mlx_paged.server.http.connections import Connection, connection_class
-from mlx_paged.server.settings import ServerSettings
-from mlx_paged.standard_streams import say
+from mlx_paged.server.settings import KeyFile, ServerSettings
 
 logger = logging.getLogger("mlx_paged.server")
 
 BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
-_TICKS_PER_CHECK = 10  # of the key file; uvicorn's ticks are 0.1 seconds apart
-_RETRY_AFTER = "10"  # seconds until the server may have restarted
+MAX_CONNECTIONS = 1024
+_TICKS_PER_CHECK, _TICKS_PER_LOOK = 5, 10  # at connections and the key file; 10 ticks are a second
+_RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -117,19 +122,134 @@ def url_of(host: str, sockets: list[socket.socket]) -> str:
 
 
 class Gate(Guard):
-    """Answers 503 while the server shuts down, and after its engine has failed."""
+    """Answers 503 while the server shuts down, after its engine has failed, and on more connections
+    than there may be.
+    """
 
-    def __init__(self, app: ASGIApp, engine: AsyncEngine):
+    def __init__(self, app: ASGIApp, engine: AsyncEngine, max_connections: int = MAX_CONNECTIONS):
         super().__init__(app)
         self._engine = engine
+        self._max_connections = max_connections
         self.is_closed = False
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        if not self.is_closed and not self._engine.stopped():
+        if {name for name, _ in scope["headers"]} >= _LENGTHS:
+            # A proxy may have read another end of this request, and what follows may not be its
+            # client's (RFC 9112, section 6.3). uvicorn closes the connection after the response.
+            scope["headers"].append((b"connection", b"close"))
+        connection = scope.get("state", {}).get("connection")
+        if self.is_closed:
+            what, seconds = "the server is shutting down", _RESTART_SECONDS
+        elif self._engine.stopped():
+            what, seconds = "the engine stopped", _RESTART_SECONDS
+        elif connection is not None and connection.number > self._max_connections:
+            what, seconds = "too many connections", _CONNECTION_SECONDS
+        else:
             return None
-        what = "the server is shutting down" if self.is_closed else "the engine stopped"
-        headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
+        headers = {"Retry-After": seconds, "Connection": "close"}
         return ApiError(503, f"{what}; retry later", headers=headers)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with the bounds that its settings lack: the time until the head of a
+    request is there, and the time in which a client reads nothing of a response. Besides, a client
+    that sends no more but reads on is answered, invalid requests are answered with JSON, and it is
+    known whether a response was read.
+
+    Attributes:
+        head_seconds: the maximum time from the beginning of a connection, or the end of a response,
+            to the end of the next request's head; and for the rest of a request that was answered
+            before it was complete.
+        stall_seconds: the maximum time in which a client reads nothing of what is to be sent.
+        number: how many connections there were when it was made, itself included.
+    """
+
+    head_seconds = 30.0
+    stall_seconds = 60.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Writing is paused exactly while there is unsent data.
+        transport.set_write_buffer_limits(high=0)
+        self.number = len(self.connections)
+        self._client: socket.socket = transport.get_extra_info("socket")
+        self.app_state = {**self.app_state, "connection": self}
+        self._is_lost = asyncio.Event()
+        self._was_cut = self._is_half_closed = False
+        self._num_unread = 0
+        self._waits_since = self._last_read = self.loop.time()
+
+    def check(self) -> None:
+        """Close the connection if its client keeps the server waiting or has disconnected."""
+        now, unread = self.loop.time(), self.transport.get_write_buffer_size()
+        if not 0 < self._num_unread <= unread:
+            self._num_unread, self._last_read = unread, now
+        # In the second case, the request was answered before it was complete.
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        waits = theirs is h11.IDLE or (ours is h11.DONE and theirs is h11.SEND_BODY)
+        if waits and now > self._waits_since + self.head_seconds:
+            why = "sends nothing"
+        elif now > self._last_read + self.stall_seconds:
+            why = "reads nothing"
+        elif self._is_half_closed and self._client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            why = "has disconnected"
+        else:
+            return
+        logger.debug("a connection was closed: its client %s", why)
+        self.transport.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_unread = 0
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it is waiting for the response, or it has left, in which case
+        its system answers data with a reset. Returns whether the connection stays open, because a
+        complete request is not answered yet.
+        """
+        if not self._is_answering() or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
+            return False
+        self._is_half_closed = True
+        if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+            # Data that all clients ignore. HTTP/1.0 has no such response.
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(event))
+        return True
+
+    def _is_answering(self) -> bool:
+        return self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._waits_since = self.loop.time()
+        if self._is_half_closed and not self._is_answering():
+            self.transport.close()
+
+    async def has_sent(self, send: Send, message: Message) -> bool:
+        """Send the last message of a response, wait until all data is sent or the connection is
+        lost, and return whether all data was sent.
+        """
+        is_open = not self.transport.is_closing()
+        await send(message)
+        await self.flow.drain()
+        if self.transport.is_closing():  # by the server, or because the client can't be reached
+            await self._is_lost.wait()
+        return is_open and not self._was_cut
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._was_cut = exc is not None or self.flow.write_paused
+        self._is_lost.set()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        # Otherwise it is invalid data after a request that is being answered.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = OPENAI.body(ApiError(400, msg), None)
+            found = JSONResponse(body, 400, {"Connection": "close"})
+            head = h11.Response(status_code=400, headers=found.raw_headers, reason="Bad Request")
+            for event in (head, h11.Data(data=bytes(found.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 class HttpServer(uvicorn.Server):
@@ -154,14 +274,13 @@ class HttpServer(uvicorn.Server):
         gate: Gate,
         engine: AsyncEngine,
         settings: ServerSettings,
-        max_connections: int = Connection.max_connections,
         announce: Callable[[], None] = lambda: None,
         key_file: KeyFile | None = None,
     ):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(max_connections),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -199,6 +318,9 @@ class HttpServer(uvicorn.Server):
             self.has_failed = True
             return True
         self._check_step()
+        if counter % _TICKS_PER_CHECK == 0:
+            for connection in list(self.server_state.connections):
+                connection.check()  # type: ignore[union-attr]
         # A SIGHUP that arrives from here on is handled in the next tick.
         hung_up, self.is_hung_up = self.is_hung_up, False
         if hung_up and self._ends_with_terminal():
@@ -206,7 +328,7 @@ class HttpServer(uvicorn.Server):
         if self._key_file is not None:
             if hung_up:
                 self._key_file.read_again()
-            elif counter % _TICKS_PER_CHECK == 0:
+            elif counter % _TICKS_PER_LOOK == 0:
                 self._key_file.look()
         return await super().on_tick(counter)
 

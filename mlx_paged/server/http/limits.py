@@ -1,15 +1,23 @@
-"""Limits on the size of requests and the time to receive them."""
+"""Limits on the size of requests, the time to receive them, and the number of waiting sequences."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server.errors import ApiError, error_response
-from mlx_paged.server.http.disconnects import ClientLeftError
-from mlx_paged.server.http.tidying import Tidying
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.request import PENDING_TOKEN
+from mlx_paged.server.errors import ApiError, ClientLeftError, error_response
+from mlx_paged.server.http.access import ANONYMOUS
 
 BODY_SECONDS = 60.0
 MAX_BODIES = 8  # of maximum size, in requests that are not answered yet
@@ -18,6 +26,18 @@ MAX_HEAD_BYTES = 2**16
 MAX_PATH_BYTES = 2**13
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+
+WINDOW = 60.0  # seconds over which the rate for Retry-After is measured
+MAX_RETRY_AFTER = 60  # seconds
+
+
+@dataclass
+class _Held:
+    """The bytes of the bodies that a user may have here at a time, and those of one request."""
+
+    user: str
+    max_num_bytes: int
+    num_bytes: int = 0
 
 
 class Limits:
@@ -35,28 +55,26 @@ class Limits:
     def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = BODY_SECONDS):
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_num_bytes = MAX_BODIES * max_body_bytes
         self._body_seconds = body_seconds
         self._nbytes_held: Counter[str] = Counter()  # by user
-        self._tidying = Tidying()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
+        principal = scope.get("state", {}).get("principal", ANONYMOUS)
+        held = _Held(principal.name, self._max_num_bytes // (1 if principal.is_alone else 2))
         try:
-            try:
-                check_head(scope)
-                if scope["method"] in _METHODS_WITH_BODY:
-                    receive = _replayed(await self._body(scope, receive, held), receive)
-            except ClientLeftError:
-                return
-            except ApiError as error:
-                await error_response(error, scope)(scope, receive, send)
-                return
+            check_head(scope)
+            if scope["method"] in _METHODS_WITH_BODY:
+                receive = _replayed(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
+        except ClientLeftError:
+            pass
+        except ApiError as error:
+            await error_response(error, scope)(scope, receive, send)
         finally:
-            held.release()
-            self._tidying.note(held.num_bytes)
+            self._nbytes_held[held.user] -= held.num_bytes
 
-    async def _body(self, scope: Scope, receive: Receive, held: _HeldBytes) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
@@ -68,7 +86,7 @@ class Limits:
                 408, f"the body was not complete after {self._body_seconds:g} seconds"
             ) from error
 
-    async def _read(self, receive: Receive, held: _HeldBytes) -> bytes:
+    async def _read(self, receive: Receive, held: _Held) -> bytes:
         chunks: list[bytes] = []
         while True:
             message = await receive()
@@ -76,9 +94,13 @@ class Limits:
                 raise ClientLeftError
             chunk = message.get("body", b"")
             chunks.append(chunk)
-            if held.num_bytes + len(chunk) > self._max_body_bytes:
+            held.num_bytes += len(chunk)
+            self._nbytes_held[held.user] += len(chunk)
+            if held.num_bytes > self._max_body_bytes:
                 raise self._too_large()
-            held.add(len(chunk))
+            is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
+            if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+                raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
             if not message.get("more_body"):
                 return b"".join(chunks)
 
@@ -88,37 +110,6 @@ class Limits:
             f"the body of a request may have at most {self._max_body_bytes:,} bytes; the server's "
             "--max-body-bytes changes that",
         )
-
-
-class _HeldBytes:
-    """The bytes of a request's body, counted in the totals of all users.
-
-    Attributes:
-        num_bytes: the bytes of this request.
-    """
-
-    def __init__(self, by_user: Counter[str], max_body_bytes: int, scope: Scope):
-        self.num_bytes = 0
-        principal = scope.get("state", {}).get("principal")
-        self._user = "-" if principal is None else principal.name
-        self._by_user = by_user
-        self._max_num_bytes = MAX_BODIES * max_body_bytes
-        is_alone = principal is None or principal.is_alone
-        self._max_of_user = self._max_num_bytes // (1 if is_alone else 2)
-
-    def add(self, num_bytes: int) -> None:
-        """Hold more bytes; raises :class:`ApiError` beyond the user's or the overall limit."""
-        self.num_bytes += num_bytes
-        self._by_user[self._user] += num_bytes
-        is_too_much = self._by_user[self._user] > self._max_of_user
-        if is_too_much or self._by_user.total() > self._max_num_bytes:
-            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
-
-    def release(self) -> None:
-        """Release the bytes, once the request is answered."""
-        self._by_user[self._user] -= self.num_bytes
-        if not self._by_user[self._user]:
-            del self._by_user[self._user]
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -141,3 +132,135 @@ def check_head(scope: Scope) -> None:
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_PATH_BYTES:
         raise ApiError(414, f"a path may have at most {MAX_PATH_BYTES:,} bytes")
+
+
+class Counts(NamedTuple):
+    """Numbers of sequences in an engine.
+
+    Args:
+        num_new: running or waiting sequences without a first token. These are also pending here.
+        by_user: running and waiting sequences, and those without a first token, of each user.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_new: int
+    by_user: Mapping[str | None, tuple[int, int]] = MappingProxyType({})
+
+
+def counts_of(engine: AsyncEngine) -> Counts:
+    """The current numbers of an engine, read without waiting for its step."""
+    scheduler = engine.engine.scheduler
+    running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
+    num_new = 0
+    by_user: dict[str | None, tuple[int, int]] = {}
+    for completion in (*running, *waiting):
+        # The pending token of the step in flight does not count yet.
+        is_new = completion.num_output_tokens == (completion.token_ids[-1] == PENDING_TOKEN)
+        num_new += is_new
+        user = completion.request.user
+        num_of_user, num_new_of_user = by_user.get(user, (0, 0))
+        by_user[user] = num_of_user + 1, num_new_of_user + is_new
+    return Counts(len(running), len(waiting), num_new, by_user)
+
+
+class QueueLimit:
+    """The queue limit: refuses sequences if too many are waiting.
+
+        with admission.admit(params.n):
+            ...                             # until the first token arrives
+
+    Sequences wait in the engine, for one of ``max_num_seqs`` places or for K/V memory. The engine
+    reports how many there are; sequences that it has not added yet, because a step is running, are
+    counted here. Sequences with a first token are counted by the engine only, so a slow reader
+    takes no place in the queue.
+
+    A user who has less than an equal share of all places, running and waiting, is admitted although
+    the queue is full of the requests of others. With k users there, these may then be up to 1 + 1/2
+    + ... + 1/k times as many as fit.
+
+    Args:
+        max_queue_len: the maximum number of waiting sequences.
+        max_num_seqs: the maximum number of running sequences.
+        counts: returns the engine's current numbers.
+        clock: returns seconds.
+
+    Attributes:
+        num_pending: admitted sequences without a first token, of all users.
+    """
+
+    def __init__(
+        self,
+        max_queue_len: int,
+        max_num_seqs: int,
+        counts: Callable[[], Counts],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._num_pending: Counter[str | None] = Counter()  # by user
+        self._max_queue_len = max_queue_len
+        self._max_num_seqs = max_num_seqs
+        self._counts = counts
+        self._clock = clock
+        self._start = clock()
+        self._begun: deque[tuple[float, int]] = deque()  # time and number of sequences
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending.total()
+
+    @contextmanager
+    def admit(self, num_seqs: int = 1, user: str | None = None) -> Iterator[None]:
+        """Hold places in the queue until the sequences of a request begin. A user of whom nothing
+        is there may have any request, regardless of its number of sequences.
+
+        Raises:
+            ApiError: 503 with ``Retry-After`` if too many sequences are waiting, and those of this
+                user are more than an equal share of them.
+        """
+        num_running, num_waiting, num_new, by_user = self._counts()
+        num_unseen = max(self.num_pending - num_new, 0)
+        num_admitted = num_running + num_waiting + num_unseen
+        # Sequences that wait while fewer than max_num_seqs run are waiting for memory.
+        num_places = num_running if num_waiting else self._max_num_seqs
+        max_admitted = num_places + self._max_queue_len
+        if num_admitted and num_admitted + num_seqs > max_admitted:
+            users = {user, *by_user, *self._num_pending}
+            num_seen, num_new_of_user = by_user.get(user, (0, 0))
+            num_own = num_seen + max(self._num_pending[user] - num_new_of_user, 0)
+            # Of a user alone all are there.
+            if len(users) == 1 or (num_own and (num_own + num_seqs) * len(users) > max_admitted):
+                raise self._refusal(max(num_admitted - num_places, 0))
+        self._num_pending[user] += num_seqs
+        try:
+            yield
+        finally:
+            self._num_pending[user] -= num_seqs
+            if not self._num_pending[user]:
+                del self._num_pending[user]
+            self._forget_old()
+            self._begun.append((self._clock(), num_seqs))
+
+    def retry_after(self, num_ahead: int) -> int:
+        """Estimated seconds until the waiting sequences begin: ``num_ahead / rate``, within 1..60,
+        where ``rate`` is how many sequences per second began in the last minute.
+        """
+        self._forget_old()
+        num_begun = sum(num_seqs for _, num_seqs in self._begun)
+        if not num_begun:
+            return MAX_RETRY_AFTER
+        seconds = min(WINDOW, self._clock() - self._start)
+        return min(max(math.ceil(num_ahead * seconds / num_begun), 1), MAX_RETRY_AFTER)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._begun and self._begun[0][0] < now - WINDOW:
+            self._begun.popleft()
+
+    def _refusal(self, num_ahead: int) -> ApiError:
+        return ApiError(
+            503,
+            f"{num_ahead:,} sequences are waiting already, and at most {self._max_queue_len:,} may "
+            "wait; retry later",
+            code="queue_full",
+            headers={"Retry-After": str(self.retry_after(num_ahead))},
+        )

@@ -17,9 +17,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.cli.streams import say
 from mlx_paged.errors import frames_of
-from mlx_paged.server.http.disconnects import CLIENT_LEFT
-from mlx_paged.standard_streams import say
+from mlx_paged.server.errors import CLIENT_LEFT
 
 logger = logging.getLogger("mlx_paged.server")
 _texts = logging.getLogger("mlx_paged.texts")

@@ -6,13 +6,20 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_paged.server.errors import FAILED, ApiError, WireProtocol, error_body, protocol_of
-from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.errors import (
+    FAILED,
+    ApiError,
+    ClientLeftError,
+    WireProtocol,
+    protocol_of,
+    until_disconnect,
+)
+from mlx_paged.server.generations import Answer
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -28,23 +35,13 @@ _HEADERS = {
 }
 
 
-class Closable(Protocol):
-    """A source of events, such as an answer."""
-
-    async def aclose(self) -> None: ...
-
-
 def event(data: Mapping[str, Any]) -> bytes:
-    """An event with a JSON object on one line."""
-    # Lone surrogates, which tokens may produce, can't be encoded as UTF-8.
-    return f"data: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
-
-
-def named_event(data: Mapping[str, Any]) -> bytes:
-    """An event that is named by the ``type`` of its object, as Anthropic's API and
-    ``/v1/responses`` name theirs.
+    """An event with a JSON object on one line. If the object has a ``type``, the event is named by
+    it, as in Anthropic's API and in ``/v1/responses``.
     """
-    return f"event: {data['type']}\ndata: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    # Lone surrogates, which tokens may produce, can't be encoded as UTF-8.
+    return f"{name}data: {_ENCODER.encode(data)}\n\n".encode(errors="replace")
 
 
 class EventStream(StreamingResponse):
@@ -63,7 +60,7 @@ class EventStream(StreamingResponse):
     max_pause = 10.0
     """Seconds without an event after which a comment keeps the connection alive."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *sources: Closable):
+    def __init__(self, events: AsyncGenerator[bytes, None], *sources: Answer):
         super().__init__(events, headers=_HEADERS)
         self._events = events
         self._sources = sources
@@ -106,17 +103,4 @@ def _error_event(error: Exception, protocol: WireProtocol) -> bytes:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
-    if protocol is WireProtocol.OPENAI:
-        return event(error_body(error))
-    if protocol is WireProtocol.RESPONSES:
-        return named_event(responses_error(error))
-    return named_event(error_body(error, protocol))
-
-
-def responses_error(error: ApiError) -> dict[str, Any]:
-    """The error event of ``/v1/responses``: in the protocol's format, and additionally with the
-    object ``error`` that OpenAI's clients look for in any event.
-    """
-    body = error_body(error)["error"]
-    fields = {name: body[name] for name in ("code", "message", "param")}
-    return {"type": "error", **fields, "error": body}
+    return event(protocol.event(error))

@@ -1,24 +1,41 @@
-"""The body of ``POST /v1/chat/completions``, and its :class:`ChatJob`."""
+"""The body of ``POST /v1/chat/completions``, its messages and tools, and its :class:`ChatJob`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mlx_paged.answers.dialect import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob
-from mlx_paged.server.grammars.response_format import fields_of
-from mlx_paged.server.openai.messages import (
-    Conversation,
-    NamedFunction,
-    Tool,
+from mlx_paged.server.chat_jobs import ChatJob, arguments_of
+from mlx_paged.server.conversations import (
+    Content,
     checked_tool_choice,
-    read_messages,
-    read_tools,
+    refuse_second_names,
+    texts_of,
 )
-from mlx_paged.server.openai.options import Effort, OpenAIFields, effort_options, first_given
-from mlx_paged.server.schemas import Body, Children, OneOf, fixed, refused
+from mlx_paged.server.fields import (
+    CacheFields,
+    Effort,
+    FormatFields,
+    ModelFields,
+    SamplingFields,
+    StreamOptions,
+    effort_options,
+    fields_of,
+    first_given,
+)
+from mlx_paged.server.schemas import (
+    Body,
+    Children,
+    Filled,
+    OneOf,
+    Repeated,
+    SomeChildren,
+    only,
+    refused,
+)
 from mlx_paged.server.service import Service
 
 # Names that are fields of the body, or parameters of ``apply_chat_template``.
@@ -43,6 +60,119 @@ _NO_TEMPLATE_VARIABLES = {
         "leave it out",
     ),
 }
+
+
+class ChatMessage(Repeated):
+    place = "messages[]"
+    name: str | None = None
+    function_call: Annotated[Any, only(way_out="send tool_calls")] = None
+    audio: Annotated[Any, only(way_out="only text can be read")] = None
+
+
+class InputMessage(ChatMessage):
+    """A message of any other role than the model and tools."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class ToolMessage(ChatMessage):
+    role: Literal["tool"]
+    content: Content = ""  # Some clients omit it for a call without a result.
+    tool_call_id: str | None = None
+
+
+class CalledFunction(Repeated):
+    place = "messages[].tool_calls[].function"
+    name: str
+    arguments: str = ""
+
+
+class ChatToolCall(Repeated):
+    place = "messages[].tool_calls[]"
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(ChatMessage):
+    """A message of the model. Without content and calls it is an empty text, which clients send
+    after an answer that was interrupted.
+    """
+
+    role: Literal["assistant"]
+    content: Content = ""
+    refusal: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Children[ChatToolCall] = Field(default_factory=list)
+
+
+AnyMessage = Annotated[InputMessage | ToolMessage | AssistantMessage, OneOf("role")]
+
+Conversation = SomeChildren[AnyMessage]
+
+
+class ChatFunction(Repeated):
+    place = "tools[].function"
+    name: Filled
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Repeated):
+    place = "tools[]"
+    type: Annotated[str, only("function", way_out="describe it as a function")]
+    function: ChatFunction
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class UsageOptions(StreamOptions):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+    """The fields that chat and completions share."""
+
+    stream: bool = False
+    stream_options: UsageOptions | None = None
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    # Without effect: they identify the user, or help other servers to find a cache.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_usage_always(self) -> bool:
+        """Whether each event also contains the usage so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    def check(self, service: Service) -> None:
+        """Check the model and the options of the stream."""
+        self.model_name(service)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "is given, but stream is not true")
 
 
 class TemplateFields(Body):
@@ -80,7 +210,7 @@ class ChatRequest(OpenAIFields, TemplateFields):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Conversation
-    tools: Children[Tool] = Field(default_factory=list)
+    tools: Children[ChatTool] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, OneOf("type")] = (
         "auto"
     )
@@ -90,10 +220,10 @@ class ChatRequest(OpenAIFields, TemplateFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
-    modalities: Annotated[Any, fixed(["text"])] = None
-    verbosity: Annotated[Any, fixed("medium")] = None
-    echo: Annotated[Any, fixed(False)] = None
-    add_special_tokens: Annotated[Any, fixed(False)] = None
+    modalities: Annotated[Any, only(["text"], way_out="leave it out")] = None
+    verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -108,8 +238,8 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
-    wanted = request.structured()
-    fields = {"logprobs": "top_logprobs", **fields_of(wanted)}
+    requested = request.structured()
+    fields = {"logprobs": "top_logprobs", **fields_of(requested)}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
     job = ChatJob(
@@ -119,7 +249,7 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
             fields,
             max_tokens=max_tokens,
             logprobs=request.num_top_logprobs,
-            structured_outputs=wanted and wanted.params,
+            structured_outputs=requested and requested.params,
         ),
         tools=tools,
         tool_choice=_read_tool_choice(request.tool_choice, tools),
@@ -137,3 +267,46 @@ def _read_tool_choice(choice: str | NamedFunction, tools: tuple[dict[str, Any], 
     if isinstance(choice, NamedFunction):
         return checked_tool_choice(choice.function.name, "tool_choice.function.name", tools)
     return checked_tool_choice(choice, "", tools)
+
+
+def read_messages(messages: Sequence[AnyMessage]) -> list[dict[str, Any]]:
+    """The messages for a chat template: contents are texts, and arguments of tool calls are
+    objects. ``developer`` becomes ``system``. Images and the like are refused in the last message,
+    and replaced by a line of text in earlier ones.
+    """
+    last = len(messages) - 1
+    return [
+        _read_message(each, f"messages[{index}]", is_last=index == last)
+        for index, each in enumerate(messages)
+    ]
+
+
+def _read_message(message: AnyMessage, place: str, is_last: bool) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    content = "".join(texts_of(message.content, f"{place}.content", is_last))
+    converted: dict[str, Any] = {"role": role, "content": content}
+    if isinstance(message, AssistantMessage):
+        converted["content"] += message.refusal
+        reasoning = message.reasoning_content
+        reasoning = message.reasoning if reasoning is None else reasoning
+        if reasoning is not None:
+            converted["reasoning_content"] = reasoning
+        if message.tool_calls:
+            converted["tool_calls"] = list(map(_read_call, message.tool_calls))
+    elif isinstance(message, ToolMessage) and message.tool_call_id is not None:
+        converted["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        converted["name"] = message.name
+    return converted
+
+
+def _read_call(call: ChatToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    converted = {"type": "function", "function": function}
+    return converted if call.id is None else {**converted, "id": call.id}
+
+
+def read_tools(tools: Sequence[ChatTool]) -> tuple[dict[str, Any], ...]:
+    """The tools for a chat template, without unknown fields."""
+    refuse_second_names([tool.function.name for tool in tools], "function.name")
+    return tuple(tool.model_dump(exclude_unset=True) for tool in tools)

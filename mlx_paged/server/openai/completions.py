@@ -5,51 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import WithJsonSchema
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from mlx_paged.argument_values import check_token_ids
 from mlx_paged.engine.input_processor import encode_prompt
-from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Usage
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
-from mlx_paged.server.generations import Generation, api_error
-from mlx_paged.server.grammars.response_format import fields_of
-from mlx_paged.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from mlx_paged.server.openai.options import OpenAIFields, first_given
-from mlx_paged.server.openai.renderer import OpenAIRenderer, usage_of
-from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
-from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
-from mlx_paged.server.schemas import OneOf, fixed, refused
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.fields import TokenIds, fields_of, first_given
+from mlx_paged.server.generations import AnswerState, Generation, Usage
+from mlx_paged.server.openai.answers import (
+    CompletionLogprobs,
+    OpenAIRenderer,
+    prompt_logprobs,
+    usage_of,
+)
+from mlx_paged.server.openai.chat import OpenAIFields
+from mlx_paged.server.prompt_threads import MAX_PROMPT_TOKENS, Work
+from mlx_paged.server.routes import RequestContext
+from mlx_paged.server.schemas import MEMBER, refused
 from mlx_paged.server.service import Service
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts times completions
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-Prompt = str | tuple[int, ...]
+
+def _kind_of(value: object) -> str:
+    """The kind of a prompt, as errors name it."""
+    kind = "token ids" if isinstance(value, list) else "a text" if isinstance(value, str) else ""
+    return MEMBER + kind
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKEN_IDS}
-_PROMPT = {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]}
-_PROMPTS = {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}
+def _kind_of_all(value: object) -> str:
+    is_list = isinstance(value, list) and not (value and all(isinstance(n, int) for n in value))
+    return f"{MEMBER}a list" if is_list else _kind_of(value)
+
+
+_Text = Annotated[str, Tag(f"{MEMBER}a text")]
+_TokenIds = Annotated[TokenIds, Tag(f"{MEMBER}token ids")]
+Prompt = Annotated[_Text | _TokenIds, Discriminator(_kind_of)]
+_Several = Annotated[
+    list[Prompt],
+    Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+    Tag(f"{MEMBER}a list"),
+]
 
 
 class CompletionRequest(OpenAIFields):
     """The body of ``POST /v1/completions``."""
 
-    # A text, token ids, or a list of either.
-    prompt: Annotated[str | list[Any], OneOf(), WithJsonSchema({"anyOf": [_PROMPT, _PROMPTS]})]
+    prompt: Annotated[_Text | _TokenIds | _Several, Discriminator(_kind_of_all)]
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
-    suffix: Annotated[Any, fixed("")] = None
+    suffix: Literal[""] | None = None
     add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts and token ids."""
+        prompts: Any = self.prompt
+        return list(prompts) if _kind_of_all(prompts) == f"{MEMBER}a list" else [prompts]
 
     def num_tokens(self, service: Service) -> int:
         """The maximum number of tokens of an answer."""
@@ -80,13 +99,13 @@ def read_completions(
 ) -> tuple[list[Prompt], Generation]:
     """The prompts of the body, and the generation for each, still without its tokens."""
     request.check(service)
-    prompts = read_prompts(request.prompt)
+    prompts = request.prompts
     max_tokens = request.num_tokens(service)
-    wanted = request.structured()
-    fields = fields_of(wanted)
+    requested = request.structured()
+    fields = fields_of(requested)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": wanted and wanted.params,
+        "structured_outputs": requested and requested.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
@@ -98,36 +117,6 @@ def read_completions(
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
     return prompts, Generation([], params, **request.job_fields(), fields=fields)
-
-
-def read_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The prompts: a text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(value, int) for value in prompt):
-        return [_token_ids(prompt, "prompt")]
-    if not 0 < len(prompt) <= MAX_PROMPTS:
-        raise refused("prompt", f"has {len(prompt):,} entries, but may have 1 to {MAX_PROMPTS:,}")
-    prompts: list[Prompt] = []
-    for index, value in enumerate(prompt):
-        place = f"prompt[{index}]"
-        if isinstance(value, list):
-            prompts.append(_token_ids(value, place))
-        elif isinstance(value, str):
-            prompts.append(value)
-        else:
-            raise refused(place, f"must be a text or token ids, got {shown(value)}")
-    return prompts
-
-
-def _token_ids(values: list[Any], place: str) -> tuple[int, ...]:
-    if len(values) > MAX_TOKEN_IDS:
-        words = f"has {len(values):,} entries, but at most {MAX_TOKEN_IDS:,} are allowed"
-        raise refused(place, words)
-    for index, value in enumerate(values):
-        if type(value) is not int:
-            raise refused(f"{place}[{index}]", f"must be a whole number, got {shown(value)}")
-    return tuple(values)
 
 
 def encode_all(
@@ -250,8 +239,7 @@ class CompletionsRenderer(OpenAIRenderer):
         return piece
 
     def _prompt_text(self, prompt_index: int) -> str:
-        given = self._body.prompt
-        prompt = given if isinstance(given, str) else given[prompt_index]
+        prompt = self._body.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
         text: str = self._tokenizer.decode(self._prompts[prompt_index])

@@ -13,13 +13,19 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers.state import AnswerState, Block, BlockEvent
-from mlx_paged.server.context import RequestContext
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.generations import Answer, Generation, parts_of
-from mlx_paged.server.http.sse import named_event, responses_error
-from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
+from mlx_paged.server.errors import RESPONSES, ApiError
+from mlx_paged.server.generations import (
+    Answer,
+    AnswerBlock,
+    AnswerState,
+    BlockEvent,
+    Generation,
+    parts_of,
+)
+from mlx_paged.server.http.sse import event
+from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
+from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
 # For each kind of block: the type of its item, the prefix of its id, and the name of its events.
@@ -89,7 +95,7 @@ class ResponseRenderer:
         numbers = itertools.count()
 
         def numbered(data: dict[str, Any]) -> bytes:
-            return named_event({**data, "sequence_number": next(numbers)})
+            return event({**data, "sequence_number": next(numbers)})
 
         for kind in ("created", "in_progress"):
             response = self._response("in_progress")
@@ -101,7 +107,7 @@ class ResponseRenderer:
         except ApiError as error:
             response = self._response("failed", error)
             yield numbered({"type": "response.failed", "response": response})
-            yield numbered(responses_error(error))
+            yield numbered(RESPONSES.event(error))
             return
         response = self._response(self._status)
         yield numbered({"type": f"response.{self._status}", "response": response})
@@ -201,7 +207,7 @@ class ResponseRenderer:
             yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
     def _item(
-        self, item_id: str, block: Block, status: str, text: str | None = None
+        self, item_id: str, block: AnswerBlock, status: str, text: str | None = None
     ) -> dict[str, Any]:
         """The item for a block; ``text`` is given once the block is complete."""
         item: dict[str, Any] = {"id": item_id, "type": _TYPES[block.kind][0]}
@@ -220,7 +226,7 @@ class ResponseRenderer:
             item["encrypted_content"] = sealed(text)
         return item
 
-    def _part(self, block: Block, text: str) -> dict[str, Any]:
+    def _part(self, block: AnswerBlock, text: str) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}

@@ -13,34 +13,35 @@ from pydantic import Field
 from mlx_paged.errors import shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
-from mlx_paged.server.grammars.response_format import Format, fields_of
-from mlx_paged.server.histories import History
-from mlx_paged.server.openai.messages import (
+from mlx_paged.server.conversations import (
+    Content,
+    History,
     checked_tool_choice,
     function_tool,
     refuse_second_names,
+    texts_of,
     tool_fields,
 )
-from mlx_paged.server.openai.options import (
+from mlx_paged.server.fields import (
     CacheFields,
     Effort,
+    Format,
     ModelFields,
+    SamplingFields,
     StreamOptions,
     effort_options,
+    fields_of,
     first_given,
 )
-from mlx_paged.server.parts import Content, texts_of
-from mlx_paged.server.sampling_fields import SamplingFields
 from mlx_paged.server.schemas import (
-    MAX_CHILDREN,
     ONE_OR_MORE,
     Body,
     Children,
     Filled,
     OneOf,
     Repeated,
-    at_most,
-    fixed,
+    SomeChildren,
+    only,
     refused,
     short,
 )
@@ -96,15 +97,14 @@ AnyItem = Annotated[
     MessageItem | CallItem | OutputItem | ReasoningItem | ItemReference,
     OneOf("type", default="message"),
 ]
-_NO_ITEMS = "is empty; give a text, or at least one item"
-Items = Annotated[list[AnyItem], at_most(MAX_CHILDREN, if_empty=_NO_ITEMS)]
+Items = SomeChildren[AnyItem]
 
 
-class Tool(Repeated):
+class ResponsesTool(Repeated):
     place = "tools[]"
     type: Annotated[
         str,
-        fixed(
+        only(
             "function",
             way_out="this server has function tools only; turn the tool off in the client, or "
             "describe it as a function",
@@ -128,7 +128,10 @@ class Namespace(Repeated):
     type: Literal["namespace"]
     name: Filled
     description: str | None = None
-    tools: Children[Tool]
+    tools: Children[ResponsesTool]
+
+
+AnyTool = Annotated[ResponsesTool | Namespace, OneOf("type")]
 
 
 class NamedTool(Body):
@@ -144,7 +147,7 @@ class Reasoning(Body):
     context: Any = None
 
 
-class Text(Body):
+class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
     format: Format | None = None
 
@@ -154,27 +157,27 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
 
     input: Annotated[str | Items, OneOf()]
     instructions: str | None = None
-    tools: Children[Annotated[Tool | Namespace, OneOf("type")]] = Field(default_factory=list)
+    tools: Children[AnyTool] = Field(default_factory=list)
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, OneOf("type")] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[Filled], at_most(100), short(2**14), ONE_OR_MORE] = Field(
-        default_factory=list
-    )
+    include: Annotated[
+        list[Filled], Field(max_length=100, fail_fast=True), short(2**14), ONE_OR_MORE
+    ] = Field(default_factory=list)
     top_logprobs: int = 0
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
-    text: Text = Field(default_factory=Text)
+    text: TextOptions = Field(default_factory=TextOptions)
     stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
-    background: Annotated[Any, fixed(False)] = None
+    background: Literal[False] | None = None
     # Conversations are never truncated; those that are too long are refused.
-    truncation: Annotated[Any, fixed("disabled", "auto")] = None
-    service_tier: Annotated[Any, fixed("auto", "default")] = None
-    n: Annotated[Any, fixed(1)] = None
-    prompt_logprobs: Annotated[Any, fixed()] = None
+    truncation: Literal["disabled", "auto"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    n: Literal[1] | None = None
+    prompt_logprobs: None = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -226,17 +229,17 @@ def read_responses_body(
     """
     request.model_name(service)
     tools = _read_tools(request.tools)
-    wanted = request.tool_choice
-    if isinstance(wanted, NamedTool):
-        choice = checked_tool_choice(wanted.name, "tool_choice.name", tools)
+    requested = request.tool_choice
+    if isinstance(requested, NamedTool):
+        choice = checked_tool_choice(requested.name, "tool_choice.name", tools)
     else:
-        choice = checked_tool_choice(wanted, "", tools)
+        choice = checked_tool_choice(requested, "", tools)
     num_top_logprobs = _num_top_logprobs(request)
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
     answer_format = request.text.format
-    structured = None if answer_format is None else answer_format.wanted("text.format")
+    structured = None if answer_format is None else answer_format.requested("text.format")
     fields = {
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
@@ -274,7 +277,7 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     return request.top_logprobs if has_logprobs else None
 
 
-def _places_of(tools: Sequence[Tool | Namespace]) -> list[str]:
+def _places_of(tools: Sequence[AnyTool]) -> list[str]:
     """The places of all tools, including those in namespaces."""
     places: list[str] = []
     for index, each in enumerate(tools):
@@ -286,7 +289,7 @@ def _places_of(tools: Sequence[Tool | Namespace]) -> list[str]:
     return places
 
 
-def _read_tools(tools: Sequence[Tool | Namespace]) -> tuple[dict[str, Any], ...]:
+def _read_tools(tools: Sequence[AnyTool]) -> tuple[dict[str, Any], ...]:
     """All tools, including those in namespaces."""
     functions: list[dict[str, Any]] = []
     for each in tools:

@@ -15,13 +15,13 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.engine import disk_tier
+from mlx_paged.engine import unsaved
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.disk_tier import DiskTier, is_reading_cheaper
+from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import identity
 from mlx_paged.models.identity import fingerprint_of, model_identity
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.kv_cache import is_reading_cheaper, make_kv_cache
 from mlx_paged.ops.reference import ReferenceBackend
 
 BLOCK_SIZE = 16
@@ -37,7 +37,7 @@ def open_engine(model: nn.Module, folder: Path, **options: Any) -> Engine:
     return make_engine(model, cache_dir=folder, **options)
 
 
-def tier_of(engine: Engine) -> DiskTier:
+def tier_of(engine: Engine) -> DiskCache:
     assert engine.disk_tier is not None
     return engine.disk_tier
 
@@ -49,11 +49,11 @@ def ask(
     return run(engine)[name]
 
 
-def flushed(engine: Engine) -> DiskTier:
+def flushed(engine: Engine) -> DiskCache:
     tier = tier_of(engine)
     while tier.save_more():
-        tier._writer.flush(10)
-    assert tier._writer.flush(10)
+        tier._worker.flush(10)
+    assert tier._worker.flush(10)
     return tier
 
 
@@ -132,10 +132,10 @@ def test_what_has_no_room_in_the_queue_is_kept_by_later_steps(
 ) -> None:
     engine = open_engine(model, tmp_path)
     tier = tier_of(engine)
-    has_room = tier._writer.has_room
+    has_room = tier._worker.has_room
     answers = [True, True, False]
     monkeypatch.setattr(
-        tier._writer, "has_room", lambda n: answers.pop(0) if answers else has_room(n)
+        tier._worker, "has_room", lambda n: answers.pop(0) if answers else has_room(n)
     )
     ask(engine, "a", prompt(100), max_tokens=1)
     assert engine.save_more() in (True, False)
@@ -147,9 +147,9 @@ def test_what_has_no_room_in_the_queue_is_kept_by_later_steps(
 def test_a_disk_that_is_behind_forever_drops_and_never_blocks(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "MAX_UNSAVED_BLOCKS", 4)
+    monkeypatch.setattr(unsaved, "MAX_UNSAVED_BLOCKS", 4)
     engine = open_engine(model, tmp_path)
-    monkeypatch.setattr(tier_of(engine)._writer, "has_room", lambda n: False)
+    monkeypatch.setattr(tier_of(engine)._worker, "has_room", lambda n: False)
     out = ask(engine, "a", prompt(100))
     assert out.outputs[0].token_ids == ask_alone(model, prompt(100), greedy(5))
     assert engine.save_more()
@@ -161,7 +161,7 @@ def test_blocks_that_are_evicted_before_they_are_copied_are_not_missed(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(model, tmp_path)
-    writer = tier_of(engine)._writer
+    writer = tier_of(engine)._worker
     with monkeypatch.context() as patch:
         patch.setattr(writer, "has_room", lambda n: False)
         ask(engine, "a", prompt(40))
@@ -178,15 +178,15 @@ def test_blocks_that_a_step_in_flight_computes_are_copied_after_it(
     engine = open_engine(model, tmp_path)
     tier = tier_of(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(tier._writer, "has_room", lambda n: False)
+        patch.setattr(tier._worker, "has_room", lambda n: False)
         ask(engine, "a", prompt(40), max_tokens=1)
-    due = list(tier._unsaved)
+    due = tier._unsaved.headers()
     assert engine.reset_prefix_cache() and len(due) == 2
     engine.add_request("b", prompt(40), greedy(5))
     batch = engine.scheduler.schedule()
     assert batch is not None and batch.new_block_ids
-    tier.note(Batch(), [batch])
-    assert list(tier._unsaved) == due
+    tier.save(Batch(), [batch])
+    assert tier._unsaved.headers() == due
     # The step fails: nothing of it was written.
     engine.scheduler.discard(batch)
     flushed(engine)

@@ -5,8 +5,6 @@ engines that can't have such a tier are refused by name.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from helpers.engine_runs import load_demo, make_engine
 
 from mlx_paged import LLM, AsyncEngine, batch_generate, generate
 from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, DURATION, NBYTES, SchedulerConfig
-from mlx_paged.engine.disk_tier_options import DiskTierOptions, check_engine
+from mlx_paged.engine.options import DiskTierOptions, check_engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 
@@ -186,12 +184,3 @@ def test_functions_with_an_engine_of_their_own_check_its_tier(
 def test_an_engine_without_its_prefix_cache_has_no_tier(model: qwen3.Model, tmp_path: Path):
     with pytest.raises(ArgumentError, match="cache_dir needs the prefix cache"):
         make_engine(model, cache_dir=tmp_path, enable_prefix_caching=False)
-
-
-def test_options_of_a_tier_are_read_without_mlx():
-    program = (
-        "import sys, mlx_paged.config, mlx_paged.engine.disk_tier_options; "
-        "print(sorted({'mlx', 'numpy', 'transformers'} & {n.split('.')[0] for n in sys.modules}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -29,7 +29,7 @@ from helpers.workloads import Workload, assert_same
 
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
-from mlx_paged.engine import disk_states, disk_tier
+from mlx_paged.engine import disk_cache, unsaved
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import fingerprint_of, model_identity
@@ -99,7 +99,7 @@ def test_a_kill_costs_the_tokens_since_the_last_state_that_was_outweighed(tmp_pa
     with tiered(model, tmp_path, block_size=BLOCK_SIZE) as engine:
         assert agent.turn(engine) == 213 - 160
     # What a state weighs is 20.5 tokens of K/V, of which each has ended a block in the meantime.
-    num_lost = disk_states.KV_PER_STATE * model.state_nbytes / engine.cache.config.nbytes_per_token
+    num_lost = unsaved.KV_PER_STATE * model.state_nbytes / engine.cache.config.nbytes_per_token
     assert num_lost + BLOCK_SIZE > 213 - NUM_NEW - 160
 
 
@@ -121,7 +121,7 @@ def test_states_add_at_most_half_of_what_kv_take_while_a_conversation_goes_on(
             flush(engine)
             num_kv, num_states = len(kv_in(tmp_path)), len(states_in(tmp_path))
             nbytes_kv = num_kv * engine.cache.config.nbytes_per_block
-            assert num_states * model.state_nbytes <= nbytes_kv / disk_states.KV_PER_STATE
+            assert num_states * model.state_nbytes <= nbytes_kv / unsaved.KV_PER_STATE
         assert sorted(states_in(tmp_path)) == [56, 104, 160], "of nine turns"
     # And at the end those from which the next turn may go on.
     assert max(states_in(tmp_path)) == last and len(states_in(tmp_path)) <= 5
@@ -144,7 +144,7 @@ def test_a_state_that_leaves_memory_is_written_unless_its_conversation_has_moved
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Of a model without K/V; half of it is the worth of a state that leaves memory.
-    monkeypatch.setattr(disk_states, "TOKENS_WITHOUT_KV", 120)
+    monkeypatch.setattr(unsaved, "TOKENS_WITHOUT_KV", 120)
     name = "mamba2"
     agents = [Agent(name, 40 + 9 * seed, seed) for seed in range(4)]
     with tiered(adapted_model(name), tmp_path, block_size=BLOCK_SIZE) as engine:
@@ -341,7 +341,7 @@ def test_random_workloads_have_the_same_tokens_with_states_on_disk(
     """Evictions, preemptions, aborts, n > 1, drafts: cold, from memory, from disk, and from a
     folder that holds few blocks.
     """
-    monkeypatch.setattr(disk_tier, "is_reading_cheaper", lambda *_: True)
+    monkeypatch.setattr(disk_cache, "is_reading_cheaper", lambda *_: True)
     workload = Workload(900 + seed, 12 if seed else 5, VOCAB_SIZE)
     speculation = options.get("speculation", NO_SPECULATION)
     workload.options |= {name: each for name, each in options.items() if name != "speculation"}

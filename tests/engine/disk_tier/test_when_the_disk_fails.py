@@ -25,7 +25,7 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 
 from mlx_paged import AsyncEngine
 from mlx_paged.block_store import store
-from mlx_paged.block_store.shards import Shards
+from mlx_paged.block_store.block_files import BlockFiles
 from mlx_paged.engine import build
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
@@ -70,7 +70,7 @@ def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone_until_it_wor
     assert num_files == 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monkeypatch.setattr(Shards, "write", raises(number))
+        monkeypatch.setattr(BlockFiles, "write", raises(number))
         ask_many(engine, model, range(2, 5))
         monkeypatch.undo()
         # It is not tried again so soon, and what lies there is not looked for either.
@@ -97,7 +97,7 @@ def test_a_process_with_too_many_open_files_goes_on_when_it_has_fewer(
 ):
     engine = make_engine(model, cache_dir=tmp_path)
     with warnings.catch_warnings(record=True) as caught:
-        monkeypatch.setattr(Shards, "write", raises(errno.EMFILE))
+        monkeypatch.setattr(BlockFiles, "write", raises(errno.EMFILE))
         ask_many(engine, model, range(2))
         monkeypatch.undo()
         assert (len(block_files(tmp_path)), tier_stats(engine).num_dropped_blocks) == (0, 4)
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(model: qwen3.Model
 def test_a_failure_under_way_reaches_no_reader_of_an_async_engine(
     model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Shards, "write", raises(errno.ENOSPC))
+    monkeypatch.setattr(BlockFiles, "write", raises(errno.ENOSPC))
     with (
         warnings.catch_warnings(record=True) as caught,
         AsyncEngine(model, kv_cache_bytes="100blocks", cache_dir=tmp_path) as engine,
@@ -200,7 +200,7 @@ def test_warnings_that_are_errors_end_no_engine(
 ):
     """As with python -W error."""
     engine = make_engine(model, cache_dir=tmp_path)
-    monkeypatch.setattr(Shards, "write", raises(errno.ENOSPC))
+    monkeypatch.setattr(BlockFiles, "write", raises(errno.ENOSPC))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ask_many(engine, model, range(3))
@@ -250,13 +250,13 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     moves_on.set()
     timer = threading.Timer(60, moves_on.set)
     timer.start()
-    write = Shards.write
+    write = BlockFiles.write
 
     def wait_and_write(*args: Any) -> None:
         moves_on.wait()
         write(*args)
 
-    monkeypatch.setattr(Shards, "write", wait_and_write)
+    monkeypatch.setattr(BlockFiles, "write", wait_and_write)
     yield moves_on
     moves_on.set()
     timer.cancel()
@@ -281,7 +281,7 @@ def test_an_engine_that_is_dropped_in_an_event_loop_waits_for_no_disk(
     stuck_disk.clear()
     answer(engine, prompt(60), PARAMS)
     assert engine.disk_tier is not None
-    writer, engines = engine.disk_tier._writer._thread, [engine]
+    writer, engines = engine.disk_tier._worker._writer, [engine]
     del engine
 
     async def drop() -> None:

@@ -307,7 +307,7 @@ def test_a_foreign_state_is_not_written_when_it_is_evicted_from_memory(tmp_path:
     rewritten(path, scale, version="1", computed_by=None)
     with tiered(model, tmp_path / "kv", **OPTIONS) as engine:
         # The state after 64 tokens is worth a file when it is evicted, and not before.
-        engine.disk_tier._states._num_tokens_per_state = 100
+        engine.disk_tier._unsaved._num_tokens_per_state = 100
         answer(engine, token_ids, greedy(1))
         assert engine.reset_prefix_cache()
         engine.load_snapshot(path)

@@ -1,8 +1,9 @@
-"""Popular models with attention as it really is, as their public ``config.json`` say: heads,
-widths, windows, scaling of RoPE, numbers of experts. Layers, vocabulary and what else is wide are
-cut.
+"""Popular models with attention as it really is, as their public ``config.json`` say: widths of
+heads, groups, windows, scaling of RoPE, numbers of experts. Layers, vocabulary and what else is
+wide are cut.
 
-Where a width of heads follows from ``hidden_size``, that stays, too.
+Where a width of heads follows from ``hidden_size``, that stays, too, or some of the heads go in
+whole groups.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ FAMILIES: dict[str, Config] = {
     "gpt-oss-20b": {"layer_types": [SLIDING, FULL], "intermediate_size": 32},
     "Phi-4-mini": {
         "model_type": "phi3",
-        "hidden_size": 3072,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
+        "hidden_size": 1152,  # of 3072
+        "num_attention_heads": 9,  # of 24
+        "num_key_value_heads": 3,  # of 8
         "partial_rotary_factor": 0.75,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
@@ -125,13 +126,18 @@ FAMILIES: dict[str, Config] = {
         },
         "tie_word_embeddings": True,
     },
-    "DeepSeek-V3": {"q_lora_rank": 64, "first_k_dense_replace": 1},
+    "DeepSeek-V3": {
+        "num_attention_heads": 32,  # of 128
+        "num_key_value_heads": 32,
+        "q_lora_rank": 64,
+        "first_k_dense_replace": 1,
+    },
     "GLM-4.5-Air": {},
     "granite-3.3-2b": {
         "model_type": "granite",
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        "hidden_size": 1024,  # of 2048
+        "num_attention_heads": 16,  # of 32
+        "num_key_value_heads": 4,  # of 8
         "attention_multiplier": 0.015625,
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,

@@ -29,7 +29,7 @@ from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateStack
-from mlx_paged.server.watching.prefix_reports import explanation
+from mlx_paged.server.prefix_reports import explanation
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])

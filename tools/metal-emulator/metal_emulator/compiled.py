@@ -75,12 +75,6 @@ class CompiledKernel:
     def __init__(self, instance: Instance, watches_accesses: bool):
         self.instance = instance
         self.lines = instance.source.splitlines()
-        for line in find_bare_pointers(instance.definition):
-            raise CompileError(
-                f"[{instance.kernel.name}] does not compile on a Mac: line {line} has a pointer or "
-                "reference without "
-                f"an address space: {self.lines[line - 1].strip()}"
-            )
         flags = WATCHING_FLAGS if watches_accesses else ()
         unit = translation_unit(instance)
         if not is_built(unit, flags):
@@ -102,6 +96,11 @@ class CompiledKernel:
 
     def _hold_against_metal_rules(self, unit: str) -> None:
         name = self.instance.kernel.name
+        for line in find_bare_pointers(self.instance.definition):
+            raise CompileError(
+                f"[{name}] does not compile on a Mac: line {line} has a pointer or reference "
+                f"without an address space: {self.lines[line - 1].strip()}"
+            )
         tree, errors = syntax_tree(unit)
         for violation in (
             *find_doubles(self.instance.definition),

@@ -49,7 +49,7 @@ KERNEL_FLAGS = [
     # What undefined.h reports.
     *("-fsanitize=array-bounds,float-cast-overflow", "-fno-sanitize-recover=all"),
     # What code_lines.py reads.
-    *("-gline-tables-only", "-gdwarf-4"),
+    *("-gline-directives-only", "-gdwarf-4"),
     # A frame larger than the stack touches the guard page below it, rather than the next thread's
     # stack.
     *(["-fstack-clash-protection"] if sys.platform == "linux" else []),
@@ -260,7 +260,8 @@ def _tool_hash() -> str:
     built: whatever is built depends on them.
     """
     digest = hashlib.sha256()
-    for path in sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*"), HERE / "metal_rules.py"]):
+    rules = [HERE / "metal_rules.py", HERE / "bare_pointers.py"]
+    for path in sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*"), *rules]):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

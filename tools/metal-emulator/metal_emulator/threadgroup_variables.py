@@ -8,6 +8,7 @@ stay. Lines keep their numbers.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 TOKENS = re.compile(
     r"(?P<comment>//[^\n]*|/\*.*?\*/|^[ \t]*\#[^\n]*)"
@@ -18,6 +19,7 @@ TOKENS = re.compile(
 )
 
 
+@cache
 def share_threadgroup_variables(body: str) -> str:
     tokens = [match for match in TOKENS.finditer(body) if match.lastgroup != "comment"]
     texts = [match.group() for match in tokens]

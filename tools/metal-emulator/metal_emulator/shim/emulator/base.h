@@ -23,6 +23,8 @@ typedef __UINTPTR_TYPE__ uintptr_t;
 
 // Without lines of its own, so that what it does is at the caller's line.
 #define METAL_FUNC inline __attribute__((always_inline, nodebug))
+// What runs between threads, at many places of a kernel. Its loads and stores are no thread's.
+#define OUTLINED_FUNC inline __attribute__((noinline, nodebug, no_sanitize("coverage")))
 #define METAL_EMULATOR 1
 
 // The compiler calls this to round a float to bfloat, to the nearest, ties to even; few systems'

@@ -38,25 +38,29 @@ namespace metal {
 #define INTEGER_TYPES(X) \
   X(char) X(schar) X(uchar) X(short) X(ushort) X(int) X(uint) X(long) X(ulong)
 
+#define PUT_OF_ONE(e, NAME) result.e = NAME(a.e);
+#define PUT_OF_TWO(e, NAME) a.e = NAME(a.e, b.e);
+#define PUT_OF_THREE(e, NAME) a.e = NAME(a.e, b.e, c.e);
+
 // A function of vectors is the function of each element. Behind a vector, a scalar stands for one
 // with that element.
-#define VEC1(NAME)                                      \
-  template <typename T, int N>                          \
-  METAL_FUNC auto NAME(vec<T, N> a) {                   \
-    vec<remove_cv_t<decltype(NAME(a.x))>, N> result;    \
-    for (int i = 0; i < N; i++) result[i] = NAME(a[i]); \
-    return result;                                      \
+#define VEC1(NAME)                                   \
+  template <typename T, int N>                       \
+  METAL_FUNC auto NAME(vec<T, N> a) {                \
+    vec<remove_cv_t<decltype(NAME(a.x))>, N> result; \
+    EACH_OF_N(PUT_OF_ONE, NAME)                      \
+    return result;                                   \
   }
 #define VEC2(NAME)                                               \
   template <typename T, int N>                                   \
   METAL_FUNC vec<T, N> NAME(vec<T, N> a, same_as<vec<T, N>> b) { \
-    for (int i = 0; i < N; i++) a[i] = NAME(a[i], b[i]);         \
+    EACH_OF_N(PUT_OF_TWO, NAME)                                  \
     return a;                                                    \
   }
 #define VEC3(NAME)                                                                     \
   template <typename T, int N>                                                         \
   METAL_FUNC vec<T, N> NAME(vec<T, N> a, same_as<vec<T, N>> b, same_as<vec<T, N>> c) { \
-    for (int i = 0; i < N; i++) a[i] = NAME(a[i], b[i], c[i]);                         \
+    EACH_OF_N(PUT_OF_THREE, NAME)                                                      \
     return a;                                                                          \
   }
 
@@ -212,6 +216,13 @@ METAL_FUNC uint mulhi(uint a, uint b) { return uint(ulong(a) * b >> 32); }
 
 #undef FLOAT_TYPES
 #undef INTEGER_TYPES
+#undef EACH_OF_2
+#undef EACH_OF_3
+#undef EACH_OF_4
+#undef EACH_OF_N
+#undef PUT_OF_ONE
+#undef PUT_OF_TWO
+#undef PUT_OF_THREE
 #undef VEC1
 #undef VEC2
 #undef VEC3

@@ -48,14 +48,18 @@ METAL_FUNC const emulator::Lanes& exchange(const char* name, T value, int line, 
   return lanes;
 }
 
-// What a device gives for a lane that isn't there is undefined.
+// What a device gives for a lane that isn't there is undefined. If the source is outside of the
+// simdgroup, a lane that keeps its value gets that.
 template <typename T>
-METAL_FUNC T from_lane(const emulator::Lanes& lanes, int source, emulator::Site site) {
-  if (uint(source) >= uint(emulator::kSimdWidth) || !(lanes.active >> source & 1)) {
+OUTLINED_FUNC T from_lane(T value, int source, bool keeps, emulator::Site site) {
+  auto& lanes = exchange(site.operation, value, site.line, site.column, nullptr);
+  bool is_within = uint(source) < uint(emulator::kSimdWidth);
+  if (keeps && !is_within) return value;
+  if (!is_within || !(lanes.active >> source & 1)) {
     auto& context = emulator::current();
     context.calls->missing_lane(context, site, source);
   }
-  return lanes.value<T>(source);
+  return lanes.template value<T>(source);
 }
 
 // Halves of the simdgroup are combined, then halves of these: the order that shuffles by 16, 8, 4,
@@ -77,7 +81,7 @@ __attribute__((no_sanitize("coverage"))) void reduce(emulator::Lanes& lanes) {
 }
 
 template <typename Combine, typename T>
-METAL_FUNC T reduced(const char* name, T value, int line, int column) {
+OUTLINED_FUNC T reduced(const char* name, T value, int line, int column) {
   return *reinterpret_cast<const T*>(
       exchange(name, value, line, column, reduce<T, Combine>).result);
 }
@@ -153,12 +157,9 @@ METAL_FUNC bool simd_any(bool value, EMULATOR_SITE) {
 #define SIMD_SHUFFLE(NAME, ARGUMENT, SOURCE, KEEPS)                                       \
   template <typename T>                                                                   \
   METAL_FUNC T NAME(T value, ARGUMENT, EMULATOR_SITE) {                                   \
-    auto& lanes = simd_detail::exchange(#NAME, value, line, column, nullptr);             \
     constexpr int width = emulator::kSimdWidth;                                           \
     [[maybe_unused]] const int lane = int(emulator::current().thread_index_in_simdgroup); \
-    const int source = SOURCE;                                                            \
-    if (KEEPS && (source < 0 || source >= width)) return value;                           \
-    return simd_detail::from_lane<T>(lanes, source, {#NAME, line, column});               \
+    return simd_detail::from_lane(value, SOURCE, KEEPS, {#NAME, line, column});           \
   }
 SIMD_SHUFFLE(simd_shuffle, ushort from, int(from), false)
 SIMD_SHUFFLE(simd_broadcast, ushort from, int(from), false)

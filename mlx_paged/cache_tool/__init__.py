@@ -1,8 +1,0 @@
-"""``mlx-paged cache``: inspect and maintain a folder of K/V blocks while engines use it.
-
-MLX is imported only for ``--tokenizer``.
-"""
-
-from mlx_paged.cache_tool.command_line import main, setup_arg_parser
-
-__all__ = ["main", "setup_arg_parser"]

@@ -1,0 +1,1 @@
+"""``mlx-paged chat``. Answers go to stdout and everything else to stderr."""

@@ -1,0 +1,412 @@
+"""A dialogue: sends messages to the model, and shows its answers and their statistics."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.cli.chat.program import Settings
+from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
+from mlx_paged.cli.descriptions import (
+    context_length,
+    describe_backend,
+    describe_context,
+    describe_device,
+    describe_disk_tier,
+    describe_memory,
+    describe_model,
+    describe_token_size,
+    in_words,
+)
+from mlx_paged.cli.flags import EXAMPLE_MODEL
+from mlx_paged.cli.streams import say
+from mlx_paged.engine.thread import Call
+from mlx_paged.memory import format_nbytes, memory_size
+
+if TYPE_CHECKING:
+    from mlx_paged.cli.chat.conversation import Answer, Conversation
+    from mlx_paged.engine.engine import Engine
+    from mlx_paged.generation import GenerationResponse
+    from mlx_paged.sampling_params import SamplingParams
+
+
+# The fields of GenerationResponse that --json reports.
+_FIGURES = (
+    *("prompt_tokens", "cached_tokens", "read_tokens", "generation_tokens"),
+    *("time_to_first_token", "prompt_tps", "generation_tps", "peak_memory"),
+)
+
+
+@dataclass
+class Dialogue:
+    """The state that commands read and change.
+
+    Args:
+        branches: conversations, each forked from the one before; the last is the current one.
+        is_verbose: print all statistics of an answer, and not a summary.
+    """
+
+    branches: list[Conversation]
+    settings: Settings
+    screen: Screen
+    reader: Reader
+    is_verbose: bool = False
+
+    @property
+    def conversation(self) -> Conversation:
+        return self.branches[-1]
+
+    def ask(self, text: str) -> bool:
+        """Show the answer to a message; returns whether Ctrl-C interrupted it."""
+        return self.show(partial(self.conversation.ask, text))
+
+    def show(self, ask: Callable[..., Answer]) -> bool:
+        """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
+
+        Args:
+            ask: generates an answer with ``params``, and calls ``progress`` between the steps of
+                its prompt.
+
+        Raises:
+            OutputLostError: stdout can't be written; the conversation keeps the answer so far.
+        """
+        screen, hides_thinking, is_hidden = self.screen, not self.settings.show_thinking, False
+
+        def show(piece: Piece) -> None:
+            nonlocal is_hidden
+            if piece.is_thinking and hides_thinking:
+                is_hidden = True
+                screen.show_progress("[thinking ...]")
+                return
+            # Empty lines between hidden reasoning and the answer are hidden, too.
+            text = piece.text.lstrip() if is_hidden else piece.text
+            is_hidden = is_hidden and not text
+            screen.answer(text, piece.is_thinking)
+
+        params = self.settings.next_params()
+        try:
+            response, is_interrupted = self._stream(ask, params, show)
+        except BaseException:
+            screen.abandon_answer()
+            raise
+        if response is not None:
+            screen.finish_answer()
+            self._say_figures(response, params.max_tokens)
+        if is_interrupted:
+            screen.say("[stopped]")
+        return is_interrupted
+
+    def answer_in_full(self, text: str) -> dict[str, Any]:
+        """Answer a message without showing anything; returns the text, the reasoning and fields of
+        the last :class:`~mlx_paged.generation.GenerationResponse`. The ``finish_reason`` is
+        ``"interrupted"`` after Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came before the first token.
+        """
+        pieces: list[Piece] = []
+        ask, params = partial(self.conversation.ask, text), self.settings.next_params()
+        response, is_interrupted = self._stream(ask, params, pieces.append)
+        if response is None:
+            raise KeyboardInterrupt
+        said, reasoning = (
+            "".join(piece.text for piece in pieces if piece.is_thinking is is_thinking)
+            for is_thinking in (False, True)
+        )
+        marks = self.conversation.answer_format.dialect.reasoning
+        for mark in () if marks is None else (marks.start, marks.end):
+            reasoning = reasoning.replace(mark, "")
+        return {
+            "text": said.lstrip() if reasoning else said,
+            "reasoning": reasoning.strip() if self.settings.show_thinking else "",
+            "finish_reason": "interrupted" if is_interrupted else response.finish_reason,
+            **{name: getattr(response, name) for name in _FIGURES},
+        }
+
+    def _stream(
+        self, ask: Callable[..., Answer], params: SamplingParams, show: Callable[[Piece], None]
+    ) -> tuple[GenerationResponse | None, bool]:
+        """Show the pieces of an answer; returns its last response, if there was one, and whether
+        Ctrl-C interrupted it.
+        """
+        conversation, screen = self.conversation, self.screen
+        response, splitter = None, None
+        shown = PromptProgress(num_known=len(conversation.tokens))
+        with interrupted_waits(self.reader.close) as interrupted:
+
+            def progress(done: int, total: int) -> None:
+                if interrupted:
+                    raise KeyboardInterrupt
+                screen.show_progress(*shown.words(done, total))
+
+            try:
+                # Closing the generator adds the answer so far to the conversation.
+                with closing(ask(params=params, progress=progress)) as answer:
+                    for response in answer:
+                        if splitter is None:
+                            # After the prompt, whose end may open the reasoning.
+                            splitter = ThinkingSplitter(conversation.answer_format)
+                            screen.clear_progress()
+                        for piece in splitter.add(response.text, response.token):
+                            show(piece)
+                        if interrupted:
+                            break
+            except KeyboardInterrupt:
+                screen.announce(
+                    "[stopping when this step is done; Ctrl-C again leaves]",
+                    "[stopping; Ctrl-C again leaves]",
+                )
+                conversation.engine.thread.call(lambda: None)
+        screen.clear_progress()
+        for piece in () if splitter is None else splitter.finish():
+            show(piece)
+        return response, bool(interrupted)
+
+    def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
+        figures = describe_answer(self.conversation, response, self.is_verbose)
+        self.screen.say(figures, is_dim=not self.is_verbose)
+        if response.finish_reason == "length":
+            self.screen.say(describe_cut(response, max_tokens, self.conversation.engine))
+
+
+@contextmanager
+def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
+    """The first Ctrl-C raises ``KeyboardInterrupt`` if the main thread waits for the engine. At any
+    other time it is only recorded in the list, so that no update of the conversation is torn. The
+    second one exits the process at once, since the running step may take long.
+
+    Has no effect in other threads, to which Python delivers no signals.
+
+    Args:
+        leave: called before the process exits.
+    """
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if caught:
+            say("")
+            leave()
+            # Python and MLX are not shut down, which could fail in the middle of a step.
+            os._exit(130)
+        caught.append(number)
+        while frame is not None:
+            if frame.f_code is Call.result.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield caught
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Reasoning
+
+
+class Piece(NamedTuple):
+    text: str
+    is_thinking: bool
+
+
+class ThinkingSplitter:
+    """Splits a streamed answer into reasoning, its marks included, and text."""
+
+    def __init__(self, answer_format: AnswerFormat):
+        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
+        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
+
+    def add(self, text: str, token: int | None = None) -> list[Piece]:
+        """The next pieces. The end of ``text`` is held back if it may begin a mark.
+
+        Args:
+            token: the last one of the text.
+        """
+        character = None if token is None else self._marks.characters.get(token)
+        if character is not None:
+            mark = self._marks.decode(character)
+            text = text.removesuffix(mark) + character if text.endswith(mark) else text
+        self._text += text
+        self._reader.add(text)
+        return self._split(len(self._text) - self._reader.num_pending)
+
+    def finish(self) -> list[Piece]:
+        """The text that was held back at the end of the answer."""
+        self._reader.finish()
+        return self._split(len(self._text))
+
+    def _split(self, length: int) -> list[Piece]:
+        begin, end = self._num_split, self._num_split + length
+        spans = [
+            (span.begin, sys.maxsize if span.end is None else span.end)
+            for span in self._reader.spans
+        ]
+        edges = {begin, end, *(edge for span in spans for edge in span if begin < edge < end)}
+        pieces = []
+        for first, last in itertools.pairwise(sorted(edges)):
+            text = self._marks.decode(self._text[first - begin : last - begin])
+            pieces.append(Piece(text, any(start <= first < stop for start, stop in spans)))
+        self._text, self._num_split = self._text[length:], end
+        return pieces
+
+
+# Statistics
+
+DEMO_HINT = (
+    "[This is the demo model: tiny, trained on made-up text. It recalls, copies, counts and adds; "
+    "try: The code of apple is 4821. What is the code of apple? A real model: "
+    f"--model {EXAMPLE_MODEL}]"
+)
+
+
+def say_start(
+    screen: Screen, args: argparse.Namespace, engine: Engine, settings: Settings, is_dialogue: bool
+) -> None:
+    """Say what a user has to know before the first message: the model, its device and its cache, in
+    one line, its most important parts first, or in several with ``--verbose``; and warnings.
+    """
+    tier = engine.disk_tier
+    is_disk_off = tier is not None and tier.stats().failure is not None
+    if args.verbose:
+        screen.say("\n".join(_start_in_full(args, engine, settings)))
+        if is_dialogue:
+            screen.say("[/help for commands, Ctrl-D to leave]")
+    else:
+        length, _ = context_length(engine)
+        own = " (the model's)" * bool(settings.from_model)
+        parts = [
+            args.model or "bundled demo model",
+            describe_device(),
+            f"context {length}" if length == "without end" else f"context: {length}",
+            settings.describe_sampling() + own,
+        ]
+        if tier is not None and not is_disk_off:
+            number = tier.stats().num_blocks
+            parts.append(f"{number:,} blocks on disk" if number else "disk cache")
+        screen.say_in_a_line(parts, "/help" * is_dialogue)
+        for words in describe_disk_tier(engine) if is_disk_off else ():
+            screen.say(f"[{words}]")
+    nbytes, memory = engine.cache.config.nbytes, memory_size()
+    if args.kv_cache_bytes is not None and nbytes > memory:
+        screen.say(
+            f"[the K/V budget of {nbytes / 1e9:,.1f} GB exceeds this machine's memory of "
+            f"{memory / 1e9:.1f} GB; see --kv-cache-bytes]"
+        )
+
+
+def _start_in_full(args: argparse.Namespace, engine: Engine, settings: Settings) -> Iterator[str]:
+    cache, config = engine.cache, engine.cache.config
+    yield (
+        f"[model: {describe_model(args.model, engine)} | device: {describe_device()} | "
+        f"backend: {describe_backend(cache)} | kv: {cache.kind}]"
+    )
+    grows = "; grows into it" if cache.nbytes_held < config.nbytes else ""
+    yield (
+        f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
+        f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
+        f"({describe_token_size(cache)}){grows}]"
+    )
+    yield f"[{describe_memory(engine)}]"
+    yield from (f"[{words}]" for words in describe_disk_tier(engine))
+    yield f"[context: {describe_context(engine)}; prompt and answer together]"
+    own = f"; {', '.join(settings.from_model)} from generation_config.json"
+    yield f"[sampling: {settings.describe_sampling()}{own * bool(settings.from_model)}]"
+    if args.model is None:
+        yield DEMO_HINT
+
+
+def describe_answer(
+    conversation: Conversation, response: GenerationResponse, is_verbose: bool
+) -> str:
+    """The statistics of an answer: all of them, or the main ones in one line."""
+    engine, config = conversation.engine, conversation.engine.cache.config
+    disk = f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
+    accepted, drafted = response.accepted_tokens, response.drafted_tokens
+    drafts = f"{accepted:,} of {drafted:,} drafts accepted"
+    if not is_verbose:
+        num_held = engine.stats().num_cached_blocks * config.block_size
+        parts = [
+            f"{response.time_to_first_token:.2f} s to first token",
+            f"{response.generation_tps:.1f} tokens/s",
+            f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
+            drafts * bool(drafted),
+            f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
+        ]
+        return f"[{' | '.join(filter(None, parts))}]"
+    held = engine.cache.nbytes_held / 1e6
+    return (
+        f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
+        f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
+        f"{response.time_to_first_token:.3f} s\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
+        f"Peak memory: {response.peak_memory:.3f} GB" + f"\nDrafts: {drafts}" * bool(drafted)
+    )
+
+
+def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
+    """The reason why an answer was cut."""
+    if response.generation_tokens == max_tokens:
+        return f"[the answer was cut at --max-tokens {max_tokens}]"
+    num_tokens = response.prompt_tokens + response.generation_tokens
+    limit = engine.scheduler.config.max_model_len
+    if limit is None or num_tokens < limit:
+        return "[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]"
+    flag = "" if limit == engine.scheduler.context_length else " (--max-model-len)"
+    return (
+        f"[the answer was cut: the context of {limit:,} tokens is full{flag}; /reset begins a new "
+        "conversation]"
+    )
+
+
+def describe_stats(branches: Sequence[Conversation]) -> str:
+    """Use of the K/V cache, hits of the prefix cache, and what the branches share."""
+    conversation, engine = branches[-1], branches[-1].engine
+    stats, cache, config = engine.stats(), engine.cache, engine.cache.config
+    lines = [
+        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}",
+        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
+        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
+        f"each, {stats.num_evictions} evicted so far",
+        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
+        f"found ({stats.hit_rate:.1%})",
+    ]
+    if (tier := stats.disk_tier) is not None:
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        lines += [
+            *describe_disk_tier(engine),
+            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
+            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
+            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
+            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
+        ]
+    if stats.num_drafted_tokens:
+        lines.append(
+            f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
+            f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+        )
+    num_branches = len(branches) - 1
+    if num_branches and cache.kind == "paged":
+        tables = [engine.cached_block_ids(each.tokens) for each in branches]
+        lines.append(
+            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
+            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
+        )
+    held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
+    return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])

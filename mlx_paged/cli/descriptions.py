@@ -1,0 +1,122 @@
+"""Short descriptions of an engine and its cache, which programs print when they start."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from mlx_paged.block_store import BlockStore
+from mlx_paged.memory import format_nbytes, memory_size, recommended_memory
+from mlx_paged.models.kv_cache import num_tokens_held, weight_nbytes
+from mlx_paged.models.mlx_lm import check_model
+
+if TYPE_CHECKING:
+    from mlx_paged.cache import KVCache
+    from mlx_paged.engine.engine import Engine
+
+
+def describe_engine(model: str | None, engine: Engine) -> list[str]:
+    """The parts of a program's first line: model, device, K/V budget, other memory, tier on disk if
+    there is one, and context limit.
+    """
+    cache = engine.cache
+    config, kind = cache.config, "K/V" if cache.kind == "paged" else f"{cache.kind} K/V"
+    is_dense = config.layers[0].format.is_as_computed
+    token = "" if is_dense else f", {describe_token_size(cache)}"
+    return [
+        describe_model(model, engine),
+        f"{describe_device()}, {describe_backend(cache)}",
+        f"{format_nbytes(config.nbytes)} for {kind}, {in_words(config.num_slots)} tokens{token}",
+        describe_memory(engine),
+        *describe_disk_tier(engine),
+        f"context: {describe_context(engine)}",
+    ]
+
+
+def describe_model(name: str | None, engine: Engine) -> str:
+    """The model's name, and which implementation runs it."""
+    return f"{name or 'bundled demo model'} ({check_model(engine.model).description})"
+
+
+def describe_device() -> str:
+    if mx.metal.is_available():
+        return "Metal"
+    return "GPU" if mx.default_device().type == mx.gpu else "CPU"
+
+
+def describe_backend(cache: KVCache) -> str:
+    return "MLX SDPA" if cache.backend is None else cache.backend.name
+
+
+def describe_token_size(cache: KVCache) -> str:
+    formats = dict.fromkeys(str(layer.format) for layer in cache.config.layers)
+    return f"{cache.config.nbytes_per_token:,} bytes a token in {' or '.join(formats)}"
+
+
+def in_words(number: int) -> str:
+    """A number of tokens: ``"4,096"``, ``"6 million"``, ``"1.2 billion"``."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:,.1f}".removesuffix(".0") + f" {word}"
+    return f"{number:,}"
+
+
+def describe_memory(engine: Engine) -> str:
+    """The memory that the engine needs in addition to K/V, and the memory that there is."""
+    recommended = recommended_memory()
+    limit = format_nbytes(recommended or memory_size())
+    return (
+        f"memory: weights {format_nbytes(weight_nbytes(engine.model))}, activations some "
+        f"{format_nbytes(engine.nbytes_activations)} at most (estimated), of {limit}"
+        f"{' that Metal recommends' * bool(recommended)}"
+    )
+
+
+def describe_disk_tier(engine: Engine) -> list[str]:
+    """The size, limit and folder of the tier on disk; empty if there is none."""
+    tier = engine.disk_tier
+    if tier is None or not isinstance(tier.store, BlockStore):
+        return []
+    stats, store = tier.stats(), tier.store
+    if stats.failure is not None:
+        return [f"disk: off, {stats.failure}"]
+    # A folder is listed while the first requests run; until then its blocks are not counted.
+    known = f"{stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of"
+    held, a_day = known if stats.num_blocks else "up to", store.max_nbytes_a_day
+    ttl = "" if store.ttl is None else f", unused blocks for {_duration(store.ttl)}"
+    writes = "" if a_day is None else f", {format_nbytes(a_day)} written a day"
+    return [f"disk: {held} {format_nbytes(store.max_nbytes)}{ttl}{writes}, in {store.folder}"]
+
+
+def _duration(seconds: float) -> str:
+    """A duration in the largest unit that divides it."""
+    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:g} seconds"
+
+
+def describe_context(engine: Engine) -> str:
+    """The tokens that a prompt and its answer may have, and which of them are seen."""
+    length, is_budget = context_length(engine)
+    retention = engine.cache.config.groups[0].retention
+    if is_budget:
+        length += ", as many as the K/V budget holds"
+    if not retention.cuts_runs:
+        return length
+    return (
+        f"{length}; the first {retention.num_sink_tokens:,} and the last "
+        f"{retention.num_recent_tokens:,} are seen"
+    )
+
+
+def context_length(engine: Engine) -> tuple[str, bool]:
+    """The tokens that a prompt and its answer may have, in words, and whether the K/V budget limits
+    them.
+    """
+    limit, num_held = engine.max_model_len, num_tokens_held(engine.cache, engine.manager)
+    if num_held < (sys.maxsize if limit is None else limit):
+        return f"{num_held:,}{'' if limit is None else f' of {limit:,}'} tokens", True
+    return "without end" if limit is None else f"{limit:,} tokens", False

@@ -1,1 +1,0 @@
-"""Grammars that enforce the format of answers and the schemas of tools."""

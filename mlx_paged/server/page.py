@@ -1,0 +1,218 @@
+"""What the server shows of itself: ``/``, a page that shows the pool, and ``/v1/pool``, its data;
+``/v1/cache``, how much of recent prompts was cached, and why not more; ``/health``, ``/version``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from dataclasses import asdict
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, Field
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+import mlx_paged
+from mlx_paged.engine.reports import Histogram
+from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
+from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.prefix_reports import report_body
+from mlx_paged.server.routes import RequestContext
+from mlx_paged.server.schemas import Body, read_query
+from mlx_paged.server.service import Service
+
+MAX_CELLS = 16384
+DEFAULT_CELLS = 4096
+MAX_ROWS = 200
+_STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
+
+DEFAULT_LIMIT = 20
+
+
+@cache
+def _page() -> tuple[str, dict[str, str]]:
+    """The page and its headers."""
+    html = resources.files("mlx_paged.server").joinpath("page.html").read_text("utf-8")
+    return html, {
+        "Content-Security-Policy": security_policy(html),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+
+
+async def page(context: RequestContext[Body]) -> Response:
+    """A page that shows the pool."""
+    html, headers = _page()
+    return HTMLResponse(html, headers=headers)
+
+
+class PoolQuery(BaseModel):
+    cells: Annotated[int, Field(ge=1, le=MAX_CELLS)] = DEFAULT_CELLS
+
+
+async def pool(context: RequestContext[Body]) -> Response:
+    """The data of the page: the blocks of the pool, the requests, and statistics.
+
+    ``?cells=N`` asks for at most N cells, each of which represents one or more blocks.
+    """
+    query = read_query(PoolQuery, context.request.query_params)
+    body = pool_report(context.service, query.cells)
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+
+def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
+    """The body of ``/v1/pool``, which contains no texts of users."""
+    engine = service.engine.engine
+    view = service.engine.view()
+    rows = sorted(view.requests, key=lambda row: (_STATE_ORDER[row.state], -row.age))
+    return {
+        "object": "pool",
+        "model": service.model_names[0],
+        "created": service.created,
+        "seconds": time.perf_counter(),
+        "block_size": view.block_size,
+        "num_blocks": len(view.blocks),
+        "max_num_blocks": engine.scheduler.max_num_blocks,
+        "cells": cells_of(view, num_cells),
+        "requests": [asdict(row) for row in rows[:MAX_ROWS]],
+        "num_requests": len(rows),
+        "stats": asdict(service.engine.stats()),
+        "latencies": {
+            name: _histogram(getattr(engine.latencies, name))
+            for name in ("time_to_first_token", "inter_token_latency")
+        },
+    }
+
+
+def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
+    """Group the blocks into at most ``num_cells`` cells of neighbours. All cells have the same
+    number of blocks, except that the last one may have fewer.
+
+    Returns:
+        ``blocks_per_cell``, and one byte per cell, in base64, for each of ``held`` and ``cached``
+        (the share of its blocks that requests hold, or that are free but cached; 255 is all of
+        them) and ``holders`` (the largest number of holders of a block).
+    """
+    blocks = np.frombuffer(view.blocks, np.uint8)
+    blocks_per_cell = max(1, -(-len(blocks) // num_cells))
+    holders = blocks & MAX_HOLDERS
+    is_cached = (holders == 0) & (blocks & CACHED != 0)
+    begins = np.arange(0, len(blocks), blocks_per_cell)
+    sizes = np.diff(np.append(begins, len(blocks)))
+
+    def share(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
+        counts = np.add.reduceat(condition, begins, dtype=np.int64)
+        # Rounded up, so that a single block of a large cell is not lost.
+        return _base64(np.ceil(255 * counts / sizes).astype(np.uint8).tobytes())
+
+    return {
+        "blocks_per_cell": blocks_per_cell,
+        "held": share(holders > 0),
+        "cached": share(is_cached),
+        "holders": _base64(np.maximum.reduceat(holders, begins).tobytes()),
+    }
+
+
+def security_policy(html: str) -> str:
+    """A policy that allows a page its own script, its own style and requests to its own server.
+
+    Raises:
+        ValueError: the page does not have exactly one script and one style.
+    """
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)
+    return (
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    counts = list(histogram.counts)
+    return {"bounds": histogram.bounds, "counts": counts, "sum": histogram.sum}
+
+
+class CacheQuery(BaseModel, extra="forbid"):
+    limit: Annotated[int, Field(ge=0)] = DEFAULT_LIMIT
+    request_id: str | None = None
+    text: bool = False
+
+
+async def cache_report(context: RequestContext[Body]) -> Response:
+    """The state of the prefix cache: ``?limit=20&request_id=...&text=true``."""
+    service, owns = context.service, context.principal.owns
+    query = read_query(CacheQuery, context.request.query_params)
+    if query.text and not service.settings.allow_cache_texts:
+        raise ApiError(
+            403,
+            "this server does not show texts of prompts; start it with --allow-cache-texts",
+            param="text",
+            code="texts_not_allowed",
+        )
+    history = service.engine.engine.prefix_history
+    reports = [
+        report
+        for report in reversed(list(history.reports))
+        if owns(report.cache_salt) and query.request_id in (None, report.request_id)
+    ]
+    stats = service.engine.stats()
+    body = {
+        "object": "cache",
+        "block_size": service.engine.engine.cache.config.block_size,
+        "num_blocks": stats.num_usable_blocks,
+        "num_used_blocks": stats.num_used_blocks,
+        "num_cached_blocks": stats.num_cached_blocks,
+        "num_evictions": stats.num_evictions,
+        "bytes_held": stats.nbytes_held,
+        "bytes_budget": stats.nbytes_budget,
+        "num_queried_tokens": stats.num_queried_tokens,
+        "num_cached_tokens": stats.num_hit_tokens,
+        "hit_rate": stats.hit_rate,
+        "num_checkpoints": stats.num_checkpoints,
+        "bytes_checkpoints": stats.nbytes_checkpoints,
+        "num_stateless_tokens": stats.num_stateless_tokens,
+        "disk": None if stats.disk_tier is None else asdict(stats.disk_tier),
+        "num_missed_tokens": dict(history.num_missed_tokens),
+        "reports": [
+            report_body(report, service.tokenizer if query.text else None)
+            for report in reports[: query.limit]
+        ],
+    }
+    return JSONResponse(body)
+
+
+async def health(context: RequestContext[Body]) -> Response:
+    """The health of the server: 503 after the engine has stopped, and while a step hangs."""
+    service = context.service
+    reason = service.engine.stopped()
+    if reason is not None:
+        raise api_error(reason)
+    seconds = service.engine.step_seconds()
+    if seconds > service.settings.step_timeout:
+        raise ApiError(
+            503,
+            f"a step of the engine has been running for {seconds:.0f} seconds, and --step-timeout "
+            f"is {service.settings.step_timeout:g}; if it does not end, restart the server",
+            code="step_hangs",
+        )
+    return JSONResponse({"status": "ok"})
+
+
+async def version(context: RequestContext[Body]) -> Response:
+    """The version of the package."""
+    return JSONResponse({"version": mlx_paged.__version__})

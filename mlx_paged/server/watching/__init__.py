@@ -1,1 +1,0 @@
-"""Monitoring: metrics, the page, and reports on the prefix cache."""
