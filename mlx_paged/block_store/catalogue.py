@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import (
@@ -42,6 +41,7 @@ from mlx_paged.block_store.layout import (
     BadBlockFileError,
     BlockName,
 )
+from mlx_paged.options.argument_values import is_plain_integer
 
 Pause: TypeAlias = Callable[[], None]
 

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 from mlx_paged.block_store import BlockStore, Fingerprint
 from mlx_paged.block_store.layout import folder_path
-from mlx_paged.config import (
+from mlx_paged.core.tier import Tier
+from mlx_paged.engine.request import TokenRules
+from mlx_paged.engine.step_budget import (
+    Budgets,
+    ChosenBudgets,
+    ClockedBudgets,
+    TokenBudgets,
+)
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.options.config import (
     DEFAULT_CACHE_DIR_SIZE,
     DEFAULT_KV,
     DEFAULT_MIXED_STEP_SECONDS,
@@ -22,17 +32,7 @@ from mlx_paged.config import (
     NBYTES_A_DAY,
     SchedulerConfig,
 )
-from mlx_paged.core.tier import Tier
-from mlx_paged.engine.request import TokenRules
-from mlx_paged.engine.step_budget import (
-    Budgets,
-    ChosenBudgets,
-    ClockedBudgets,
-    TokenBudgets,
-)
-from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
-from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
@@ -25,6 +24,7 @@ from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.chat_template import encode_text
+from mlx_paged.answers.chat_template import encode_text
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context
 
 T = TypeVar("T")

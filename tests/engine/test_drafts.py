@@ -13,7 +13,7 @@ from helpers.completions import new_completion
 from mlx_paged.engine.draft_model import cost_on_gpu
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.speculation import FIRST_ACCEPTANCE, PromptLookup, Speculation, StepCost
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 

@@ -36,9 +36,9 @@ from mlx_paged.cli.cache.prefixes import (
 )
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import write
-from mlx_paged.config import DURATION, NBYTES
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.config import DURATION, NBYTES
 
 _FLAGS = {"cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
 _LINES_AT_ONCE = 1000

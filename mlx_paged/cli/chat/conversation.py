@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.answers.dialect import PLAIN, AnswerFormat
-from mlx_paged.chat_template import (
+from mlx_paged.answers.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
     normalise_messages,
     render_chat,
 )
-from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
 

@@ -33,13 +33,13 @@ from mlx_paged.cli.descriptions import (
 from mlx_paged.cli.flags import EXAMPLE_MODEL
 from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import Call
-from mlx_paged.memory import format_nbytes, memory_size
+from mlx_paged.models.memory import format_nbytes, memory_size
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Answer, Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
-    from mlx_paged.sampling_params import SamplingParams
+    from mlx_paged.options.sampling_params import SamplingParams
 
 
 # The fields of GenerationResponse that --json reports.

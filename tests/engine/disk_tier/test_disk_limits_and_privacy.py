@@ -21,7 +21,7 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 from mlx_paged import LLM, batch_generate, demo_model_path, generate, load, stream_generate
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 PREFIX = prompt(96, seed=1)
 PARAMS = greedy(3)
