@@ -189,6 +189,16 @@ def test_what_is_lost_meanwhile_is_looked_for_once_more_and_then_computed() -> N
     assert disk.store.num_asked > num_asked
 
 
+def test_a_request_that_waits_when_the_disk_cache_is_closed_is_computed() -> None:
+    scheduler, disk, _ = make(tokens(1))
+    one = completion_of(1)
+    scheduler.add(one.request)
+    assert names(scheduler) == [] and disk.reading()
+    assert disk.close(1)
+    assert names(scheduler) == ["1"] and disk.reading() == {}
+    assert one.request.num_cached_tokens == 0
+
+
 def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
     scheduler, tier, _ = make(tokens(1))
     one = completion_of(1)
