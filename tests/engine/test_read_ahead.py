@@ -133,7 +133,7 @@ def make(
 ) -> tuple[Scheduler, Disk, Supply]:
     supply = Supply(num_blocks)
     disk = Disk(supply, Shelf(*texts), num_parameters=1)
-    disk.pays_for_preempted = True
+    disk.saves_preempted = True
     swap_space = SwapSpace(num_swap_blocks)
     scheduler = Scheduler(
         supply.manager, supply, SchedulerConfig(**config), swap_space=swap_space, tier=disk
@@ -308,7 +308,7 @@ def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, Disk, Co
     that.
     """
     scheduler, tier, supply = make(num_blocks=8, num_swap_blocks=num_swap_blocks)
-    tier.pays_for_preempted = pays
+    tier.saves_preempted = pays
     first, second = completion_of(1, 12), completion_of(2, 12)
     scheduler.add(first.request)
     scheduler.add(second.request)
