@@ -53,7 +53,7 @@ def test_preempted_requests_with_no_store_leave_nothing(model: qwen3.Model, tmp_
         model, tmp_path, kv_cache_bytes="10blocks", swap_bytes=0, watermark=0.0, max_num_seqs=4
     ) as engine:
         assert engine.disk_tier is not None
-        engine.disk_tier.pays_for_preempted = True
+        engine.disk_tier.saves_preempted = True
         for number in range(4):
             engine.add_request(str(number), prompt(30, seed=number), greedy(60), no_store=True)
         outputs = run(engine)
@@ -71,8 +71,8 @@ def test_preempted_requests_come_back_from_disk_where_host_memory_is_short(
         model, tmp_path, kv_cache_bytes="10blocks", swap_bytes=0, watermark=0.0, max_num_seqs=4
     ) as engine:
         assert engine.disk_tier is not None
-        assert not engine.disk_tier.pays_for_preempted, "computing is cheaper on so small a model"
-        engine.disk_tier.pays_for_preempted = True
+        assert not engine.disk_tier.saves_preempted, "computing is cheaper on so small a model"
+        engine.disk_tier.saves_preempted = True
         for number in range(4):
             engine.add_request(str(number), prompt(30, seed=number), greedy(60))
         # Steps on so small a model are faster than any disk.
