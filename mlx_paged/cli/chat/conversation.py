@@ -26,7 +26,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
 
-Answer: TypeAlias = Generator[GenerationResponse, None, None]
+AnswerStream: TypeAlias = Generator[GenerationResponse, None, None]
 _QUERY = "<query>"
 
 
@@ -145,7 +145,7 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Answer:
+    ) -> AnswerStream:
         """One turn: yield the answer piece by piece.
 
         An answer that is cut short (closed by the caller, or at ``max_tokens``) stays in the
@@ -200,7 +200,7 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Answer:
+    ) -> AnswerStream:
         """Repeat the last turn, as :meth:`ask`: replace its answer, and with ``text`` its message.
 
         Raises:
