@@ -167,23 +167,24 @@ class Conversation:
             raise ValueError("[chat] the message is empty")
         self.messages.append(message)
         answer: list[GenerationResponse] = []
+        prompt: Prompt | None = None
         try:
             prompt = self.encode()
             self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
-            token_ids = [*self._prefix, *prompt.token_ids]
             # Reasoning marks may be special tokens, and belong to the history.
             params = params or SamplingParams(skip_special_tokens=False)
+            token_ids = [*self._prefix, *prompt.token_ids]
             with closing(stream_request(self.engine, token_ids, params, progress)) as responses:
                 for response in responses:
                     answer.append(response)
                     yield response
         finally:
-            if not answer:
+            if prompt is None or not answer:
                 self.messages.pop()
             else:
                 # The K/V of the newest token are not computed yet.
                 generated = [each.token for each in answer[:-1]]
-                self.tokens = [*token_ids, *generated]
+                self.tokens = [*self._prefix, *prompt.token_ids, *generated]
                 text = "".join(each.text for each in answer)
                 self.messages.append({"role": "assistant", "content": text})
                 said = Verbatim(decoded(self.tokenizer, prompt.token_ids, generated))

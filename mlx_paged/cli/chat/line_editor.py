@@ -144,7 +144,9 @@ class _History(FileHistory):
 
 
 class _CommandCompleter(Completer):
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
         from mlx_paged.cli.chat.commands import complete  # MLX with it, once the model is loaded
 
         typed = document.text_before_cursor
@@ -152,9 +154,11 @@ class _CommandCompleter(Completer):
             return ()
         words = complete(typed)
         if words is not None:
-            return WordCompleter(list(words), True, WORD=True).get_completions(document, event)
+            return WordCompleter(list(words), True, WORD=True).get_completions(
+                document, complete_event
+            )
         name = typed.partition(" ")[2]
-        return PathCompleter(expanduser=True).get_completions(Document(name), event)
+        return PathCompleter(expanduser=True).get_completions(Document(name), complete_event)
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
