@@ -153,12 +153,12 @@ class _CommandCompleter(Completer):
         if not typed.startswith("/") or "\n" in typed:
             return ()
         words = complete(typed)
-        if words is not None:
-            return WordCompleter(list(words), True, WORD=True).get_completions(
-                document, complete_event
-            )
-        name = typed.partition(" ")[2]
-        return PathCompleter(expanduser=True).get_completions(Document(name), complete_event)
+        completer: Completer = PathCompleter(expanduser=True)
+        if words is None:
+            document = Document(typed.partition(" ")[2])
+        else:
+            completer = WordCompleter(list(words), ignore_case=True, WORD=True)
+        return completer.get_completions(document, complete_event)
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
