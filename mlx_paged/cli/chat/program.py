@@ -218,10 +218,9 @@ def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not sys.stdin.isatty() or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
         return PipeReader()
-    from mlx_paged.cli.chat.commands import complete
     from mlx_paged.cli.chat.line_editor import LineEditor, history_path
 
-    return LineEditor(complete, screen, history_path(os.environ))
+    return LineEditor(screen, history_path(os.environ))
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
