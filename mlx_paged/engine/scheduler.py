@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
-NOT_WAITING = (CompletionStatus.RUNNING, CompletionStatus.FINISHED)
 
 
 class Scheduler:
@@ -342,17 +341,17 @@ class Scheduler:
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        queues, most = self._queues, self.config.max_num_seqs
+        queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
         if self._disk_cache is not None:
             self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
-        while self.waiting and plan.token_budget > 0 and num_running < most:
+        while self.waiting and plan.token_budget > 0 and num_running < max_num_seqs:
             completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
-            if completion is None or completion.status in NOT_WAITING:
+            if completion is None or completion.is_finished or completion.seq_id in tables:
                 return
             num_places = queues.num_places([completion])
-            if num_running + num_places > most:
+            if num_running + num_places > max_num_seqs:
                 return
             if self._admit(plan, completion, self._prefix_cache.find(completion)):
                 num_running += num_places
