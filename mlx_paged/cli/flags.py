@@ -84,8 +84,7 @@ SAMPLING = {
 # another group.
 _GROUPS = {
     "model": "model tokenizer dtype adapter_path no_generation_config force skip_check backend",
-    "answers": """max_tokens temperature top_p top_k min_p xtc_probability xtc_threshold seed
-        system_prompt no_thinking""",
+    "answers": "seed system_prompt no_thinking",  # and the sampling parameters
     "memory and context": """kv_cache_bytes max_model_len kv_format window num_sink_tokens
         wired_limit preallocate block_size kv swap_bytes""",
     "what is kept": """cache_dir cache_dir_size cache_dir_ttl cache_dir_writes prompt_cache_file
@@ -120,7 +119,7 @@ def add_flags(
         if param.flag is not None and program in param.flag.programs:
             # A parameter that the model may set is None if its flag is not given.
             says = param.flag.says or getattr(SamplingParams(), name)
-            _add_flag(group_of(name), name, param, param.flag.default, says)
+            _add_flag(groups["answers"], name, param, param.flag.default, says)
     return groups[program]
 
 

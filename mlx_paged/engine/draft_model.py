@@ -25,6 +25,7 @@ from mlx_paged.engine.speculation import (
     NO_SPECULATION,
     PROMPT_LOOKUP,
     WAITING_SHARE,
+    Drafter,
     Speculation,
     StepCost,
 )
@@ -50,7 +51,7 @@ CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Makes drafts by a model whose K/V are in the same blocks as the target's, in more layers of
     the same cache (speculative decoding, Leviathan et al. 2023).
 

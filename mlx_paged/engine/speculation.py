@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
@@ -27,30 +26,34 @@ FIRST_ACCEPTANCE = 0.5
 ACCEPTANCE_RATE = 1 / 8
 
 
-class Drafter(Protocol):
-    """Proposes drafts for requests of which only the last token is not computed yet."""
+class Drafter:
+    """Proposes drafts for requests of which only the last token is not computed yet.
+
+    A drafter has to implement ``acceptance`` and ``propose``. The default of ``made`` is for drafts
+    that are known when they are proposed.
+    """
 
     def acceptance(self, completion: Completion) -> float:
         """The estimated probability that the first draft is accepted; 0 if it has none to propose.
         The probability that the first k drafts are accepted is taken to be its k-th power.
         """
-        ...
+        raise NotImplementedError
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
         drafts that are computed within the step.
         """
-        ...
+        raise NotImplementedError
 
     def made(self, part: Scheduled) -> Sequence[int]:
         """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
-        ...
+        return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Update the acceptance by the result of a verification."""
+        """Called with the result of each verification, which may update the acceptance."""
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts from the request's own tokens: those that followed the last occurrence of its last
     ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
 
@@ -74,12 +77,6 @@ class PromptLookup:
         while len(drafts) < num_drafts:
             drafts.append(drafts[-period])
         return drafts
-
-    def made(self, part: Scheduled) -> Sequence[int]:
-        return part.draft_token_ids
-
-    def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Nothing: the acceptance is updated when the tokens are read."""
 
     def _read(self, completion: Completion) -> _Occurrences:
         found = completion.draft_state

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf
-from mlx_paged.options.argument_values import BOOL, SHARE, Domain, is_number
+from mlx_paged.options.argument_values import BOOL, Domain, is_number
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 
 FILE_NAME = "generation_config.json"
@@ -70,8 +70,6 @@ def _read_top_k(value: Any) -> int | None:
 
 _DOMAINS: dict[str, Domain[Any]] = {
     "do_sample": Domain("true or false", BOOL.read),
-    "temperature": SAMPLING_PARAMS["temperature"].domain,
-    "top_p": SHARE,
+    **{name: SAMPLING_PARAMS[name].domain for name in _GGUF_KEYS},
     "top_k": Domain("a whole number, at least 0, or -1", _read_top_k),
-    "min_p": SHARE,
 }

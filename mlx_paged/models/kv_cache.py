@@ -44,6 +44,7 @@ from mlx_paged.options.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
+    KV_BITS,
     KV_CACHES,
     MAX_WINDOW,
     KVBits,
@@ -73,8 +74,9 @@ OPERATIONS_PER_DISK_BYTE = 1_000
 DEFAULT_SWAP_SHARE = 1 / 8
 
 REMEDIES = (
-    "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
-    "(--max-model-len), or a kv_cache_bytes (--kv-cache-bytes) of your own"
+    "a smaller model or one of fewer bits, kv_format (--kv-bits) "
+    f"{' or '.join(map(str, KV_BITS))}, a smaller max_model_len (--max-model-len), "
+    "or a kv_cache_bytes (--kv-cache-bytes) of your own"
 )
 
 

@@ -12,6 +12,7 @@ from mlx_paged.options.argument_values import Domain, as_integer, number, whole
 BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")
 KV_BITS = (8, 4)
+KV_BITS_LISTED = ", ".join(map(str, KV_BITS))  # in help and errors
 
 # The defaults of caches and engines.
 DEFAULT_BLOCK_SIZE = 16
@@ -164,7 +165,7 @@ DURATION = Domain(
     _read_duration,
     metavar="T",
 )
-KV_FORMAT = Domain("8, 4 or one for each, such as K:8,V:4", _read_kv_bits, metavar="N")
+KV_FORMAT = Domain(f"{KV_BITS_LISTED} or one for each, such as K:8,V:4", _read_kv_bits, metavar="N")
 STEP_SECONDS = number(0, 3600, "seconds within 0..3600")
 TOKEN_BUDGETS = Domain(
     "a list of triples of whole numbers: a step, at least 0, and two budgets, at least 1",

@@ -67,10 +67,10 @@ class CacheOptions(TypedDict, total=False):
     kv_format: Annotated[
         str | int | None,
         Option(
-            "quantise K and V to this many bits as they are written: 8, 4, or K:8,V:4; paged only. "
-            "Groups of 64 numbers share a scale and a bias, or groups of 32 where 64 does not "
-            "divide a row. 8 bits cost next to no accuracy; with 4, some models lose much "
-            "(docs/guide/memory.md, What fewer bits cost).",
+            "quantise K and V to this many bits as they are written: "
+            f"{config.KV_BITS_LISTED}, or K:8,V:4; paged only. Groups of 64 numbers share a scale "
+            "and a bias, or groups of 32 where 64 does not divide a row. 8 bits cost next to no "
+            "accuracy; with 4, some models lose much (docs/guide/memory.md, What fewer bits cost).",
             config.KV_FORMAT,
             Flag(name="--kv-bits"),
             says="as the model computes them",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import TypedDict, TypeVar
 
+from mlx_paged.options.config import KV_BITS_LISTED
 from mlx_paged.options.engine_options import ENGINE_OPTIONS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 
@@ -137,7 +138,7 @@ _NOTATION = {
     "adapter_path": ", the folder of the adapters",
     "cache_dir": ", a folder for K/V on disk; that of models is the Hugging Face cache, HF_HOME",
     "kv_cache_bytes": ", such as '2G' or '256blocks'",
-    "kv_format": ": 8, 4 or 'K:8,V:4'",
+    "kv_format": f": {KV_BITS_LISTED} or 'K:8,V:4'",
     "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
     "structured_outputs": ", a StructuredOutputsParams",

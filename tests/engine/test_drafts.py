@@ -12,7 +12,13 @@ from helpers.completions import new_completion
 
 from mlx_paged.engine.draft_model import cost_on_gpu
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import FIRST_ACCEPTANCE, PromptLookup, Speculation, StepCost
+from mlx_paged.engine.speculation import (
+    FIRST_ACCEPTANCE,
+    Drafter,
+    PromptLookup,
+    Speculation,
+    StepCost,
+)
 from mlx_paged.options.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
@@ -90,7 +96,7 @@ BOUND_BY_MEMORY = StepCost(10, 0.1)
 BOUND_BY_ROWS = StepCost(0.1, 1)
 
 
-class Known:
+class Known(Drafter):
     """Has drafts of a known acceptance for each request, by its place among them."""
 
     def __init__(self, acceptances: Sequence[float]):

@@ -27,7 +27,7 @@ from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.engine.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
@@ -174,7 +174,7 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
         def num_drafts(self, requests: Any, *_: Any) -> list[int]:
             return [self.num_draft_tokens] * len(requests)
 
-    class Right:
+    class Right(Drafter):
         def __init__(self) -> None:
             self.oracle = Oracle(model)
             self.counts: list[tuple[int, int]] = []
@@ -186,9 +186,6 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
             begin = request.num_output_tokens
             right = list(self.oracle(request))[begin : begin + num_drafts]
             return right + [0] * (num_drafts - len(right))
-
-        def made(self, part: Any) -> Any:
-            return part.draft_token_ids
 
         def note(self, request: Any, num_drafts: int, num_accepted: int) -> None:
             self.counts.append((num_drafts, num_accepted))
@@ -366,7 +363,7 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
 
     sample, num_failed = steps_module.sample, iter(range(100))
 
-    def failing(logits: Any, rows: Any, requests: Any, num_before: Any) -> Any:
+    def failing(logits: Any, rows: Any, requests: Any, num_before: Any = None) -> Any:
         if num_before is None and next(num_failed) % 4 == 2:
             raise RuntimeError("the device gave up")
         return sample(logits, rows, requests, num_before)

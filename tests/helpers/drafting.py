@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from helpers.engine_runs import known_of
-from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.engine.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import SeqId
 
@@ -71,7 +70,7 @@ def nothing(completion: Completion) -> Sequence[int]:
     return ()
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Drafts that are right up to a random token, as far as the answer is known; else random ones.
 
     Args:
@@ -95,9 +94,6 @@ class RandomDrafter:
             right = right[: rng.randrange(num_drafts)]
         wrong = rng.choices(range(self.vocab_size), k=num_drafts)
         return right + wrong[len(right) :]
-
-    def made(self, part: Scheduled) -> Sequence[int]:
-        return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts

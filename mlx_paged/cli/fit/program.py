@@ -12,7 +12,7 @@ from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines, write
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.argument_values import AT_LEAST_1
-from mlx_paged.options.config import KV_FORMAT, NBYTES, KVBits
+from mlx_paged.options.config import KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
 
 if TYPE_CHECKING:
     from mlx_paged.cli.fit.machine import Machine
@@ -77,7 +77,8 @@ def _add_kv_bits(parser: Parser) -> None:
         "--kv-bits",
         type=lambda text: KVBits.parse(KV_FORMAT.read_flag(text)),
         metavar="N",
-        help="bits of K and V: 8, 4 or K:8,V:4 (default: those of the model's activations)",
+        help=f"bits of K and V: {KV_BITS_LISTED} or K:8,V:4 (default: those of the model's "
+        "activations)",
     )
 
 

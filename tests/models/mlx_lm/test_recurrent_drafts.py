@@ -38,7 +38,7 @@ from mlx_paged.core import SequenceState, SequenceStates
 from mlx_paged.engine.draft_model import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import MAX_RUN
+from mlx_paged.engine.speculation import MAX_RUN, Drafter
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
@@ -369,7 +369,7 @@ def test_states_of_answers_with_drafts_are_found_on_disk_after_a_restart(tmp_pat
     assert any(out.num_read_tokens >= 56 for out in outputs.values())
 
 
-class OneOfTwoIsWrong:
+class OneOfTwoIsWrong(Drafter):
     """Three drafts, the last of which is wrong every other time of every other request."""
 
     def __init__(self, answers: dict[str, list[int]]):
@@ -382,7 +382,7 @@ class OneOfTwoIsWrong:
             drafts[-1] = (drafts[-1] + 1) % 256
         return drafts
 
-    acceptance, made, note = RandomDrafter.acceptance, RandomDrafter.made, RandomDrafter.note
+    acceptance, note = RandomDrafter.acceptance, RandomDrafter.note
 
 
 class ThreeDrafts(EagerSpeculation):
