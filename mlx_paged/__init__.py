@@ -25,9 +25,9 @@ _HOME_OF = {
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
-    "SamplingParams": "mlx_paged.sampling_params",
-    "RequestOutputKind": "mlx_paged.sampling_params",
-    "StructuredOutputsParams": "mlx_paged.sampling_params",
+    "SamplingParams": "mlx_paged.options.sampling_params",
+    "RequestOutputKind": "mlx_paged.options.sampling_params",
+    "StructuredOutputsParams": "mlx_paged.options.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -52,8 +52,12 @@ if TYPE_CHECKING:
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.models.run_step import run_step
+    from mlx_paged.options.sampling_params import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from mlx_paged.request import CompletionOutput, RequestOutput
-    from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 __all__ = [

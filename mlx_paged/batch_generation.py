@@ -12,17 +12,17 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
 
-from mlx_paged.argument_values import AT_LEAST_1, BOOL, is_sequence
-from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.generation import OneShotEngine, Tokenizer
+from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, is_sequence
+from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
+from mlx_paged.options.engine_options import OneShotOptions
+from mlx_paged.options.foreign_arguments import refuse_unknown
+from mlx_paged.options.sampling_params import LogitsProcessor, Sampler, SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 _OWN_CACHE = "an engine shares the K/V of common prefixes automatically; leave it out"
 

@@ -16,17 +16,17 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import AT_LEAST_1, BOOL, TokenIds, such
 from mlx_paged.block_store.worker import SECONDS_AT_EXIT
-from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thread import EngineThread, ForkedError
-from mlx_paged.engine_options import OneShotOptions
-from mlx_paged.foreign_arguments import refuse_unknown
+from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, TokenIds, such
+from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.options.engine_options import OneShotOptions
+from mlx_paged.options.foreign_arguments import refuse_unknown
+from mlx_paged.options.sampling_params import LogitsProcessor, Sampler, SamplingParams
 from mlx_paged.request import CompletionOutput
-from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

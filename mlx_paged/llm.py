@@ -14,19 +14,27 @@ from typing import Any, NamedTuple, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import BOOL, Domain, is_sequence, kind_of, or_none, such, whole
-from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.answers.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.thread import EngineStoppedError, run_apart
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, forget_frames, shown
-from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.loading import load_draft_model, load_for
+from mlx_paged.options.argument_values import (
+    BOOL,
+    Domain,
+    is_sequence,
+    kind_of,
+    or_none,
+    such,
+    whole,
+)
+from mlx_paged.options.engine_options import EngineOptions
+from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 # Batches with at least this many prompts show a progress bar, on a terminal or in a notebook.
 LONG_BATCH = 10

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Literal, NamedTuple, Self, TypeAlias, overload
 
-from mlx_paged.argument_values import Domain, or_none, whole
+from mlx_paged.options.argument_values import Domain, or_none, whole
 
 MAX_PRIORITY = 2**31 - 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.config import KVBudget
+from mlx_paged.options.config import KVBudget
 
 
 @pytest.mark.parametrize(

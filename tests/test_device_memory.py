@@ -21,11 +21,11 @@ from mlx_paged import (
     Engine,
     batch_generate,
     generate,
-    memory,
     stream_generate,
 )
 from mlx_paged.errors import ArgumentError
 from mlx_paged.generation import generate_step
+from mlx_paged.models import memory
 from mlx_paged.models.activations import default_activation_nbytes
 
 RECOMMENDED = 12 * 10**9

@@ -14,19 +14,19 @@ from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
-from mlx_paged.foreign_arguments import (
+from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
+from mlx_paged.llm import LLM
+from mlx_paged.loading import load
+from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
+from mlx_paged.options.foreign_arguments import (
     INSTEAD,
     NAMES_ELSEWHERE,
     SAMPLER_OPTIONS,
     argument_names,
 )
-from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
-from mlx_paged.llm import LLM
-from mlx_paged.loading import load
-from mlx_paged.models.kv_cache import make_kv_cache
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams, StructuredOutputsParams
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
 
 ENTRIES: dict[str, Callable[..., Any]] = {
     "LLM": LLM,

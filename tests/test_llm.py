@@ -23,7 +23,7 @@ from mlx_paged.cache import PromptTooLongError
 from mlx_paged.errors import ArgumentError
 from mlx_paged.llm import LLM
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

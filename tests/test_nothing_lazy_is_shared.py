@@ -26,7 +26,7 @@ from mlx_paged.engine.request import Request
 from mlx_paged.engine.sampler import sample
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import kernels
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 T = TypeVar("T")
 CACHES: dict[str, Callable[[], mx.array]] = {

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from paged_testing.option_tables import pages, with_tables
 
-from mlx_paged.config import SchedulerConfig
-from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, EngineOptions
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -123,10 +123,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in ("chat.md", "library.md", "options.md"):
         shutil.copy(REPOSITORY / "docs/guide" / page, folder / "docs/guide" / page)
     for file, before, declaration in (
-        ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
-        ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
+        ("options/sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
+        ("options/engine_options.py", "    swap_bytes: Annotated[", OPTION),
         ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
-        ("foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
+        ("options/foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()

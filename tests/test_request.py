@@ -12,8 +12,8 @@ import pytest
 
 from mlx_paged.engine.request import Completion, CompletionStatus, Request
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 

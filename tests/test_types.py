@@ -15,9 +15,9 @@ import pytest
 import mlx_paged
 from mlx_paged import generation
 from mlx_paged.engine.options import RequestOptions
-from mlx_paged.engine_options import EngineOptions
-from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.generation import GenerationOptions
+from mlx_paged.options.engine_options import EngineOptions
+from mlx_paged.options.foreign_arguments import argument_names
 
 REPOSITORY = Path(__file__).parent.parent
 

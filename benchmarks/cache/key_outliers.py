@@ -18,12 +18,12 @@ from paged_testing.biased_keys import CONFIG, llama_with_biased_keys
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
-from mlx_paged.config import KVBits
 from mlx_paged.models.kv_cache import stored_as
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.trial import probe_ids, probe_sequences
 from mlx_paged.models.run_step import run_step
+from mlx_paged.options.config import KVBits
 
 BIASES = (0, 20, 50)
 FORMATS = ("K8V8", "K8V4", "K4V4")

@@ -29,9 +29,9 @@ from benchmarks.lib.held_out import Question, documents, questions
 from benchmarks.lib.turns import Step, median_ratio, take_turns
 from mlx_paged import Sequences, demo_model_path, load, run_step
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec, PagedKVCache
-from mlx_paged.config import KVBits
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.options.config import KVBits
 
 NAMES = ("K8V8", "K8V4", "K4V8", "K4V4")
 PROSE = Path(__file__).parents[1] / "lib" / "prose.txt"  # of this project's DESIGN.md, 11/2026

@@ -51,7 +51,7 @@ from mlx_paged import demo_model_path
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import load_for
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 QWEN3_0_6B = QWEN3_0_6B_LAYERS | {"num_hidden_layers": 28, "vocab_size": 151936}
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}

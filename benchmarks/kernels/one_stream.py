@@ -22,7 +22,7 @@ from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print
 from benchmarks.lib.models import load_both
 from benchmarks.lib.turns import Step, median_and_fastest, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.engine import Engine
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 THEIRS = "mlx-lm"
 

@@ -28,13 +28,13 @@ import mlx.core as mx
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import Request
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.sampling_params import SamplingParams
 
 BATCHES = (1, 16, 64, 256)
 PARTS = ("schedule", "pack", "metadata", "plan", "update", "observe")

@@ -46,7 +46,7 @@ from benchmarks.kernels.recurrent_sides import (
 from benchmarks.lib.card import machine_card, print_card, print_json, print_table
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 PACKED, IN_TURN, THEIRS = "packed", "one at a time", "BatchGenerator"
 # Without an engine.

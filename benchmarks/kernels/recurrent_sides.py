@@ -24,7 +24,7 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateRow
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 NUM_LAYERS, VOCAB_SIZE = 8, 4096
 TEXT_CONFIG: dict[str, Any] = {

@@ -40,7 +40,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 NUM_TOKENS = 96  # of an answer
 TEXTS = ("repetitive", "mixed", "unrelated")

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.engine import Engine
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 LIMITS = (128, 512, 2048, 4096)
 

@@ -47,8 +47,8 @@ from mlx_paged.engine.grammar import GrammarCompiler, Vocabulary
 from mlx_paged.engine.request import Request, TokenRules
 from mlx_paged.engine.sampling_state import GrammarState, allow_tokens, fill_masks
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_declarations import StructuredOutputsParams
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_declarations import StructuredOutputsParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789" + ' {}[]":,._-\n'
 ITEM = {

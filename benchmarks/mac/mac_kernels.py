@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.config import KVBits
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
@@ -33,6 +32,7 @@ from mlx_paged.ops import (
 )
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.metal import MetalBackend
+from mlx_paged.options.config import KVBits
 
 Row: TypeAlias = dict[str, Any]
 

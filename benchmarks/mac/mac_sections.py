@@ -26,14 +26,14 @@ from benchmarks.serving.throughput_scenarios import SampleRequest, Scenario
 from benchmarks.serving.throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.cli.fit.verdict import Footprint
-from mlx_paged.config import KVBits
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.config import KVBits
+from mlx_paged.options.sampling_params import SamplingParams
 
 Row: TypeAlias = dict[str, Any]
 

@@ -37,7 +37,7 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.step_budget import ClockedBudgets
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 NARROW: dict[str, Any] = {
     "model_type": "qwen3",

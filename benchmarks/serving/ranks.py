@@ -25,7 +25,7 @@ from mlx_paged.distributed import Ranks, launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import demo_model_path, find_model, load_for
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 
 def median_seconds(run: Callable[[], object], count: int) -> float:

@@ -83,7 +83,7 @@ class PagedEngine:
         self.num_given: dict[str, int] = {}
 
     def add(self, request: SampleRequest) -> None:
-        from mlx_paged.sampling_params import SamplingParams
+        from mlx_paged.options.sampling_params import SamplingParams
 
         params = SamplingParams(
             max_tokens=request.max_tokens,

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import (
@@ -42,6 +41,7 @@ from mlx_paged.block_store.layout import (
     BadBlockFileError,
     BlockName,
 )
+from mlx_paged.options.argument_values import is_plain_integer
 
 Pause: TypeAlias = Callable[[], None]
 
@@ -62,7 +62,7 @@ _SECONDS_OF_AN_HOUR = 3600
 _HOURS_OF_A_DAY = 24
 
 
-class Block(NamedTuple):
+class ListedBlock(NamedTuple):
     """A block as its directory entry describes it.
 
     Attributes:
@@ -98,12 +98,12 @@ class Oldest:
         self._number = number
         self._place = place
         self._ranks: list[tuple[bool, float]] = []  # sorted
-        self._blocks: dict[tuple[bool, float], list[Block]] = {}  # by their rank
+        self._blocks: dict[tuple[bool, float], list[ListedBlock]] = {}  # by their rank
         self._num_blocks = 0
         self._end = (True, math.inf)  # all blocks of lower ranks are kept
         self._rank_in_order: tuple[bool, float] | None = None  # whose blocks are sorted
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ListedBlock) -> None:
         rank = block.rank
         if rank >= self._end:
             return
@@ -118,7 +118,7 @@ class Oldest:
             self._end = self._ranks.pop()
             self._num_blocks -= len(self._blocks.pop(self._end))
 
-    def pop(self) -> Block | None:
+    def pop(self) -> ListedBlock | None:
         """Remove and return the next block to evict; ``None`` if none is left."""
         if not self._ranks:
             return None
@@ -191,7 +191,7 @@ class Catalogue:
         self._count(1, nbytes)
         self.nbytes_added += nbytes
         self._removed.discard(name)
-        self._oldest.add(Block(name, used, nbytes))
+        self._oldest.add(ListedBlock(name, used, nbytes))
 
     def remove(self, name: BlockName) -> bool:
         """Remove the file of a block; whether there was one. Raises OSError."""
@@ -303,7 +303,7 @@ class Catalogue:
             over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
             for name, status in self._files.files(digest):
                 nbytes_of_file = nbytes_on_disk(status.st_size)
-                block = Block(name, time_used(status), nbytes_of_file, is_outdated)
+                block = ListedBlock(name, time_used(status), nbytes_of_file, is_outdated)
                 is_pinned = name[1] in pinned
                 if not is_pinned and block.used < over and self._expire(block):
                     continue
@@ -320,7 +320,7 @@ class Catalogue:
         self._removed.clear()
         self.listed = time.monotonic()
 
-    def _expire(self, block: Block) -> bool:
+    def _expire(self, block: ListedBlock) -> bool:
         """Remove an expired block; whether that was possible. It is a miss in any case."""
         with contextlib.suppress(OSError), self._evicting() as is_kept:
             if not is_kept(block.name) and self._files.remove(block.name):
@@ -330,9 +330,9 @@ class Catalogue:
 
     def _remove_some(
         self, max_nbytes: int, refusals: dict[BlockName, OSError]
-    ) -> tuple[list[Block], bool]:
+    ) -> tuple[list[ListedBlock], bool]:
         """Remove some of the oldest blocks; returns them, and whether no candidates are left."""
-        removed: list[Block] = []
+        removed: list[ListedBlock] = []
         with self._evicting() as is_kept:
             for _ in range(_EVICTED_AT_A_TIME):
                 if self.nbytes <= max_nbytes or len(refusals) > _MAX_REFUSALS:

@@ -44,9 +44,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.core.tier import BlockHeader, Payload
 from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.options.argument_values import is_plain_integer
 
 MAGIC = b"MLXPGKV\n"
 VERSION = 1

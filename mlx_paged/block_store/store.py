@@ -24,9 +24,9 @@ from mlx_paged.block_store.layout import (
     refusals,
     shard_name_of,
 )
-from mlx_paged.config import DURATION, NBYTES, NBYTES_A_DAY
 from mlx_paged.core.tier import ANSWERS, BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import system_reason
+from mlx_paged.options.config import DURATION, NBYTES, NBYTES_A_DAY
 
 # The files are listed again, to find what other processes have written and removed: after this many
 # seconds, sooner if this process writes, and before it has written this share of the limit.

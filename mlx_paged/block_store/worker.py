@@ -204,7 +204,6 @@ class BlockWorker:
             self._is_closed = True
             for read in self._reads:
                 self._drop(read)
-            self._reads.clear()
             self._changed.notify_all()
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.cache.layer_groups import LayerGroup
-from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import KVFormat
+from mlx_paged.options.argument_values import check_positive
+from mlx_paged.options.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_paged.argument_values import check_positive, is_number
 from mlx_paged.core import BlockTable
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.ops import AttentionMetadata, AttentionShape, KVFormat, Parts, device
+from mlx_paged.options.argument_values import check_positive, is_number
 
 
 @dataclass(frozen=True)

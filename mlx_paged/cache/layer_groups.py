@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_paged.cache.layer import LayerSpec
-from mlx_paged.config import StreamingWindow
 from mlx_paged.core import KEEP_ALL, POSITION_WRAP, Retention
+from mlx_paged.options.config import StreamingWindow
 
 # The most tokens evicted from a streaming window at a time: prompts are computed in such runs.
 MAX_STRIDE = 256

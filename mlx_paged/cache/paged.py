@@ -14,7 +14,6 @@ from mlx_paged.cache.block_bytes import read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, OpenDecode, PlanShape
-from mlx_paged.config import DEFAULT_BACKEND
 from mlx_paged.core import BlockCopy, BlockTable, KeyShift
 from mlx_paged.ops import (
     AttentionMetadata,
@@ -29,6 +28,7 @@ from mlx_paged.ops import (
     choose_backend,
 )
 from mlx_paged.ops.kernels import first_fence
+from mlx_paged.options.config import DEFAULT_BACKEND
 
 NUM_WATCHED_STEPS = 3
 

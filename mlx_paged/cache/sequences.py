@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import mlx.core as mx
 
-from mlx_paged.argument_values import whole
 from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.paged import PagedKVCache
@@ -18,6 +17,7 @@ from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata, StateStack
+from mlx_paged.options.argument_values import whole
 from mlx_paged.request import SeqId
 
 # The key of a mapping argument. Mapping is invariant in its keys: with SeqId, a type checker would

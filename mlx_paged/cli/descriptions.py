@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_paged.block_store import BlockStore
-from mlx_paged.memory import format_nbytes, memory_size, recommended_memory
 from mlx_paged.models.kv_cache import num_tokens_held, weight_nbytes
+from mlx_paged.models.memory import format_nbytes, memory_size, recommended_memory
 from mlx_paged.models.mlx_lm import check_model
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.argument_values import BOOL, Argument, Domain, Option, Program, one_of, such
-from mlx_paged.engine_options import ENGINE_OPTIONS
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.argument_values import BOOL, Argument, Domain, Option, Program, one_of, such
+from mlx_paged.options.engine_options import ENGINE_OPTIONS
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module

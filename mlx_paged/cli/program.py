@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
-from mlx_paged.argument_values import Domain
 from mlx_paged.cli.streams import (
     OutputLostError,
     discard_output,
@@ -25,7 +24,8 @@ from mlx_paged.cli.streams import (
     write,
 )
 from mlx_paged.errors import one_line
-from mlx_paged.foreign_arguments import INSTEAD
+from mlx_paged.options.argument_values import Domain
+from mlx_paged.options.foreign_arguments import INSTEAD
 
 _MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")

@@ -9,8 +9,12 @@ from typing import Any
 
 from mlx_paged.distributed.links import RanksError
 from mlx_paged.errors import ArgumentError, CacheFullError, PromptTooLongError, RequestError, reason
+from mlx_paged.options.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from mlx_paged.request import CompletionOutput, Logprob, PrefixReport, RequestOutput
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _DATA = (
     *(SamplingParams, StructuredOutputsParams),

@@ -29,12 +29,12 @@ from mlx_paged.engine.thread import (
     ForkedError,
     StuckStepError,
 )
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import refuse_unknown
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.options.engine_options import EngineOptions
+from mlx_paged.options.foreign_arguments import refuse_unknown
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import REQUEST_ID, RequestOutput
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 # A reader receives outputs or, if the engine stops before the answer is finished, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError

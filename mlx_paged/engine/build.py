@@ -11,7 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
-from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
@@ -32,7 +31,6 @@ from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit
@@ -53,6 +51,8 @@ from mlx_paged.models.kv_cache import (
     weight_nbytes,
 )
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.options.config import DEFAULT_KV
+from mlx_paged.options.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, eq=False, repr=False)

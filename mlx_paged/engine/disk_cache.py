@@ -90,9 +90,9 @@ def at_once(change: Callable[[], None], timeout: float) -> bool:
 
 
 class Prefetch(Read):
-    """What a waiting request needs from the tier, during one stay in the queue. It is looked up and
-    read, and looked up again after that: a block or a state may have been lost, and a shorter
-    prefix may end with another state. It is complete when nothing new was found.
+    """What a waiting request needs from the tier, during one stay in the queue. It is to be looked
+    up, reading, or complete. After a read it is looked up again: a block or a state may have been
+    lost, and a shorter prefix may end with another state. It is complete when nothing new is found.
 
     Attributes:
         wanted: the blocks that are read, by their keys in the tier.
@@ -128,7 +128,7 @@ class DiskCache:
 
     Attributes:
         store: the tier.
-        pays_for_preempted: whether loading a block takes less time than computing it.
+        saves_preempted: whether reading a block takes less time than computing it.
         is_in_use: returns whether a step may still use the cache at the end of Python.
     """
 
@@ -140,7 +140,7 @@ class DiskCache:
         checkpoints: Checkpoints | None = None,
     ):
         config = cache.config
-        self.pays_for_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
+        self.saves_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
         self.is_in_use: Callable[[], bool] = lambda: False
         self.store = tier
         share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
@@ -206,14 +206,15 @@ class DiskCache:
         prefetch = self._prefetches.pop(completion.seq_id, None)
         if prefetch is None:
             return 0
-        self._worker.cancel(prefetch)
+        if prefetch.is_reading:
+            self._worker.cancel(prefetch)
         return prefetch.num_blocks * self._block_size
 
     def save_preempted(self, completion: Completion) -> None:
         """Copy out the blocks of a preempted request that are not on disk yet, if reading them is
         cheaper than computing them.
         """
-        if self.pays_for_preempted:
+        if self.saves_preempted:
             for group in self._groups:
                 self._save(group_hashes(completion.block_hashes, group))
 
@@ -366,7 +367,7 @@ class DiskCache:
         prefetch = self._prefetches.get(completion.seq_id)
         if prefetch is None:
             is_preempted = completion.status is CompletionStatus.PREEMPTED
-            prefetch = Prefetch(completion, is_preempted and not self.pays_for_preempted)
+            prefetch = Prefetch(completion, is_preempted and not self.saves_preempted)
             self._prefetches[completion.seq_id] = prefetch
         while not (prefetch.is_complete or prefetch.is_reading):
             absent = prefix_cache.absent_blocks(completion, self.has)

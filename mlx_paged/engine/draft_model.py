@@ -14,7 +14,6 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
@@ -35,6 +34,7 @@ from mlx_paged.models.kv_cache import OPERATIONS_PER_BYTE
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import device
+from mlx_paged.options.argument_values import kind_of
 
 # The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
 # high. The estimate returns to this value over time, so that a request whose drafts did not pay off

@@ -35,13 +35,13 @@ from mlx_paged.engine.thread import (
     random_key,
     run_apart,
 )
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import REMOVED, ArgumentError
-from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
-from mlx_paged.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
 from mlx_paged.models.language_model import model_type_of
+from mlx_paged.models.memory import acquire_cache_limit, acquire_wired_limit, read_wired_limit
+from mlx_paged.options.engine_options import EngineOptions
+from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import REQUEST_ID, RequestOutput
-from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -35,8 +35,7 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MAX_EXACT = 2**53
 _MAX_INT64 = 2**63 - 1
 _MAX_POWER = 10**18  # llguidance has no open ranges from here on
-# Characters of the JSON schemas in a rewritten one, each with the definitions that it refers to.
-# llguidance takes about a tenth of it.
+# Characters of JSON schemas in a rewritten one. llguidance takes about a tenth of it.
 _MAX_LEN = 2**22
 
 # Keywords that apply to values of any type, and those of one type only.
@@ -56,8 +55,8 @@ _OF_TYPES: dict[str, set[str]] = {
 }  # fmt: skip
 _OF_TYPES["integer"] = _OF_TYPES["number"]
 _OF_SOME = set().union(*_OF_TYPES.values())
-# Those that are rewritten here, and those that llguidance does not know: it refuses or ignores
-# them.
+_RELEVANT = {*_OF_ALL, *_OF_SOME}
+# Those that are rewritten here, and those that llguidance does not know.
 _REWRITTEN = {
     *BOUNDS, "items", "prefixItems", "minItems", "maxItems", "properties", "required",
     "additionalProperties",
@@ -206,9 +205,9 @@ class _Writer:
             types = schema.get("type", _EACH_TYPE)
             types = [types] if isinstance(types, str) else types
             return _either(self._typed(schema, str(kind)) for kind in types)
-        for beside in schema:
-            if keyword not in _UNKNOWN and beside != keyword and beside in {*_OF_ALL, *_OF_SOME}:
-                self._refuse(beside)
+        beside = [each for each in schema if each in _RELEVANT and each != keyword]
+        if beside and keyword not in _UNKNOWN:
+            self._refuse(beside[0])
         if keyword == "$ref":
             return self._reference(schema)
         if keyword in ("const", "enum"):
@@ -225,14 +224,17 @@ class _Writer:
         if schema is False:
             raise InexactError("has integers beyond 2^53 beside a schema that nothing is valid for")
         piece = {} if schema is True else dict(schema)
-        for node in list(self.reached(piece)):
+        definitions: dict[str, dict[str, Any]] = {}
+        for node in self.reached(piece):
             if not isinstance(reference := node.get("$ref"), str):
                 continue
             place, _, name = reference.removeprefix("#/").partition("/")
             name = name.partition("/")[0].replace("~1", "/").replace("~0", "~")
             if place not in ("$defs", "definitions") or name not in self.root.get(place, {}):
                 self._refuse(f"the reference {reference[:80]!r}, which is not to $defs")
-            piece[place] = {name: self.root[place][name], **piece.get(place, {})}
+            definitions.setdefault(place, {})[name] = self.root[place][name]
+        for place, found in definitions.items():
+            piece[place] = {**found, **piece.get(place, {})}
         written = "%json " + dumps({**piece, "x-guidance": self._guidance})
         self._num_left -= len(written)
         if self._num_left < 0:

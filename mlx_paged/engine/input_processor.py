@@ -15,7 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
-from mlx_paged.argument_values import (
+from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.request import NO_RULES, Request, TokenRules
+from mlx_paged.engine.text_stream import TextStream, TokenTexts
+from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
     check_token_ids,
@@ -24,12 +28,8 @@ from mlx_paged.argument_values import (
     kind_of,
     read_array,
 )
-from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.request import NO_RULES, Request, TokenRules
-from mlx_paged.engine.text_stream import TextStream, TokenTexts
-from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import PRIORITY, REQUEST_ID, check_cache_salt, check_user
-from mlx_paged.sampling_params import SamplingParams
 
 # A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
 # unions such as this one.

@@ -11,17 +11,6 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 from mlx_paged.block_store import BlockStore, Fingerprint
 from mlx_paged.block_store.layout import folder_path
-from mlx_paged.config import (
-    DEFAULT_CACHE_DIR_SIZE,
-    DEFAULT_KV,
-    DEFAULT_MIXED_STEP_SECONDS,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    DEFAULT_PREFILL_STEP_SECONDS,
-    DURATION,
-    NBYTES,
-    NBYTES_A_DAY,
-    SchedulerConfig,
-)
 from mlx_paged.core.tier import Tier
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.step_budget import (
@@ -30,9 +19,17 @@ from mlx_paged.engine.step_budget import (
     ClockedBudgets,
     TokenBudgets,
 )
-from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.options.config import (
+    DEFAULT_CACHE_DIR_SIZE,
+    DEFAULT_KV,
+    DEFAULT_MIXED_STEP_SECONDS,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_PREFILL_STEP_SECONDS,
+    SchedulerConfig,
+)
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 
 _BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
 
@@ -185,26 +182,27 @@ class DiskTierOptions:
         Raises:
             ArgumentError: an invalid value, or a limit without a folder.
         """
+        limits: dict[str, str | float | None] = {
+            "cache_dir_size": cache_dir_size,
+            "cache_dir_ttl": cache_dir_ttl,
+            "cache_dir_writes": cache_dir_writes,
+        }
+        given = {name: value for name, value in limits.items() if value is not None}
         if cache_dir is None:
-            for name, value in (
-                ("cache_dir_size", cache_dir_size),
-                ("cache_dir_ttl", cache_dir_ttl),
-                ("cache_dir_writes", cache_dir_writes),
-            ):
-                if value is not None:
-                    raise ArgumentError(
-                        f"[engine] {name} {shown(value)} is of no use without cache_dir, the "
-                        "folder in which K/V are kept on disk",
-                        name,
-                    )
+            for name, value in given.items():
+                raise ArgumentError(
+                    f"[engine] {name} {shown(value)} is of no use without cache_dir, the folder in "
+                    "which K/V are kept on disk",
+                    name,
+                )
             return None
-        size = DEFAULT_CACHE_DIR_SIZE if cache_dir_size is None else cache_dir_size
-        ttl, writes = cache_dir_ttl, cache_dir_writes
+        folder = folder_path(cache_dir)
+        checked = checked_options("engine", {"cache_dir_size": DEFAULT_CACHE_DIR_SIZE, **given})
         return cls(
-            folder_path(cache_dir),
-            NBYTES.check("engine", "cache_dir_size", size),
-            None if ttl is None else DURATION.check("engine", "cache_dir_ttl", ttl),
-            None if writes is None else NBYTES_A_DAY.check("engine", "cache_dir_writes", writes),
+            folder,
+            checked["cache_dir_size"],
+            checked.get("cache_dir_ttl"),
+            checked.get("cache_dir_writes"),
         )
 
     def __call__(self, fingerprint: Fingerprint) -> BlockStore:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence, Set
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
     AbsentBlock,
     BlockHash,
@@ -25,6 +24,7 @@ from mlx_paged.core import (
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.core.tier import BlockHeader, GuardedTier, HostMemory, Tier, private_key
 from mlx_paged.engine.request import Completion, CompletionStatus
+from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import REASONS, PrefixReport, Reason, SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 from mlx_paged.engine.request import Completion, Request
+from mlx_paged.options.sampling_params import RequestOutputKind
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import RequestOutputKind
 
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),

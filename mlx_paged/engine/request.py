@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import (
     CompletionOutput,
     Logprob,
@@ -18,7 +19,6 @@ from mlx_paged.request import (
     SeqId,
     StopReason,
 )
-from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.answers.dialect import AnswerFormat

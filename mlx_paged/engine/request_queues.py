@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch
@@ -23,6 +22,7 @@ from mlx_paged.errors import (
     prompt_beyond_context,
     prompt_too_long,
 )
+from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import SeqId
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling_state import (
@@ -32,6 +31,7 @@ from mlx_paged.engine.sampling_state import (
 )
 from mlx_paged.errors import ArgumentError, RequestError, request_error
 from mlx_paged.ops.metadata import rounded_up
+from mlx_paged.options.argument_values import kind_of
 from mlx_paged.request import Logprob
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

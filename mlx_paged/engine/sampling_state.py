@@ -19,8 +19,8 @@ from mlx_paged.answers.tokens import ReasoningLimit
 from mlx_paged.engine.grammar import CompiledGrammar, matcher_error
 from mlx_paged.engine.request import Completion
 from mlx_paged.errors import request_error
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 
 # Models break the line after their reasoning; this many tokens of line breaks are allowed.
 MAX_LINE_BREAKS = 2

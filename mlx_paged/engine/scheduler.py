@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
@@ -25,6 +24,7 @@ from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
 from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # The scheduler imports no arrays.
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
 MAX_SCORED_ROWS = 256
-NOT_WAITING = (CompletionStatus.RUNNING, CompletionStatus.FINISHED)
 
 
 class Scheduler:
@@ -342,17 +341,17 @@ class Scheduler:
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        queues, most = self._queues, self.config.max_num_seqs
+        queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
         if self._disk_cache is not None:
             self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
-        while self.waiting and plan.token_budget > 0 and num_running < most:
+        while self.waiting and plan.token_budget > 0 and num_running < max_num_seqs:
             completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
-            if completion is None or completion.status in NOT_WAITING:
+            if completion is None or completion.is_finished or completion.seq_id in tables:
                 return
             num_places = queues.num_places([completion])
-            if num_running + num_places > most:
+            if num_running + num_places > max_num_seqs:
                 return
             if self._admit(plan, completion, self._prefix_cache.find(completion)):
                 num_running += num_places

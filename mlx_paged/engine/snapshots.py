@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.argument_values import BOOL
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.state_bytes import state_to_bytes
 from mlx_paged.cache.transfer import load_prefix, store_blocks
@@ -21,6 +20,7 @@ from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity, code_of
 from mlx_paged.ops import StateRow
+from mlx_paged.options.argument_values import BOOL
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,

@@ -145,8 +145,9 @@ class Unsaved:
         num_hit_blocks = completion.request.num_cached_tokens // self._block_size
         # The blocks that may be saved: all, or those that another request has left in memory.
         end = {1: num_full_blocks, 2: num_hit_blocks}.get(min_uses, 0)
-        blocks = range(begin, num_full_blocks)
-        stored = [self._note_blocks(completion, group, blocks, end) for group in self._groups]
+        stored: list[list[BlockHash]] = []
+        if blocks := range(begin, num_full_blocks):
+            stored = [self._note_blocks(completion, group, blocks, end) for group in self._groups]
         if self.checkpoints is not None:
             self.note_states(completion, begin, min(end, num_full_blocks))
             if not begin and num_hit_blocks:

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlx_paged.cache import LayerSpec
-from mlx_paged.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE, DEFAULT_KV, KVBits
 from mlx_paged.engine.thread import EngineThread
 from mlx_paged.models.kv_cache import stored_as
 from mlx_paged.ops import TrialStoppedError, try_kernels_of
+from mlx_paged.options.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE, DEFAULT_KV, KVBits
 
 
 class KernelsBeside:

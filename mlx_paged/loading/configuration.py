@@ -14,9 +14,9 @@ import mlx_lm
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import UTF_8, LoadError
+from mlx_paged.options.argument_values import is_plain_integer
 
 # model_type -> the module with its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}

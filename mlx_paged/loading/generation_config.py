@@ -7,11 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.argument_values import BOOL, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.argument_values import BOOL, Domain, is_number
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 
 FILE_NAME = "generation_config.json"
 # The names of generation_config.json -> those of a GGUF file, behind general.sampling.

@@ -18,7 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.errors import FailedCheckError, UnsuitableModelError, one_line, shown
-from mlx_paged.foreign_arguments import NoOptions, refuse_unknown
 from mlx_paged.loading.configuration import check_config, check_generation_config, model_classes
 from mlx_paged.loading.folder import (
     LoadError,
@@ -34,6 +33,7 @@ from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.identity import model_name
 from mlx_paged.models.language_model import LanguageModel, WeightFiles
 from mlx_paged.models.mlx_lm import adapt
+from mlx_paged.options.foreign_arguments import NoOptions, refuse_unknown
 
 # Is called with a model none of whose weights is read yet.
 BeforeReading: TypeAlias = Callable[[Module], None]

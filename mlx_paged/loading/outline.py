@@ -14,9 +14,9 @@ from mlx_paged.errors import one_line
 from mlx_paged.loading.folder import LoadError, find_local_model, find_model, load_errors
 from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.loader import build_model, on_our_caches
-from mlx_paged.memory import format_nbytes, why_too_large
 from mlx_paged.models.identity import model_name
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.memory import format_nbytes, why_too_large
 
 if TYPE_CHECKING:
     from huggingface_hub import SafetensorsFileMetadata

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.models.language_model import check_divisible
+from mlx_paged.options.argument_values import is_plain_integer
 
 # The sizes of config.json by which layers are split.
 _SPLIT_SIZES = (

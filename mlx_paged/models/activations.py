@@ -7,11 +7,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN
 from mlx_paged.ops import device
+from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 # How many rows of each width a token has in memory at the peak, fitted to the peaks of models of
 # many shapes on a CPU (tests/models/test_activations.py). The arrays of a layer are freed while the

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import ModelArgs
+from mlx_paged.options.argument_values import as_integer
 
 # With these kinds of RoPE scaling, max_position_embeddings is the scaled length; the others
 # multiply it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar, Self
 
-from mlx_paged.argument_values import check_positive
 from mlx_paged.errors import shown
+from mlx_paged.options.argument_values import check_positive
 
 SIZES = (
     "hidden_size",

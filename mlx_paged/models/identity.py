@@ -25,7 +25,6 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.block_store import STORED_KV_VERSION, Fingerprint
 from mlx_paged.block_store.directory import Directory, make_folder
 from mlx_paged.block_store.layout import (
@@ -38,6 +37,7 @@ from mlx_paged.cache import LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.models.language_model import LanguageModel, WeightFiles, model_type_of
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.options.argument_values import is_plain_integer
 
 KV_VERSION = 2
 """The version of the code that computes K/V: increase it when a model's K/V change, or the weights

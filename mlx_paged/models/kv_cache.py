@@ -14,7 +14,6 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import AT_LEAST_1, BOOL, as_integer
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -26,7 +25,22 @@ from mlx_paged.cache import (
     group_layers,
 )
 from mlx_paged.cache.paged import RotateKeys
-from mlx_paged.config import (
+from mlx_paged.core import BudgetSizes, KVCacheManager, SequenceStates, SharedBudget
+from mlx_paged.core.checkpoints import MANY
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.models.activations import default_activation_nbytes
+from mlx_paged.models.context_length import context_length
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.memory import (
+    check_available,
+    default_kv_cache_bytes,
+    format_nbytes,
+    why_too_large,
+)
+from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.ops import check_backend_name
+from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, as_integer
+from mlx_paged.options.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
@@ -38,22 +52,8 @@ from mlx_paged.config import (
     SchedulerConfig,
     StreamingWindow,
 )
-from mlx_paged.core import BudgetSizes, KVCacheManager, SequenceStates, SharedBudget
-from mlx_paged.core.checkpoints import MANY
-from mlx_paged.engine_options import CacheOptions
-from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.foreign_arguments import refuse_unknown
-from mlx_paged.memory import (
-    check_available,
-    default_kv_cache_bytes,
-    format_nbytes,
-    why_too_large,
-)
-from mlx_paged.models.activations import default_activation_nbytes
-from mlx_paged.models.context_length import context_length
-from mlx_paged.models.language_model import LanguageModel, model_type_of
-from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.ops import check_backend_name
+from mlx_paged.options.engine_options import CacheOptions
+from mlx_paged.options.foreign_arguments import refuse_unknown
 
 # More than one checkpoint per this many tokens of K/V would be of no use.
 TOKENS_PER_CHECKPOINT = 128

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_paged.argument_values import TokenIds, check_token_ids, kind_of
 from mlx_paged.cache import AnySeqId, Sequences
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import packed_step
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.options.argument_values import TokenIds, check_token_ids, kind_of
 
 
 def run_step(

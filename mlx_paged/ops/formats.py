@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import mlx.core as mx
 
-from mlx_paged.config import KV_BITS, KVBits
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import device
+from mlx_paged.options.config import KV_BITS, KVBits
 
 DENSE_DTYPES = ("float32", "float16", "bfloat16")
 GROUP_SIZES = (64, 32)  # the first one that divides a width is taken

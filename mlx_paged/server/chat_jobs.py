@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from mlx_paged.answers.chat_template import ChatTemplateError
+from mlx_paged.answers.conversation_encoder import Prompt
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, ToolChoice
 from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
-from mlx_paged.chat_template import ChatTemplateError
-from mlx_paged.conversation_encoder import Prompt
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.sampling_declarations import StructuredOutputsParams
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import CompletionOutput
-from mlx_paged.sampling_declarations import StructuredOutputsParams
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import made_params
 from mlx_paged.server.generations import Generation

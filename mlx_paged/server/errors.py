@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_paged.chat_template import ChatTemplateError
+from mlx_paged.answers.chat_template import ChatTemplateError
 from mlx_paged.engine.sampling_state import StructuredOutputError
 from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (

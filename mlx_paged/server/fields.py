@@ -2,7 +2,7 @@
 
 - The model, and the use of the cache.
 - Sampling, with the names of OpenAI's API and vLLM: the parameters of
-  :mod:`mlx_paged.sampling_declarations` that requests may set.
+  :mod:`mlx_paged.options.sampling_declarations` that requests may set.
 - Structured outputs: OpenAI's ``response_format`` and ``text.format``, vLLM's
   ``structured_outputs`` and ``guided_*``, and llama.cpp's ``json_schema`` and ``grammar``.
 """
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
-from mlx_paged.argument_values import Several
 from mlx_paged.errors import ArgumentError, one_line, shown
-from mlx_paged.sampling_declarations import (
+from mlx_paged.options.argument_values import Several
+from mlx_paged.options.sampling_declarations import (
     KINDS,
     MAX_GRAMMAR_LEN,
     SAMPLING_PARAMS,
     StructuredOutputsParams,
 )
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service

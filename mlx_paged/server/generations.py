@@ -15,8 +15,8 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
-from mlx_paged.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.server.errors import ApiError, api_error
 
 logger = logging.getLogger("mlx_paged.server")

@@ -22,15 +22,15 @@ from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, same_message
 from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.answers.reader import Reading, read_answer
 from mlx_paged.answers.tokens import TokenPlaces
-from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, same_message
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("mlx_paged.server")
 MAX_KEPT_CHARACTERS = 2**25  # of JSON

@@ -17,14 +17,14 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.chat_template import encode_text
+from mlx_paged.answers.chat_template import encode_text
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context
 
 T = TypeVar("T")
 
 SECONDS_OF_A_USER = 10.0  # how long a user counts as active after a request
 FREE_SECONDS = 0.002  # of work without a pause: what small requests take
-PAUSE_RATIO = 6.0
+PAUSE_RATIO = 3.0  # times the threads of a user
 MAX_PAUSE = 1.0  # seconds
 
 PIECE_LEN = 2**14  # characters; at most 64 KiB of UTF-8
@@ -58,9 +58,9 @@ class PromptThreads:
     """A few threads, of which each user has at most ``num_per_user`` at a time. Used from one event
     loop.
 
-    While other users are active, a user pauses after long work for ``PAUSE_RATIO`` times as long:
-    reading and encoding a request holds the GIL most of the time, which the engine's steps and the
-    answers to other users need.
+    While other users are active, a user pauses after long work for ``PAUSE_RATIO * num_per_user``
+    times as long: reading and encoding a request holds the GIL most of the time, which the engine's
+    steps and the answers to other users need.
 
     Args:
         name: a prefix for the names of the threads.
@@ -68,6 +68,7 @@ class PromptThreads:
 
     def __init__(self, name: str, num_threads: int, num_per_user: int):
         self._threads = ThreadPoolExecutor(num_threads, name)
+        self._num_per_user = num_per_user
         self._last_asked: dict[str, float] = {}  # by user
         self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, num_per_user)
@@ -103,7 +104,7 @@ class PromptThreads:
         loop, turn = asyncio.get_running_loop(), self._turns[user]
         since = loop.time() - SECONDS_OF_A_USER
         if any(last > since for name, last in self._last_asked.items() if name != user):
-            pause = PAUSE_RATIO * (seconds - FREE_SECONDS)
+            pause = PAUSE_RATIO * self._num_per_user * (seconds - FREE_SECONDS)
             loop.call_later(min(pause, MAX_PAUSE), turn.release)
         else:
             turn.release()

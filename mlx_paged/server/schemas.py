@@ -31,8 +31,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from mlx_paged.errors import one_line, shown
-from mlx_paged.foreign_arguments import INSTEAD
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.foreign_arguments import INSTEAD
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")

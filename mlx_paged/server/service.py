@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.errors import ArgumentError, PromptTooLongError
+from mlx_paged.options.sampling_declarations import KINDS, StructuredOutputsParams
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_declarations import KINDS, StructuredOutputsParams
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.generations import Answer, CompletionCollector, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger

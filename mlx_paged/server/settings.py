@@ -14,9 +14,18 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_paged.argument_values import AT_LEAST_0, BOOL, Domain, Flag, Option, one_of, such, whole
-from mlx_paged.config import NBYTES
 from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.options.argument_values import (
+    AT_LEAST_0,
+    BOOL,
+    Domain,
+    Flag,
+    Option,
+    one_of,
+    such,
+    whole,
+)
+from mlx_paged.options.config import NBYTES
 
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")

@@ -22,7 +22,7 @@ from typing import Any
 
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.sampling_declarations import StructuredOutputsParams
+from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.server.tool_call_grammars import Function, call_rules, json_objects, json_rule
 
 

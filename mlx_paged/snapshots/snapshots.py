@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.cache import KVCache, KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.cache.transfer import load_blocks, store_blocks
@@ -24,6 +23,7 @@ from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.ops import StateRow
+from mlx_paged.options.argument_values import is_plain_integer
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.rows import (
     RowTier,

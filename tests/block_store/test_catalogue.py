@@ -27,7 +27,7 @@ from mlx_paged.block_store import block_files as block_files_module
 from mlx_paged.block_store import catalogue as catalogue_module
 from mlx_paged.block_store import store as store_module
 from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk
-from mlx_paged.block_store.catalogue import Block, Catalogue, Oldest
+from mlx_paged.block_store.catalogue import Catalogue, ListedBlock, Oldest
 
 SECOND = 10**9
 
@@ -39,8 +39,8 @@ def test_files_take_whole_units():
 # The oldest
 
 
-def block(name: str, used: int) -> Block:
-    return Block(("0" * 32, name.encode()), used, UNIT)
+def block(name: str, used: int) -> ListedBlock:
+    return ListedBlock(("0" * 32, name.encode()), used, UNIT)
 
 
 def place_of(name: tuple[str, bytes]) -> tuple[float, int]:

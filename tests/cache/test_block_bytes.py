@@ -9,9 +9,9 @@ from helpers.cache_helpers import CONFIG, rows, stored_parts, uniform
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerGroup, LayerSpec, PagedKVCache, Sequences
-from mlx_paged.config import KVBits
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.ops.formats import DENSE_DTYPES
+from mlx_paged.options.config import KVBits
 
 BLOCK_SIZE = CONFIG.block_size
 

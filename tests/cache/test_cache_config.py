@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec
-from mlx_paged.config import KVBudget
+from mlx_paged.options.config import KVBudget
 
 SHAPE = {
     "num_layers": 28,

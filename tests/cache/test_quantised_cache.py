@@ -16,10 +16,10 @@ from mlx_paged.cache import (
     PagedKVCache,
     Sequences,
 )
-from mlx_paged.config import KVBits, KVBudget
 from mlx_paged.core import ComputedBlocks
 from mlx_paged.core.tier import HostMemory
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.config import KVBits, KVBudget
 from mlx_paged.snapshots import sequence_headers
 from mlx_paged.snapshots.snapshots import load_sequence, store_sequence
 

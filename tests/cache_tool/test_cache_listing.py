@@ -9,7 +9,7 @@ from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of
 
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cli.cache.listing import (
-    Look,
+    ListStyle,
     counted,
     in_a_line,
     in_bytes,
@@ -42,7 +42,7 @@ fb8e20fc        0-32    2.0 MB  1 min         3
 
 
 def lines(*args, **kwargs) -> str:
-    return "\n".join(list_trees([tree_of(*SHARED, *OTHERS)], Look(NOW, *args, **kwargs)))
+    return "\n".join(list_trees([tree_of(*SHARED, *OTHERS)], ListStyle(NOW, *args, **kwargs)))
 
 
 def test_ls_draws_a_line_for_each_run_of_blocks():
@@ -69,15 +69,15 @@ def test_the_text_takes_what_is_left_of_the_terminals_width():
 
 def test_levels_that_are_too_deep_to_draw_are_counted():
     words = ["t" * turn + "x" for turn in range(1, 15)]
-    drawn = "\n".join(list_trees([tree_of(*entries(*words))], Look(NOW)))
+    drawn = "\n".join(list_trees([tree_of(*entries(*words))], ListStyle(NOW)))
     assert "\n+4 " in drawn and max(map(len, drawn.splitlines())) < 100
 
 
 def test_show_says_all_of_one_prefix():
     tree = tree_of(*SHARED, *OTHERS)
     block = tree.blocks[hash_of("abe")]
-    look = Look(NOW, text_of=lambda blocks: f"\x1b[31mtext of {len(blocks)}\nblocks")
-    shown = "\n".join(show_prefix(tree, block, (), look))
+    style = ListStyle(NOW, text_of=lambda blocks: f"\x1b[31mtext of {len(blocks)}\nblocks")
+    shown = "\n".join(show_prefix(tree, block, (), style))
     head, parts, following, text = shown.split("\n\n")
     assert dict(line.split(maxsplit=1) for line in head.splitlines()) == {
         "hash": hash_of("abe").hex(),
@@ -102,7 +102,7 @@ def test_show_says_all_of_one_prefix():
 def test_show_says_whose_pin_keeps_a_prefix():
     tree = tree_of(*entries("abc", is_pinned=True))
     pins = {(tree.digest, hash_of("abc"))}
-    shown = "\n".join(show_prefix(tree, tree.blocks[hash_of("a")], pins, Look(NOW)))
+    shown = "\n".join(show_prefix(tree, tree.blocks[hash_of("a")], pins, ListStyle(NOW)))
     assert f"pinned      yes, by the pin of {hash_of('abc').hex()[:8]}\n" in shown
 
 
@@ -116,8 +116,8 @@ def test_a_foreign_name_of_a_model_is_shown_and_found_on_one_line_without_contro
     foreign = Fingerprint("content", hostile, DEMO.layers, hostile, BLOCK_SIZE, hostile)
     blocks = entries("ab", fingerprint=foreign)
     trees = as_trees({foreign.digest: foreign}, blocks)
-    (block, _), look = trees[0].blocks.values(), Look(NOW)
-    texts = [*list_trees(trees, look), *show_prefix(trees[0], block, (), look)]
+    (block, _), style = trees[0].blocks.values(), ListStyle(NOW)
+    texts = [*list_trees(trees, style), *show_prefix(trees[0], block, (), style)]
     for name in ("nothing", block.block_hash.hex()[:4]):
         with pytest.raises(ArgumentError) as error:
             of_model(trees, name)

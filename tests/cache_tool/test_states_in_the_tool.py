@@ -11,7 +11,7 @@ from helpers.block_entries import BLOCK_SIZE, NOW, entry, hash_of, tree_of
 
 from mlx_paged.__main__ import main
 from mlx_paged.block_store import BlockStore, CacheFolder, Entry, Fingerprint
-from mlx_paged.cli.cache.listing import Look, list_trees, show_prefix
+from mlx_paged.cli.cache.listing import ListStyle, list_trees, show_prefix
 from mlx_paged.core.block_hash import hash_token_blocks
 from mlx_paged.core.prefix_lookup import state_key
 from mlx_paged.core.tier import STATES, BlockHeader
@@ -34,7 +34,7 @@ def test_ls_counts_states_and_a_prefix_has_them_beside_its_blocks():
     blocks = [entry("a"), entry("ab"), entry("abc"), entry("abd"), state("ab"), state("abd")]
     tree = tree_of(*blocks)
     assert (len(tree.blocks), tree.num_states, tree.num_tokens) == (4, 2, 4 * BLOCK_SIZE)
-    heading, _, *lines = list_trees([tree], Look(NOW))
+    heading, _, *lines = list_trees([tree], ListStyle(NOW))
     assert heading.endswith("2 prefixes, 4 blocks of 16, 64 tokens, 2 states, 6.0 MB")
     ends = {line.split()[-1] for line in lines if "state" in line}
     assert len(lines) == 3 and ends == {"state"}
@@ -137,4 +137,6 @@ def test_a_damaged_state_is_found_and_a_removed_block_takes_its_state_along(run,
 def test_show_of_a_made_up_tree_without_states_has_no_line_of_them():
     tree = tree_of(entry("a"))
     block = tree.blocks[hash_of("a")]
-    assert not any(line.startswith("states") for line in show_prefix(tree, block, (), Look(NOW)))
+    assert not any(
+        line.startswith("states") for line in show_prefix(tree, block, (), ListStyle(NOW))
+    )

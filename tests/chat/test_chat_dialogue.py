@@ -14,9 +14,10 @@ from helpers.hybrid_folders import make_folder
 from helpers.model_zoo import config_of
 from helpers.terminal import saved_messages
 
-from mlx_paged import demo_model_path, load, memory
+from mlx_paged import demo_model_path, load
 from mlx_paged.cli.chat import program
 from mlx_paged.cli.chat.program import setup_arg_parser
+from mlx_paged.models import memory
 
 MEMORY = memory.format_nbytes(memory.memory_size())
 TEMPLATE_FOR_TWO = (

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from mlx_paged import demo_model_path, load
-from mlx_paged.chat_template import ChatTemplateError, encode_chat, normalise_messages, render_chat
+from mlx_paged.answers.chat_template import (
+    ChatTemplateError,
+    encode_chat,
+    normalise_messages,
+    render_chat,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 

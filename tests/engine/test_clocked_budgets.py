@@ -12,12 +12,12 @@ from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run, sam
 
 from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.cli.flags import engine_options
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.options import with_step_seconds
 from mlx_paged.engine.step_budget import ClockedBudgets, TokenBudgets
 from mlx_paged.models import qwen3
+from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
 
 LIMITS = TokenBudgets(SchedulerConfig.max_num_batched_tokens, SchedulerConfig.max_num_mixed_tokens)

@@ -19,7 +19,7 @@ from mlx_paged.engine.speculation import (
     Speculation,
     StepCost,
 )
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 

@@ -16,8 +16,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import read_token_rules
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput
-from mlx_paged.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 ASK = "Hello, who are you?"

@@ -24,7 +24,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 

@@ -15,7 +15,7 @@ from paged_testing.integrity import check_scheduler
 from mlx_paged import LLM, AsyncEngine
 from mlx_paged.engine.request import Request
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import MAX_COMPLETIONS, SamplingParams
+from mlx_paged.options.sampling_params import MAX_COMPLETIONS, SamplingParams
 
 
 class Unprintable:

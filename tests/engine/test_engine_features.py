@@ -24,8 +24,8 @@ from helpers.fast_lane import mostly_slow
 from mlx_paged.engine import steps as steps_module
 from mlx_paged.engine.request import Completion
 from mlx_paged.models import qwen3
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput
-from mlx_paged.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 

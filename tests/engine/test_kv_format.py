@@ -29,10 +29,10 @@ from paged_testing.soak import Soak, make_request
 import mlx_paged
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.cache import KVFormat
-from mlx_paged.config import KVBits
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
+from mlx_paged.options.config import KVBits
 
 formats = pytest.mark.parametrize("kv_format", ["8", "K:8,V:4", "4"])
 

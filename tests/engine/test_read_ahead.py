@@ -12,7 +12,6 @@ from helpers.scheduler_helpers import FakeSupply
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import Read
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.engine import disk_cache
@@ -20,8 +19,9 @@ from mlx_paged.engine.disk_cache import MAX_READ_AHEAD, DiskCache
 from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import SeqId
-from mlx_paged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -74,8 +74,10 @@ class Worker:
         read.pending.extend(block_hashes)
 
     def take(self, read: Read, max_nbytes: int) -> list[tuple[bytes, bytes]]:
-        taken = list(read.ready)
-        read.ready.clear()
+        taken = []
+        while read.ready and max_nbytes > 0:
+            taken.append(read.ready.popleft())
+            max_nbytes -= len(taken[-1][1])
         return taken
 
     def cancel(self, read: Read) -> None:
@@ -105,11 +107,11 @@ class Disk(DiskCache):
         found = {seq_id: list(each.pending) for seq_id, each in self._prefetches.items()}
         return {seq_id: keys for seq_id, keys in found.items() if keys}
 
-    def bring(self, seq_id: SeqId) -> None:
+    def bring(self, seq_id: SeqId, is_busy: bool = False) -> None:
         read = self._prefetches[seq_id]
         read.ready.extend((key, bytes(BLOCK_SIZE)) for key in read.pending)
         read.pending.clear()
-        self.poll(is_busy=False)
+        self.poll(is_busy)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +133,7 @@ def make(
 ) -> tuple[Scheduler, Disk, Supply]:
     supply = Supply(num_blocks)
     disk = Disk(supply, Shelf(*texts), num_parameters=1)
-    disk.pays_for_preempted = True
+    disk.saves_preempted = True
     swap_space = SwapSpace(num_swap_blocks)
     scheduler = Scheduler(
         supply.manager, supply, SchedulerConfig(**config), swap_space=swap_space, tier=disk
@@ -155,6 +157,46 @@ def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
     assert (part.start, part.num_new_tokens) == (8, 2)
     assert (one.request.num_cached_tokens, one.request.num_read_tokens) == (8, 8)
     check_scheduler(scheduler)
+
+
+def test_a_step_that_others_wait_for_takes_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "MAX_STEP_NBYTES", BLOCK_SIZE + 1)
+    scheduler, disk, _ = make(tokens(1, 21), tokens(2, 21))
+    first, second = completion_of(1, 21), completion_of(2, 21)
+    for each in (first, second):
+        scheduler.add(each.request)
+    assert names(scheduler) == []
+    disk.bring(first.seq_id, is_busy=True)
+    disk.bring(second.seq_id, is_busy=True)
+    assert disk.stats().num_read_tokens == 4 * BLOCK_SIZE and names(scheduler) == []
+    disk.poll(is_busy=True)
+    assert names(scheduler) == ["1"], "the last one of its five, and one of the other's"
+    disk.poll(is_busy=False)
+    assert names(scheduler) == ["2"]
+    assert [each.request.num_read_tokens for each in (first, second)] == [20, 20]
+
+
+def test_what_is_lost_meanwhile_is_looked_for_once_more_and_then_computed() -> None:
+    scheduler, disk, _ = make(tokens(1, 21))
+    one = completion_of(1, 21)
+    scheduler.add(one.request)
+    assert names(scheduler) == []
+    read = disk._prefetches[one.seq_id]
+    disk.store.stored -= set(read.pending)
+    read.pending.clear()  # The first one is a miss.
+    num_asked = disk.store.num_asked
+    assert names(scheduler) == ["1"] and one.request.num_cached_tokens == 0
+    assert disk.store.num_asked > num_asked
+
+
+def test_a_request_that_waits_when_the_disk_cache_is_closed_is_computed() -> None:
+    scheduler, disk, _ = make(tokens(1))
+    one = completion_of(1)
+    scheduler.add(one.request)
+    assert names(scheduler) == [] and disk.reading()
+    assert disk.close(1)
+    assert names(scheduler) == ["1"] and disk.reading() == {}
+    assert one.request.num_cached_tokens == 0
 
 
 def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
@@ -266,7 +308,7 @@ def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, Disk, Co
     that.
     """
     scheduler, tier, supply = make(num_blocks=8, num_swap_blocks=num_swap_blocks)
-    tier.pays_for_preempted = pays
+    tier.saves_preempted = pays
     first, second = completion_of(1, 12), completion_of(2, 12)
     scheduler.add(first.request)
     scheduler.add(second.request)

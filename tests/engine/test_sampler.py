@@ -19,8 +19,8 @@ from mlx_paged.engine.request import Completion
 from mlx_paged.engine.sampler import SampledToken, SamplingState
 from mlx_paged.engine.sampler import sample as sample_rows
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import Logprob
-from mlx_paged.sampling_params import SamplingParams
 
 VOCAB = 24
 INF = float("inf")

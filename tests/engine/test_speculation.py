@@ -29,8 +29,8 @@ from paged_testing.lazy_metal import lazy_metal
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import SamplingParams
 
 FACTS = "The code of apple is 4821. " * 6
 

@@ -20,7 +20,7 @@ from paged_testing.lazy_metal import fused_operations
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.ops import attention_plan
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 NUM_SEQS, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4, 2, 32
 SIZES = {

@@ -17,7 +17,7 @@ from mlx_paged.answers.formats import REASONING, ReasoningFormat, format_named
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
 from mlx_paged.engine.sampling_state import ThinkingBudget
 from mlx_paged.errors import ArgumentError
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 TIGHT = {"block_size": 8, "kv_cache_bytes": "14blocks", "swap_bytes": 0, "max_num_seqs": 6}
 PROMPTS = [

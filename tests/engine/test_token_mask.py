@@ -13,7 +13,7 @@ from mlx_paged.engine.request import Completion, TokenRules
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.sampler import sample as sample_rows
 from mlx_paged.engine.sampling_state import TokenMask, mask_tokens, needs_mask
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 VOCAB = 24
 INF = float("inf")

@@ -11,8 +11,8 @@ from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt
 from mlx_paged import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import SamplingParams
 
 
 def params_of(number: int) -> SamplingParams:

@@ -22,17 +22,17 @@ from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, r
 from helpers.model_zoo.full_size import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
-from mlx_paged import memory
 from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory
 from mlx_paged.cli.fit.program import main, main_of_list
 from mlx_paged.cli.fit.verdict import Fit, Footprint
-from mlx_paged.config import KVBits
 from mlx_paged.core import BudgetSizes
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
-from mlx_paged.memory import format_nbytes
+from mlx_paged.models import memory
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, make_kv_cache
+from mlx_paged.models.memory import format_nbytes
+from mlx_paged.options.config import KVBits
 
 GIB = 2**30
 WAYS_OUT = "--kv-bits 8, or --context 30976, or --context 40960 --parallel 1"

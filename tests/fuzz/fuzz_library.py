@@ -27,11 +27,11 @@ from mlx_paged import (
 )
 from mlx_paged.batch_generation import batch_generate
 from mlx_paged.cache import Sequences
-from mlx_paged.foreign_arguments import INSTEAD
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
 from mlx_paged.models.run_step import run_step
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.foreign_arguments import INSTEAD
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 
 VOCAB_SIZE = 1024  # of the demo model's tokenizer
 CONTEXT = 48

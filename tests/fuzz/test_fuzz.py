@@ -9,7 +9,7 @@ from fuzz_families import DEADLINES, FAMILIES
 from fuzzing import Case, Defect, run_case, run_family
 from helpers.fast_lane import mostly_slow
 
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 COUNTS = {"library": 500, "requests": 20, "folders": 60, "chat": 20, "server": 300}
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.engine.request import Completion, Request
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput
-from mlx_paged.sampling_params import SamplingParams
 
 
 def new_completion(

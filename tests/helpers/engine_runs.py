@@ -23,8 +23,8 @@ from mlx_paged import load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.loading import demo_model_path
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import SamplingParams
 
 VOCAB_SIZE = 61
 

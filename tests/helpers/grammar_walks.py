@@ -12,7 +12,7 @@ from helpers.completions import new_completion
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling_state import GrammarState, fill_masks
-from mlx_paged.sampling_declarations import StructuredOutputsParams
+from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 
 
 def random_answer(

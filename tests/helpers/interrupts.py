@@ -27,8 +27,8 @@ from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import TokenRules
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 PACKAGE = str(Path(mlx_paged.__file__).parent)
 MAX_STEPS = 20000

@@ -12,7 +12,6 @@ from paged_testing.integrity import check_scheduler
 
 from helpers.drafting import eager_speculation
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeSupply
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion, Request
@@ -20,7 +19,8 @@ from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.sampling_params import SamplingParams
 
 NUM_ACTIONS = 1500
 

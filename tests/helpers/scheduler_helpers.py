@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from paged_testing.integrity import check_scheduler
 
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
@@ -25,8 +24,9 @@ from mlx_paged.engine.request import Completion, Request
 from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
+from mlx_paged.options.config import SchedulerConfig
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import SeqId
-from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 VOCAB_SIZE = 40

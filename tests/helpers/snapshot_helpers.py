@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec, Sequences, group_layers
-from mlx_paged.config import KVBits
+from mlx_paged.options.config import KVBits
 
 # Layers that are alike, whose heads and widths differ, and that see different tokens.
 LAYERS = {

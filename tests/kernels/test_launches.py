@@ -15,9 +15,9 @@ from paged_testing.lazy_metal import fused_operations, lazy_metal
 from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.cache.layer import LayerKV
 from mlx_paged.cache.open_decode import DecodeArrays
-from mlx_paged.config import KVBits
 from mlx_paged.engine.compiled_decode import traced_layers
 from mlx_paged.ops import KVFormat
+from mlx_paged.options.config import KVBits
 
 # Few heads, whose parts of a row have fewer than eight elements.
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 3, 1, 4, 64

@@ -16,7 +16,6 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 
 import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.config import KVBits
 from mlx_paged.ops import (
     AttentionShape,
     BackendError,
@@ -27,6 +26,7 @@ from mlx_paged.ops import (
     kernels,
 )
 from mlx_paged.ops.metal import MetalBackend
+from mlx_paged.options.config import KVBits
 
 
 @pytest.fixture

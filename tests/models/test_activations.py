@@ -16,7 +16,7 @@ from mlx_paged.models.activations import activation_nbytes
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.ops import device
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 WIDE: Config = {
     "hidden_size": 256,

@@ -8,7 +8,7 @@ from helpers.fast_lane import mostly_slow
 from paged_testing.biased_keys import llama_with_biased_keys
 
 from benchmarks.cache.key_outliers import divergence, log_probabilities
-from mlx_paged.config import KVBits
+from mlx_paged.options.config import KVBits
 
 
 @mostly_slow(

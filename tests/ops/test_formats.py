@@ -8,9 +8,9 @@ import pytest
 from helpers.numpy_attention import DTYPES
 from helpers.quantised_problems import numbers
 
-from mlx_paged.config import KVBits
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import AffineFormat, DenseFormat, KVFormat
+from mlx_paged.options.config import KVBits
 
 # Bits, group size, width.
 AFFINE = [(8, 64, 128), (4, 64, 128), (8, 32, 96), (4, 32, 32), (8, 64, 64), (4, 64, 256)]

@@ -50,6 +50,24 @@ def test_texts_of_prompts_are_refused_unless_they_were_allowed_at_start(
     assert "secret" not in answer.text + without.text
 
 
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("limit=x", "limit must be a whole number, got 'x'"),
+        ("limit=-1", "limit must be at least 0, got '-1'"),
+        ("text=maybe", "text must be true or false, got 'maybe'"),
+        ("limits=1", "limits is not supported; leave it out"),
+    ],
+)
+def test_a_parameter_that_makes_no_sense_is_refused_by_name(
+    service: Service, query: str, message: str
+):
+    answer = client_of(service).get(f"/v1/cache?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == message
+    assert answer.json()["error"]["param"] == query.partition("=")[0]
+
+
 @pytest.mark.parametrize("keys", [("key2 A", "B"), ("A", "key1 B"), ("alice A", "bob B")])
 def test_allowed_texts_are_shown_to_the_user_whose_they_are_alone(
     service: Service, keys: tuple[str, str]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from helpers.agent_models import pieces_of
 
+from mlx_paged.answers.conversation_encoder import ConversationEncoder
 from mlx_paged.answers.dialect import AnswerFormat
-from mlx_paged.conversation_encoder import ConversationEncoder
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.command_line import (
     KEEPS_REASONING,

@@ -19,7 +19,7 @@ from test_disconnects import RawClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_paged.conversation_encoder import ConversationEncoder
+from mlx_paged.answers.conversation_encoder import ConversationEncoder
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.server import prompt_threads

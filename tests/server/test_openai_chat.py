@@ -11,7 +11,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.servers import running_service
 
 from mlx_paged import SamplingParams
-from mlx_paged.chat_template import encode_chat
+from mlx_paged.answers.chat_template import encode_chat
 
 SUM = [{"role": "user", "content": "What is 27 + 15?"}]
 LIST = [{"role": "user", "content": "Count from 5 to 30."}]

@@ -10,8 +10,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.anthropic.messages import MessagesRequest
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.servers import client_of
 
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.app import ROUTES
 from mlx_paged.server.service import Service
 

@@ -62,13 +62,14 @@ def test_users_take_turns_and_each_is_served_in_its_order(monkeypatch: pytest.Mo
 
 def test_long_work_is_followed_by_a_pause_while_others_are_there(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        threads, pauses, loop = PromptThreads("test", 2, 1), [], asyncio.get_running_loop()
+        threads, pauses, loop = PromptThreads("test", 2, 2), [], asyncio.get_running_loop()
         monkeypatch.setattr(
             loop, "call_later", lambda seconds, call: pauses.append((seconds, call))
         )
 
         async def work_of(user: str, seconds: float) -> None:
-            await threads._turns[user].acquire()
+            while not threads._turns[user].locked():
+                await threads._turns[user].acquire()
             threads._last_asked[user] = loop.time()
             threads._end_turn(user, seconds)
 

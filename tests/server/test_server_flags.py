@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.cli import flags as shared_flags
-from mlx_paged.engine_options import EngineOptions
+from mlx_paged.options.engine_options import EngineOptions
 from mlx_paged.server import command_line, program
 from mlx_paged.server.command_line import read_settings, setup_arg_parser, template_options
 from mlx_paged.server.http import logs
@@ -47,7 +47,7 @@ def test_every_option_of_the_engine_has_a_flag_and_no_other_has():
 
 
 def test_without_flags_options_are_the_engines_own_defaults():
-    from mlx_paged.config import SchedulerConfig
+    from mlx_paged.options.config import SchedulerConfig
 
     options = engine_options(setup_arg_parser("x").parse_args([]))
     own = {name: value for name, value in options.items() if value is not None}

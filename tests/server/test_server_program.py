@@ -36,7 +36,7 @@ Engine.step = slow_step
 """
 SMALL = """
 import sys
-from mlx_paged import memory
+from mlx_paged.models import memory
 memory.memory_size = lambda: 200_000
 """
 # Waits in native code, or in Python code that catches what is raised in it.

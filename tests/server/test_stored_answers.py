@@ -22,9 +22,9 @@ from helpers.server_programs import running
 from helpers.servers import ScriptedEngine, make_service, serving, wait_until
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.answers.dialect import AnswerFormat
 from mlx_paged.block_store import BlockStore, CacheFolder
-from mlx_paged.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.app import App

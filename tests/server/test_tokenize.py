@@ -12,7 +12,7 @@ from helpers.servers import ask, make_service, running_service, serving
 from tokenizers import processors
 
 import mlx_paged
-from mlx_paged.chat_template import encode_chat
+from mlx_paged.answers.chat_template import encode_chat
 from mlx_paged.server.app import App
 from mlx_paged.server.settings import ServerSettings
 

@@ -19,8 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.sampling_declarations import StructuredOutputsParams
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.options.sampling_declarations import StructuredOutputsParams
+from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 
 WORDS = [
     *("the", "a", "story", "dog", "cat", "blue", "sun"),

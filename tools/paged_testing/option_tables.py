@@ -25,16 +25,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, ForwardRef
 
 from mlx_paged import Engine, demo_model_path, load
-from mlx_paged.argument_values import Argument
 from mlx_paged.cli.cache.program import setup_arg_parser as cache_parser
 from mlx_paged.cli.chat.commands import COMMAND_TABLE
 from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.cli.fit.program import setup_arg_parser as fit_parser
 from mlx_paged.cli.fit.program import setup_list_parser as list_parser
-from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.foreign_arguments import NAMES_ELSEWHERE
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.argument_values import Argument
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, EngineOptions
+from mlx_paged.options.foreign_arguments import NAMES_ELSEWHERE
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.app import ROUTES
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
 from mlx_paged.server.metrics import EngineCollector

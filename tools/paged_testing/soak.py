@@ -19,8 +19,8 @@ from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import SamplingParams
 from paged_testing.integrity import check_scheduler
 
 # More blocks than a cache begins with, and fewer than those who run would like.

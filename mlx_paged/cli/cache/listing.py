@@ -16,9 +16,9 @@ from rich.cells import cell_len, set_cell_size
 from mlx_paged.block_store import BlockName, CacheFolder
 from mlx_paged.cli.cache.prefixes import (
     SHOWN_DIGITS,
+    BlockRun,
     PrefixBlock,
     PrefixTree,
-    Run,
     num_unique_digits,
 )
 from mlx_paged.errors import CONTROLS, REVERSING
@@ -45,7 +45,7 @@ _IN_LINES = _REPLACED | {ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
-class Look:
+class ListStyle:
     """How lists are drawn.
 
     Args:
@@ -61,14 +61,14 @@ class Look:
     text_of: TextOf | None = None
 
     @classmethod
-    def of_stdout(cls, text_of: TextOf | None) -> Look:
-        """The look of lists on this process's stdout."""
+    def of_stdout(cls, text_of: TextOf | None) -> ListStyle:
+        """The style of lists on this process's stdout."""
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         encoding = getattr(sys.stdout, "encoding", None) or "ascii"
         is_ascii = b"?" in "├─│└…".encode(encoding, "replace")
         return cls(time.time(), width, is_ascii, text_of)
 
-    def rails(self, run: Run) -> str:
+    def rails(self, run: BlockRun) -> str:
         """The lines of the tree before a run."""
         if run.level == 0:
             return ""
@@ -80,7 +80,7 @@ class Look:
         return hidden + above + (fork if drawn[-1] else corner)
 
 
-def list_trees(trees: Sequence[PrefixTree], look: Look) -> Iterator[str]:
+def list_trees(trees: Sequence[PrefixTree], style: ListStyle) -> Iterator[str]:
     """The lines of ``ls``."""
     num_digits = num_unique_digits(block_hash for tree in trees for block_hash in tree.blocks)
     for number, tree in enumerate(trees):
@@ -91,21 +91,21 @@ def list_trees(trees: Sequence[PrefixTree], look: Look) -> Iterator[str]:
             nbytes = in_bytes(sum(entry.nbytes for entry in tree.other_versions))
             files = counted(len(tree.other_versions), "file")
             yield f"and {files} in the format of another version, {nbytes}"
-        yield from list_runs(list(tree.runs()), num_digits, look)
+        yield from list_runs(list(tree.runs()), num_digits, style)
 
 
-def list_runs(runs: Sequence[Run], num_digits: int, look: Look) -> Iterator[str]:
+def list_runs(runs: Sequence[BlockRun], num_digits: int, style: ListStyle) -> Iterator[str]:
     """A table of runs, with a line of titles; nothing if there are none."""
     if not runs:
         return
-    rows = [_TITLES, *(_cells(run, num_digits, look) for run in runs)]
+    rows = [_TITLES, *(_cells(run, num_digits, style) for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The text takes the rest of the line.
     used = sum(widths) + len(_GAP) * len(widths)
-    room = _MAX_TEXT if look.width is None else max(0, look.width - used)
+    room = _MAX_TEXT if style.width is None else max(0, style.width - used)
     texts = [""] * len(rows)
-    if look.text_of is not None:
-        texts = ["text", *(look.text_of(run.blocks[:_TEXT_BLOCKS]) for run in runs)]
+    if style.text_of is not None:
+        texts = ["text", *(style.text_of(run.blocks[:_TEXT_BLOCKS]) for run in runs)]
     for row, text in zip(rows, texts, strict=True):
         columns = zip(row, _ALIGNED, widths, strict=True)
         cells = [f"{cell:{aligned}{width}}" for cell, aligned, width in columns]
@@ -114,14 +114,14 @@ def list_runs(runs: Sequence[Run], num_digits: int, look: Look) -> Iterator[str]
         yield f"{_CUT_OFF} the preceding blocks are not in the folder"
 
 
-def _cells(run: Run, num_digits: int, look: Look) -> tuple[str, ...]:
+def _cells(run: BlockRun, num_digits: int, style: ListStyle) -> tuple[str, ...]:
     mark = f"{_CUT_OFF} " if run.is_cut_off else ""
     states = counted(run.num_states, "state") if run.num_states else ""
     return (
-        look.rails(run) + mark + run.last.block_hash.hex()[:num_digits],
+        style.rails(run) + mark + run.last.block_hash.hex()[:num_digits],
         f"{run.first_token:,}-{run.end_token:,}",
         in_bytes(run.nbytes),
-        in_short(max(0.0, look.now - run.last_used)),
+        in_short(max(0.0, style.now - run.last_used)),
         f"{run.num_prefixes:,}",
         ", ".join(filter(None, ["pinned" * run.is_pinned, states])),
     )
@@ -146,7 +146,7 @@ def model_heading(tree: PrefixTree) -> str:
 
 
 def show_prefix(
-    tree: PrefixTree, block: PrefixBlock, pins: Collection[BlockName], look: Look
+    tree: PrefixTree, block: PrefixBlock, pins: Collection[BlockName], style: ListStyle
 ) -> Iterator[str]:
     """The lines of ``show`` for the prefix that ends with ``block``.
 
@@ -155,14 +155,14 @@ def show_prefix(
     """
     path, num_digits = tree.path_to(block), num_unique_digits(tree.blocks)
     holders = [each.block_hash.hex()[:num_digits] for each in pinned_by(tree, block, pins)]
-    for name, fact in _facts(tree, path, ", ".join(holders), look.now).items():
+    for name, fact in _facts(tree, path, ", ".join(holders), style.now).items():
         yield f"{name:<12}{in_a_line(fact, _MAX_FACT)}"
     after = [tree.run_from(child) for child in tree.after(block)]
     for title, runs in (("its parts", tree.runs_of(path)), ("what continues it", after)):
         if runs:
-            yield from ("", title, *list_runs(runs, num_digits, look))
-    if look.text_of is not None:
-        yield from ("", in_lines(look.text_of(path)))
+            yield from ("", title, *list_runs(runs, num_digits, style))
+    if style.text_of is not None:
+        yield from ("", in_lines(style.text_of(path)))
 
 
 def pinned_by(

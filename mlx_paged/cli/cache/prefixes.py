@@ -61,7 +61,7 @@ class PrefixBlock:
         self.expires = min((entry.expires for entry in self.entries if entry.expires), default=None)
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks without a fork, either all pinned or none.
 
     Args:
@@ -198,7 +198,7 @@ class PrefixTree:
             first = parent
         return [first, *self.below(first)]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[BlockRun]:
         """All blocks as runs, in the order in which they are drawn."""
         waiting: list[tuple[PrefixBlock, int, tuple[bool, ...]]] = [
             (root, 0, ()) for root in reversed(self.children.get(None, []))
@@ -212,18 +212,20 @@ class PrefixTree:
                 for index, block in enumerate(reversed(self.after(run.last)))
             ]
 
-    def run_from(self, first: PrefixBlock, level: int = 0, rails: tuple[bool, ...] = ()) -> Run:
+    def run_from(
+        self, first: PrefixBlock, level: int = 0, rails: tuple[bool, ...] = ()
+    ) -> BlockRun:
         """The run that begins with a block; ``rails`` are its ``siblings_follow``."""
         blocks = [first]
         while len(after := self.after(blocks[-1])) == 1 and after[0].is_pinned == first.is_pinned:
             blocks += after
-        return Run(self, blocks, level, rails)
+        return BlockRun(self, blocks, level, rails)
 
-    def runs_of(self, path: Sequence[PrefixBlock]) -> list[Run]:
+    def runs_of(self, path: Sequence[PrefixBlock]) -> list[BlockRun]:
         """The runs of a prefix, up to its end."""
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         while path:
-            runs.append(Run(self, self.run_from(path[0]).blocks[: len(path)]))
+            runs.append(BlockRun(self, self.run_from(path[0]).blocks[: len(path)]))
             path = path[len(runs[-1].blocks) :]
         return runs
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_paged.block_store import BlockName, CacheFolder, Entry, FolderSize, Removed
 from mlx_paged.cli.cache.listing import (
-    Look,
+    ListStyle,
     TextOf,
     counted,
     in_bytes,
@@ -27,18 +27,18 @@ from mlx_paged.cli.cache.listing import (
 )
 from mlx_paged.cli.cache.prefixes import (
     SHOWN_DIGITS,
+    BlockRun,
     PrefixBlock,
     PrefixTree,
-    Run,
     find,
     of_model,
     read_trees,
 )
 from mlx_paged.cli.program import Parser, run_program
 from mlx_paged.cli.streams import write
-from mlx_paged.config import DURATION, NBYTES
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.config import DURATION, NBYTES
 
 _FLAGS = {"cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
 _LINES_AT_ONCE = 1000
@@ -124,7 +124,7 @@ def _ls(args: argparse.Namespace) -> int:
         }
         print_json({"models": [_as_json(tree) | {"runs": runs[tree.digest]} for tree in trees]})
     else:
-        print_lines(list_trees(trees, Look.of_stdout(text_of)) if trees else ["no blocks"])
+        print_lines(list_trees(trees, ListStyle.of_stdout(text_of)) if trees else ["no blocks"])
     return 0
 
 
@@ -133,7 +133,7 @@ def _show(args: argparse.Namespace) -> int:
     tree, block = find(args.hash, trees)
     text_of = load_text_of(folder, args.tokenizer)
     if not args.json:
-        print_lines(show_prefix(tree, block, set(folder.pins()), Look.of_stdout(text_of)))
+        print_lines(show_prefix(tree, block, set(folder.pins()), ListStyle.of_stdout(text_of)))
         return 0
     path = tree.path_to(block)
     shown = {
@@ -401,7 +401,7 @@ def _as_json(tree: PrefixTree) -> dict[str, Any]:
     }
 
 
-def _run_as_json(tree: PrefixTree, run: Run, text_of: TextOf | None) -> dict[str, Any]:
+def _run_as_json(tree: PrefixTree, run: BlockRun, text_of: TextOf | None) -> dict[str, Any]:
     parent = tree.parent(run.blocks[0])
     described = {
         "hash": run.last.block_hash.hex(),

@@ -11,22 +11,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.answers.dialect import PLAIN, AnswerFormat
-from mlx_paged.chat_template import (
+from mlx_paged.answers.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
     normalise_messages,
     render_chat,
 )
-from mlx_paged.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
+from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
 
-Answer: TypeAlias = Generator[GenerationResponse, None, None]
+AnswerStream: TypeAlias = Generator[GenerationResponse, None, None]
 _QUERY = "<query>"
 
 
@@ -145,7 +145,7 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Answer:
+    ) -> AnswerStream:
         """One turn: yield the answer piece by piece.
 
         An answer that is cut short (closed by the caller, or at ``max_tokens``) stays in the
@@ -167,23 +167,24 @@ class Conversation:
             raise ValueError("[chat] the message is empty")
         self.messages.append(message)
         answer: list[GenerationResponse] = []
+        prompt: Prompt | None = None
         try:
             prompt = self.encode()
             self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
-            token_ids = [*self._prefix, *prompt.token_ids]
             # Reasoning marks may be special tokens, and belong to the history.
             params = params or SamplingParams(skip_special_tokens=False)
+            token_ids = [*self._prefix, *prompt.token_ids]
             with closing(stream_request(self.engine, token_ids, params, progress)) as responses:
                 for response in responses:
                     answer.append(response)
                     yield response
         finally:
-            if not answer:
+            if prompt is None or not answer:
                 self.messages.pop()
             else:
                 # The K/V of the newest token are not computed yet.
                 generated = [each.token for each in answer[:-1]]
-                self.tokens = [*token_ids, *generated]
+                self.tokens = [*self._prefix, *prompt.token_ids, *generated]
                 text = "".join(each.text for each in answer)
                 self.messages.append({"role": "assistant", "content": text})
                 said = Verbatim(decoded(self.tokenizer, prompt.token_ids, generated))
@@ -200,7 +201,7 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Answer:
+    ) -> AnswerStream:
         """Repeat the last turn, as :meth:`ask`: replace its answer, and with ``text`` its message.
 
         Raises:

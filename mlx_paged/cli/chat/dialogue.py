@@ -33,13 +33,13 @@ from mlx_paged.cli.descriptions import (
 from mlx_paged.cli.flags import EXAMPLE_MODEL
 from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import Call
-from mlx_paged.memory import format_nbytes, memory_size
+from mlx_paged.models.memory import format_nbytes, memory_size
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.chat.conversation import Answer, Conversation
+    from mlx_paged.cli.chat.conversation import AnswerStream, Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
-    from mlx_paged.sampling_params import SamplingParams
+    from mlx_paged.options.sampling_params import SamplingParams
 
 
 # The fields of GenerationResponse that --json reports.
@@ -72,7 +72,7 @@ class Dialogue:
         """Show the answer to a message; returns whether Ctrl-C interrupted it."""
         return self.show(partial(self.conversation.ask, text))
 
-    def show(self, ask: Callable[..., Answer]) -> bool:
+    def show(self, ask: Callable[..., AnswerStream]) -> bool:
         """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
 
         Args:
@@ -136,7 +136,10 @@ class Dialogue:
         }
 
     def _stream(
-        self, ask: Callable[..., Answer], params: SamplingParams, show: Callable[[Piece], None]
+        self,
+        ask: Callable[..., AnswerStream],
+        params: SamplingParams,
+        show: Callable[[Piece], None],
     ) -> tuple[GenerationResponse | None, bool]:
         """Show the pieces of an answer; returns its last response, if there was one, and whether
         Ctrl-C interrupted it.

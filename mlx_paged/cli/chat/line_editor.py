@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,22 +33,19 @@ from prompt_toolkit.shortcuts import CompleteStyle, confirm
 from mlx_paged.cli.chat.terminal import Screen, clean
 
 PROMPT = ">> "
-# Maps the text that was typed so far to the words that may come next; None is a file name.
-Completions = Callable[[str], Iterable[str] | None]
 
 
 class LineEditor:
     """A :class:`Reader` of a terminal.
 
     Args:
-        completions: what Tab offers.
         screen: tells what the terminal supports.
         history_file: keeps messages between sessions; ``None`` keeps them in memory.
     """
 
     is_interactive = True
 
-    def __init__(self, completions: Completions, screen: Screen, history_file: Path | None):
+    def __init__(self, screen: Screen, history_file: Path | None):
         # The answer goes to stdout, so the prompt goes to stderr where both are terminals. For
         # terminals that can't move their cursor, prompt_toolkit has a simple prompt, which it takes
         # if TERM is "dumb" and no output is given.
@@ -62,7 +59,7 @@ class LineEditor:
             prompt_continuation=_continuation,
             key_bindings=_keys,
             history=InMemoryHistory() if history_file is None else _History(str(history_file)),
-            completer=_CommandCompleter(completions),
+            completer=_CommandCompleter(),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
@@ -147,18 +144,21 @@ class _History(FileHistory):
 
 
 class _CommandCompleter(Completer):
-    def __init__(self, completions: Completions):
-        self._completions = completions
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
+        from mlx_paged.cli.chat.commands import complete  # MLX with it, once the model is loaded
 
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
             return ()
-        words = self._completions(typed)
-        if words is not None:
-            return WordCompleter(list(words), True, WORD=True).get_completions(document, event)
-        name = typed.partition(" ")[2]
-        return PathCompleter(expanduser=True).get_completions(Document(name), event)
+        words = complete(typed)
+        completer: Completer = PathCompleter(expanduser=True)
+        if words is None:
+            document = Document(typed.partition(" ")[2])
+        else:
+            completer = WordCompleter(list(words), ignore_case=True, WORD=True)
+        return completer.get_completions(document, complete_event)
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:

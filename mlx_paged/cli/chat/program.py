@@ -19,16 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
 from mlx_paged.cli import flags
 from mlx_paged.cli.chat.terminal import PipeReader, Reader, Screen, clean, read_stdin
 from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
-from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.errors import shown
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
+from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Conversation
@@ -218,10 +218,9 @@ def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not sys.stdin.isatty() or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
         return PipeReader()
-    from mlx_paged.cli.chat.commands import complete
     from mlx_paged.cli.chat.line_editor import LineEditor, history_path
 
-    return LineEditor(complete, screen, history_path(os.environ))
+    return LineEditor(screen, history_path(os.environ))
 
 
 def _read_message(args: argparse.Namespace) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_paged.memory import kv_share, memory_size, recommended_memory
+from mlx_paged.models.memory import kv_share, memory_size, recommended_memory
 
 # GB/s as Apple publishes them. There is no M4 Ultra; figures for the M5 Ultra and the smaller M5
 # Max were not available.

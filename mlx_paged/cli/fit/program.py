@@ -8,11 +8,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.argument_values import AT_LEAST_1
 from mlx_paged.cli.program import Parser, import_first, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines, write
-from mlx_paged.config import KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.argument_values import AT_LEAST_1
+from mlx_paged.options.config import KV_BITS_LISTED, KV_FORMAT, NBYTES, KVBits
 
 if TYPE_CHECKING:
     from mlx_paged.cli.fit.machine import Machine

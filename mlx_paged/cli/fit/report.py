@@ -7,13 +7,13 @@ from pathlib import Path
 
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.cli.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit
-from mlx_paged.config import KVBits
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError
 from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
 from mlx_paged.loading.gguf.files import is_later_part
 from mlx_paged.loading.outline import Outline, read_outline
-from mlx_paged.memory import format_nbytes
+from mlx_paged.models.memory import format_nbytes
+from mlx_paged.options.config import KVBits
 
 _REMEDY = "use a smaller model, or one with fewer bits per weight"
 

@@ -13,7 +13,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged.cache import KVCacheConfig, group_layers
 from mlx_paged.cli.fit.machine import Machine
-from mlx_paged.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, KVBits
 from mlx_paged.core.block_need import BlockNeed
 from mlx_paged.engine.draft_model import num_parameters_of
 from mlx_paged.errors import ArgumentError
@@ -25,6 +24,7 @@ from mlx_paged.models.activations import (
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, stored_as, weight_nbytes
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, KVBits
 
 # Dependent kernels in a layer's decode, and the time to launch one; both assumed.
 LAUNCHES_PER_LAYER = 14

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
+from mlx_paged.options.argument_values import is_plain_integer
 
 
 class Metadata:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.options.argument_values import is_plain_integer
 
 _CONTEXT_LENGTHS = (
     "max_position_embeddings",

@@ -20,8 +20,8 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.models.mlx_lm.model_args import EXPERTS_PER_TOKEN, OTHER_PARTS
+from mlx_paged.options.argument_values import is_plain_integer
 
 Config = dict[str, Any]
 

@@ -19,9 +19,7 @@ import mlx_lm
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences, group_layers
-from mlx_paged.config import KVBudget
 from mlx_paged.errors import ArgumentError, FailedCheckError, UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel, packed_step
@@ -29,6 +27,8 @@ from mlx_paged.models.mlx_lm.modules import ModuleClasses
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
+from mlx_paged.options.argument_values import kind_of
+from mlx_paged.options.config import KVBudget
 
 Kind: TypeAlias = type[PackedModel | PerSequenceModel]
 WAYS: dict[str, Kind] = {"packed": PackedModel, "per sequence": PerSequenceModel}

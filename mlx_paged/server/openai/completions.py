@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from mlx_paged.argument_values import check_token_ids
 from mlx_paged.engine.input_processor import encode_prompt
+from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import TokenIds, fields_of, first_given

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.argument_values import check_token_ids
+from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.fields import ModelFields, TokenIds, check_model_name

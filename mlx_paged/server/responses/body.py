@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_paged.errors import shown
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,

@@ -21,7 +21,7 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 from mlx_paged import LLM, batch_generate, demo_model_path, generate, load, stream_generate
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.models import qwen3
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.options.sampling_params import SamplingParams
 
 PREFIX = prompt(96, seed=1)
 PARAMS = greedy(3)
@@ -53,7 +53,7 @@ def test_preempted_requests_with_no_store_leave_nothing(model: qwen3.Model, tmp_
         model, tmp_path, kv_cache_bytes="10blocks", swap_bytes=0, watermark=0.0, max_num_seqs=4
     ) as engine:
         assert engine.disk_tier is not None
-        engine.disk_tier.pays_for_preempted = True
+        engine.disk_tier.saves_preempted = True
         for number in range(4):
             engine.add_request(str(number), prompt(30, seed=number), greedy(60), no_store=True)
         outputs = run(engine)
@@ -71,8 +71,8 @@ def test_preempted_requests_come_back_from_disk_where_host_memory_is_short(
         model, tmp_path, kv_cache_bytes="10blocks", swap_bytes=0, watermark=0.0, max_num_seqs=4
     ) as engine:
         assert engine.disk_tier is not None
-        assert not engine.disk_tier.pays_for_preempted, "computing is cheaper on so small a model"
-        engine.disk_tier.pays_for_preempted = True
+        assert not engine.disk_tier.saves_preempted, "computing is cheaper on so small a model"
+        engine.disk_tier.saves_preempted = True
         for number in range(4):
             engine.add_request(str(number), prompt(30, seed=number), greedy(60))
         # Steps on so small a model are faster than any disk.

@@ -14,10 +14,10 @@ import pytest
 from helpers.engine_runs import load_demo, make_engine
 
 from mlx_paged import LLM, AsyncEngine, batch_generate, generate
-from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, DURATION, NBYTES, SchedulerConfig
 from mlx_paged.engine.options import DiskTierOptions, check_engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
+from mlx_paged.options.config import DEFAULT_CACHE_DIR_SIZE, DURATION, NBYTES, SchedulerConfig
 
 
 def test_a_folder_alone_has_a_limit_of_20_gib_and_no_duration(tmp_path: Path):

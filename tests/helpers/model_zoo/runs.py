@@ -20,10 +20,10 @@ from helpers.model_zoo.configs import config_of
 from helpers.model_zoo.models import make, make_from_config
 from helpers.model_zoo.traits import traits_of
 from mlx_paged import Engine
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.mlx_lm.trial import tried
+from mlx_paged.options.engine_options import EngineOptions
 
 
 @dataclass(frozen=True)

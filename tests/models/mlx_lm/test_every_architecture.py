@@ -20,9 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
-from mlx_paged.engine_options import EngineOptions
 from mlx_paged.models.mlx_lm import trial
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.options.engine_options import EngineOptions
 
 ROWS = rows_on_page()
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mlx_paged.argument_values import refused, with_help
 from mlx_paged.errors import ArgumentError
-from mlx_paged.foreign_arguments import constructor_refuses_unknown
-from mlx_paged.sampling_declarations import (
+from mlx_paged.options.argument_values import refused, with_help
+from mlx_paged.options.foreign_arguments import constructor_refuses_unknown
+from mlx_paged.options.sampling_declarations import (
     MAX_COMPLETIONS,
     MAX_LOGPROBS,
     SAMPLING_PARAMS,

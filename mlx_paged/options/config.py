@@ -6,8 +6,8 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.argument_values import Domain, as_integer, number, whole
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.argument_values import Domain, as_integer, number, whole
 
 BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")

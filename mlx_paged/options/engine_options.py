@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
-from mlx_paged import config
-from mlx_paged.argument_values import (
+from mlx_paged.options import config
+from mlx_paged.options.argument_values import (
     AT_LEAST_0,
     AT_LEAST_1,
     BOOL,

@@ -14,8 +14,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_paged.config import WIRED_LIMIT
 from mlx_paged.errors import ArgumentError
+from mlx_paged.options.config import WIRED_LIMIT
 
 # The share that K/V take by default of what the weights leave of recommended (on a Mac) or physical
 # memory. MLX's buffer cache and, without Metal, other programs take the rest.

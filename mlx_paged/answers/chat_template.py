@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.answers.dialect import Dialect
 from mlx_paged.answers.template_traits import TemplateTraits, UnsayableError, calls_as_text
-from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.errors import one_line, reason, shown
+from mlx_paged.options.argument_values import is_sequence, kind_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mlx_paged.answers.chat_template import encode_text, normalise_messages, render_chat
 from mlx_paged.answers.dialect import Dialect
-from mlx_paged.chat_template import encode_text, normalise_messages, render_chat
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 
 if TYPE_CHECKING:

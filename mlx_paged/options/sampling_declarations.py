@@ -14,7 +14,8 @@ from enum import Enum
 from json import dumps, loads
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mlx_paged.argument_values import (
+from mlx_paged.errors import ArgumentError, one_line, shown
+from mlx_paged.options.argument_values import (
     AT_LEAST_0,
     BOOL,
     SHARE,
@@ -32,7 +33,6 @@ from mlx_paged.argument_values import (
     such,
     whole,
 )
-from mlx_paged.errors import ArgumentError, one_line, shown
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import TypedDict, TypeVar
 
-from mlx_paged.config import KV_BITS_LISTED
-from mlx_paged.engine_options import ENGINE_OPTIONS
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.options.config import KV_BITS_LISTED
+from mlx_paged.options.engine_options import ENGINE_OPTIONS
+from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 
 C = TypeVar("C", bound=type)
 
