@@ -20,7 +20,7 @@ from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import made_params
+from mlx_paged.server.fields import make_params
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
@@ -105,13 +105,13 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     is_continued = options.get("continue_final_message", False)
     return Generation(
         prompt.token_ids,
-        made_params(job.params, values, fields),
+        make_params(job.params, values, fields),
         job.priority,
         job.cache_salt,
         job.no_store,
         answer_format,
         # A continued message comes back together with its beginning, so it is not kept.
-        None if is_continued else partial(_answered, service, job, options, prompt, answer_format),
+        None if is_continued else partial(_keep, service, job, options, prompt, answer_format),
         job.user,
         fields,
         partial(_parts_of, calls, job, fields),
@@ -153,7 +153,7 @@ def _grammar_of_calls(dialect: Dialect, job: ChatJob) -> ToolGrammar | None:
     return required_calls(job.tools, dialect, name=name, parallel_tool_calls=is_parallel)
 
 
-def _answered(
+def _keep(
     service: Service,
     job: ChatJob,
     options: Mapping[str, Any],

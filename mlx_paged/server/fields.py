@@ -148,7 +148,7 @@ class _SamplingFields(Body):
         }
         if "logit_bias" in values:
             values["logit_bias"] = _biases_of(values["logit_bias"])
-        params = made_params(defaults, values, fields)
+        params = make_params(defaults, values, fields)
         if self.best_of not in (None, params.n):
             raise refused("best_of", f"is not supported, got {self.best_of}; leave it out")
         return params
@@ -168,7 +168,7 @@ else:
     )
 
 
-def made_params(
+def make_params(
     defaults: SamplingParams, values: dict[str, Any], fields: Mapping[str, str] | None = None
 ) -> SamplingParams:
     """``defaults`` with some values replaced.

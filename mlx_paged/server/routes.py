@@ -81,14 +81,14 @@ class RequestContext(Generic[B]):
         """:meth:`Service.run_in_tokenizer_pool` for the user."""
         return await self.service.run_in_tokenizer_pool(self.principal.name, work)
 
-    def owned(self, asked: J) -> J:
+    def for_user(self, request: J) -> J:
         """A copy for the user: with a cache salt that contains theirs, and with ``no_store`` if the
         header ``Cache-Control: no-store`` (RFC 9111) requests that.
         """
         directives = self.request.headers.get("cache-control", "").lower().split(",")
-        no_store = asked.no_store or "no-store" in map(str.strip, directives)
-        salt = self.principal.salted(asked.cache_salt)
-        return replace(asked, user=self.principal.name, cache_salt=salt, no_store=no_store)
+        no_store = request.no_store or "no-store" in map(str.strip, directives)
+        salt = self.principal.salted(request.cache_salt)
+        return replace(request, user=self.principal.name, cache_salt=salt, no_store=no_store)
 
     async def prepare_chat(
         self, read: Callable[[B, Service], ChatJob], leaves_out: bool = False
@@ -105,7 +105,7 @@ class RequestContext(Generic[B]):
 
         def prepared(work: Work) -> tuple[B, Generation]:
             body = self.read_body(leaves_out)
-            return body, prepare(work, self.service, self.owned(read(body, self.service)))
+            return body, prepare(work, self.service, self.for_user(read(body, self.service)))
 
         return await self.run_in_tokenizer_pool(prepared)
 

@@ -176,11 +176,11 @@ class Service:
         try:
             if not params.is_slow_to_prepare:
                 return prepare(params)
-            return await threads.run(generation.user, lambda _: self._prepared(generation))
+            return await threads.run(generation.user, lambda _: self._prepare(generation))
         except Exception as error:
             raise api_error(error, generation.fields) from error
 
-    def _prepared(self, generation: Generation) -> TokenRules:
+    def _prepare(self, generation: Generation) -> TokenRules:
         """The token rules. If the grammar is refused, the error is about the part of it that is
         refused alone, if there is one.
         """

@@ -199,13 +199,13 @@ def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey
     """
     given = [("api_key", text) for text in texts]
     if file is not None:
-        lines = _lines(file)
+        lines = _read_lines(file)
         if not lines:
             raise ArgumentError(f"[server] api_key_file {shown(file)} has no key", "api_key_file")
         given += [("api_key_file", line) for line in lines]
     keys: list[ApiKey] = []
     for index, (argument, text) in enumerate(given, start=1):
-        key = _parsed(text, argument, index)
+        key = _parse_key(text, argument, index)
         if any(key.key == other.key for other in keys):
             raise ArgumentError(f"[server] {argument}: key {index} is given twice", argument)
         keys.append(key)
@@ -236,14 +236,14 @@ class KeyFile:
         self._file = file
         self._read = self._seen = _state_of(file)
 
-    def look(self) -> None:
+    def reread_if_changed(self) -> None:
         """Reread the file if it has changed, but not since the previous call of this method."""
         now = _state_of(self._file)
         is_settled, self._seen = now == self._seen, now
         if is_settled and now != self._read:
-            self.read_again()
+            self.reread()
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         self._read = _state_of(self._file)
         try:
             self.keys = read_api_keys(self._texts, self._file)
@@ -270,7 +270,7 @@ def seems_named_by_equals(key: ApiKey) -> bool:
     return not key.is_named and _INNER_EQUALS.search(key.key) is not None
 
 
-def _parsed(text: str, argument: str, index: int) -> ApiKey:
+def _parse_key(text: str, argument: str, index: int) -> ApiKey:
     words = text.split(maxsplit=1)
     is_named = len(words) == 2
     name, key = words if is_named else (f"key#{index}", text.strip())
@@ -289,7 +289,7 @@ def _parsed(text: str, argument: str, index: int) -> ApiKey:
     return ApiKey(name, key, is_named)
 
 
-def _lines(file: str) -> list[str]:
+def _read_lines(file: str) -> list[str]:
     """The lines of a key file without blank lines and comments; checks the file's mode."""
     try:
         with open(file, encoding="utf-8") as opened:

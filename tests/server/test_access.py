@@ -253,19 +253,19 @@ def test_a_file_of_keys_is_read_again_once_it_has_changed_and_rests(
             for key in ("zero", "old", "new")
         ]
 
-    keys.look()
+    keys.reread_if_changed()
     assert statuses() == [200, 200, 401]
     file.write_text("alice new\nbob other\n")
-    keys.look()  # It may be in the middle of being written.
+    keys.reread_if_changed()  # It may be in the middle of being written.
     assert statuses() == [200, 200, 401]
-    keys.look()
+    keys.reread_if_changed()
     assert statuses() == [200, 401, 200]
-    keys.look()
+    keys.reread_if_changed()
     # What can't be used changes nothing, and is said once.
     for change in (lambda: file.write_text(""), lambda: file.chmod(0o644), file.unlink):
         change()
         for _ in range(4):
-            keys.look()
+            keys.reread_if_changed()
         assert statuses() == [200, 401, 200]
     said = f"the API keys were not changed: api_key_file {shown(str(file))}"
     assert [record.getMessage() for record in caplog.records] == [
@@ -286,7 +286,7 @@ def test_a_user_keeps_the_salt_over_a_change_of_keys_and_learns_that_there_are_o
     app = Access(echo, ServerSettings(), keys)
     before = ask(app, headers={"x-api-key": "old"}).state["principal"]
     file.write_text("alice new\nbob other\n")
-    keys.read_again()
+    keys.reread()
     after = ask(app, headers={"x-api-key": "new"}).state["principal"]
     assert (before.is_alone, after.is_alone) == (True, False)
     assert before.cache_salt == after.cache_salt

@@ -72,7 +72,7 @@ def test_one_address_whose_port_is_in_use_takes_back_the_others(monkeypatch):
         return made[0]
 
     infos = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 7)) for each in ("a", "b")]
-    monkeypatch.setattr(http_server, "_listening", listening)
+    monkeypatch.setattr(http_server, "_listen", listening)
     monkeypatch.setattr(http_server.socket, "getaddrinfo", lambda *_, **__: infos)
     with pytest.raises(ArgumentError, match="port 7 is in use"):
         bind("localhost", 7)

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.kept_answers import KeptItems
-from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, seal
 
 TOOL = {
     "type": "function",
@@ -200,7 +200,7 @@ def test_items_become_messages_that_templates_know(shared_agent_service):
              "content": [{"type": "input_text", "text": "Be kind."}]},
             {"role": "user", "content": "a"},
             {"type": "reasoning", "id": "rs_1", "summary": [],
-             "encrypted_content": sealed("hm")},
+             "encrypted_content": seal("hm")},
             {"type": "message", "role": "assistant", "status": "completed", "id": "msg_1",
              "content": [{"type": "output_text", "text": "b", "annotations": []}]},
             call,

@@ -271,7 +271,7 @@ def test_a_port_without_permission_is_named(fails, monkeypatch):
     def bind(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mlx_paged.server.http.http_server._listening", bind)
+    monkeypatch.setattr("mlx_paged.server.http.http_server._listen", bind)
     assert fails("--port", "80") == (
         "[server] there is no permission to listen on port 80; choose another with --port"
     )

@@ -25,7 +25,7 @@ from mlx_paged.server.fields import (
     RequestedFormat,
     StopTexts,
     fields_of,
-    made_params,
+    make_params,
     read_format,
 )
 from mlx_paged.server.schemas import (
@@ -279,7 +279,7 @@ def _read_params(
     values = {name: value for name, value in values.items() if value is not None}
     if requested is not None:
         values["structured_outputs"] = requested.params
-    return made_params(service.default_params, values, fields)
+    return make_params(service.default_params, values, fields)
 
 
 def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:

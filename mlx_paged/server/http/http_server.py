@@ -35,7 +35,7 @@ BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
 MAX_CONNECTIONS = 1024
-_TICKS_PER_CHECK, _TICKS_PER_LOOK = 5, 10  # at connections and the key file; 10 ticks are a second
+_TICKS_PER_CHECK, _TICKS_PER_REREAD = 5, 10  # of connections, of the key file; 10 are a second
 _RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
 _LENGTHS = {b"content-length", b"transfer-encoding"}
 
@@ -63,7 +63,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         if port == 0 and sockets:
             break  # a port that is free on one address may be in use on another
         try:
-            sockets.append(_listening(family, address))
+            sockets.append(_listen(family, address))
         except OSError as error:
             refusal = error
             # "localhost" may have an IPv6 address on a machine without IPv6.
@@ -80,7 +80,7 @@ def close_all(sockets: list[socket.socket]) -> None:
         each.close()
 
 
-def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
     # Unless TCP is named, asyncio leaves Nagle's algorithm on, and the second part of each response
     # waits for the client's delayed acknowledgement, 40 ms.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -327,9 +327,9 @@ class HttpServer(uvicorn.Server):
             return True
         if self._key_file is not None:
             if hung_up:
-                self._key_file.read_again()
-            elif counter % _TICKS_PER_LOOK == 0:
-                self._key_file.look()
+                self._key_file.reread()
+            elif counter % _TICKS_PER_REREAD == 0:
+                self._key_file.reread_if_changed()
         return await super().on_tick(counter)
 
     def _ends_with_terminal(self) -> bool:

@@ -65,7 +65,7 @@ class Limits:
         try:
             check_head(scope)
             if scope["method"] in _METHODS_WITH_BODY:
-                receive = _replayed(await self._body(scope, receive, held), receive)
+                receive = _replay(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
         except ClientLeftError:
             pass
@@ -112,7 +112,7 @@ class Limits:
         )
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """A ``receive`` that returns the whole body first, and then continues with ``receive``."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -78,20 +78,20 @@ class CompletionRequest(OpenAIFields):
 
 async def completions(context: RequestContext[CompletionRequest]) -> Response:
     """The completions of prompts, as one object or as events."""
-    body, generations = await context.run_in_tokenizer_pool(partial(_prepared, context))
+    body, generations = await context.run_in_tokenizer_pool(partial(_prepare, context))
     renderer = CompletionsRenderer(context, body, generations)
     return await context.respond(renderer, *generations)
 
 
-def _prepared(
+def _prepare(
     context: RequestContext[CompletionRequest], work: Work
 ) -> tuple[CompletionRequest, list[Generation]]:
     """The body, and a generation for each of its prompts."""
     body, service = context.read_body(), context.service
-    prompts, asked = read_completions(body, service)
-    asked = context.owned(asked)
+    prompts, generation = read_completions(body, service)
+    generation = context.for_user(generation)
     encoded = encode_all(work, service, prompts, body.add_special_tokens)
-    return body, [replace(asked, prompt_token_ids=token_ids) for token_ids in encoded]
+    return body, [replace(generation, prompt_token_ids=token_ids) for token_ids in encoded]
 
 
 def read_completions(
@@ -143,7 +143,7 @@ def encode_all(
         try:
             if isinstance(prompt, str):
                 limit.check(prompt)
-            encoded.append(_encoded(service, prompt, name, adds_special_tokens))
+            encoded.append(_encode(service, prompt, name, adds_special_tokens))
         except ValueError as error:
             raise ApiError(400, api_error(error).message, param=name) from error
         num_tokens += len(encoded[-1])
@@ -157,7 +157,7 @@ def encode_all(
     return encoded
 
 
-def _encoded(service: Service, prompt: Prompt, name: str, adds_special_tokens: bool) -> list[int]:
+def _encode(service: Service, prompt: Prompt, name: str, adds_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return check_token_ids(prompt, service.engine.engine.runner.vocab_size, name)
     if adds_special_tokens:

@@ -24,7 +24,7 @@ from mlx_paged.server.generations import (
 )
 from mlx_paged.server.http.sse import event
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
-from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, sealed
+from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, seal
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
@@ -223,7 +223,7 @@ class ResponseRenderer:
         if block.kind != "reasoning":
             item["status"] = status
         elif text is not None and self._has_sealed_reasoning:
-            item["encrypted_content"] = sealed(text)
+            item["encrypted_content"] = seal(text)
         return item
 
     def _part(self, block: AnswerBlock, text: str) -> dict[str, Any]:

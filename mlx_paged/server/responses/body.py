@@ -343,7 +343,7 @@ def _read_item(history: History, item: AnyItem, place: str, is_last: bool) -> No
         last = history.last
         if last["role"] == "assistant" and (any(last["content"]) or "tool_calls" in last):
             history.end_message()  # Reasoning comes first.
-        texts = [each.text for each in item.content] or [_opened(item.encrypted_content)]
+        texts = [each.text for each in item.content] or [_unseal(item.encrypted_content)]
         text = "\n".join(filter(None, texts))
         if text:
             history.message("assistant")["reasoning_content"] = text
@@ -368,12 +368,12 @@ class _KeptItem(Body):
     item: AnyItem
 
 
-def sealed(reasoning: str) -> str:
+def seal(reasoning: str) -> str:
     """Reasoning as ``encrypted_content``. It is not encrypted, since the client may see it."""
     return _SEAL + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 
-def _opened(text: str) -> str:
+def _unseal(text: str) -> str:
     """The reasoning in an ``encrypted_content``; ``""`` if another server made it."""
     if not text.startswith(_SEAL):
         return ""
