@@ -38,8 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_lanes(items)
-    # The longest tests, on the largest models, come first. Near the end, processes that are done
-    # take over tests of others: they would load these models again, and the others wait for them.
+    # The longest tests, on the largest models, come first. Near the end, a process that is done
+    # takes over tests of another: it would load these models again, and the other wait for it.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/real/"))
 
 
