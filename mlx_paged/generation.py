@@ -290,7 +290,7 @@ class OneShotEngine(Engine):
         except ForkedError:
             return True
         finally:
-            given_back = self._let_go_thread()
+            given_back = self._release_thread()
             if given_back is not None and not is_busy:
                 given_back.result()
 

@@ -36,7 +36,7 @@ _NUM_CONTEXT_TOKENS = 4  # the text of an answer's first token may depend on tho
 _VERSION = 1  # of stored answers
 
 
-class Said(Protocol):
+class AnswerContent(Protocol):
     """What an answer says."""
 
     @property
@@ -67,7 +67,7 @@ class Verbatim(NamedTuple):
     reasoning: str = ""
 
     def parts(self) -> Sequence[Any]:
-        """See :class:`Said`."""
+        """See :class:`AnswerContent`."""
         return tuple(self)
 
     def find_end(
@@ -77,7 +77,7 @@ class Verbatim(NamedTuple):
         text: str,
         begin: int,
     ) -> int | None:
-        """See :class:`Said`."""
+        """See :class:`AnswerContent`."""
         return begin + len(self.text) if text.startswith(self.text, begin) else None
 
 
@@ -111,7 +111,7 @@ class KeptAnswer:
     """
 
     key: bytes
-    said: Said
+    said: AnswerContent
     beginnings: tuple[_Beginning, ...]
     before: KeptAnswer | None
     token_ids: array[int]
@@ -196,14 +196,14 @@ class StoredAnswers:
     Args:
         tier: keeps them.
         tokenizer: of the model.
-        read_said: makes a :class:`Said` of its parts; may raise anything for wrong ones.
+        read_said: makes a :class:`AnswerContent` of its parts; may raise anything for wrong ones.
     """
 
     def __init__(
         self,
         tier: AnswerTier,
         tokenizer: TokenizerWrapper,
-        read_said: Callable[..., Said],
+        read_said: Callable[..., AnswerContent],
     ):
         self._tier = tier
         self._vocabulary = _digest_of_vocabulary(tokenizer)
@@ -351,7 +351,7 @@ class ConversationEncoder:
         prompt: Prompt,
         token_ids: Sequence[int],
         message: Mapping[str, Any],
-        said: Said,
+        said: AnswerContent,
         no_store: bool = False,
     ) -> None:
         """Keep the answer to a prompt.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mlx_paged.core import Cut, KVCacheManager, SequenceState, SequenceStates
-from mlx_paged.ops import StateStack, StepState, part_ways
+from mlx_paged.ops import StateStack, StepState, separate_states
 from mlx_paged.request import SeqId
 
 
@@ -85,7 +85,7 @@ def forget_before(
     made: Sequence[StepState], earlier: Iterable[StateStack] = ()
 ) -> Sequence[StateStack]:
     """Release the previous states after those of a step are stored, and move states that are still
-    held out of their stacks (:func:`part_ways`).
+    held out of their stacks (:func:`separate_states`).
 
     Args:
         earlier: the result for the previous step.
@@ -96,4 +96,4 @@ def forget_before(
     stacks = {*earlier, *(state.before.stack for state in made if state.before)}
     for state in made:
         state.before = None
-    return part_ways(list(stacks))
+    return separate_states(list(stacks))

@@ -445,7 +445,7 @@ class BlockTable:
         other = BlockTable(self.pool, self.retention)
         other._blocks = self._blocks[:num_shared]
         other._block_ids = self._block_ids[:num_shared]
-        other.positions.go_on_from(self.positions)
+        other.positions.continue_from(self.positions)
         other.num_held_tokens = self.num_held_tokens
         other.num_evicted_tokens = self.num_evicted_tokens
         other.num_cached_blocks = self.num_cached_blocks

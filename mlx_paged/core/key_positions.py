@@ -45,7 +45,7 @@ class KeyPositions:
         self.sinks: list[KVCacheBlock] = []
         self.distance = 0
 
-    def go_on_from(self, other: KeyPositions) -> None:
+    def continue_from(self, other: KeyPositions) -> None:
         """Copy the positions of another table, without its pending shifts."""
         self.position_origin, self.sinks, self.distance = (
             other.position_origin,

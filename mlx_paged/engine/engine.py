@@ -111,10 +111,10 @@ class Engine:
             acquire_cache_limit(self.nbytes_activations),
         ]
         # These end with the engine; at the end of Python they do so by themselves.
-        self._let_go_thread = weakref.finalize(self, self.thread.let_go)
-        let_go = [] if self.disk_tier is None else [self.disk_tier.finish]
-        others = [weakref.finalize(self, end) for end in (*self._release_limits, *let_go)]
-        for finalizer in (self._let_go_thread, *others):
+        self._release_thread = weakref.finalize(self, self.thread.release)
+        endings = [] if self.disk_tier is None else [self.disk_tier.finish]
+        others = [weakref.finalize(self, end) for end in (*self._release_limits, *endings)]
+        for finalizer in (self._release_thread, *others):
             finalizer.atexit = False
         if self.disk_tier is not None:
             self.disk_tier.is_in_use = self.thread.is_alive

@@ -180,7 +180,7 @@ class EngineThread:
     @classmethod
     def shared(cls, forget: Callable[[], None] | None = None) -> EngineThread:
         """The thread that the last one-shot call has left, or a new one if there is none: the
-        others are in use, hang or have ended. It is kept with :meth:`let_go`.
+        others are in use, hang or have ended. It is kept with :meth:`release`.
 
         A thread is not ended and made again for each call, because MLX keeps an OS thread for each
         stream that a process has ever had, on a CPU.
@@ -331,7 +331,7 @@ class EngineThread:
         self.has_ended = True
         self._calls.put(Call(self, _nothing))
 
-    def let_go(self) -> Call[None] | None:
+    def release(self) -> Call[None] | None:
         """Called when the engine has ended: end the thread, or keep a shared one for the next call
         once the current one has ended.
         """
@@ -445,7 +445,7 @@ def run_apart(work: Callable[[], T]) -> T:
     try:
         return thread.call(work)
     finally:
-        left = thread.let_go()
+        left = thread.release()
         if left is not None:
             left.result()  # The next call may come at once.
 

@@ -64,8 +64,8 @@ def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> dict
 
 def _read_top_k(value: Any) -> int | None:
     """Read -1 as 0, and a JSON number with a decimal point as an integer."""
-    is_right = is_number(value) and -1 <= value < 2**31 and float(value).is_integer()
-    return max(int(value), 0) if is_right else None
+    is_valid = is_number(value) and -1 <= value < 2**31 and float(value).is_integer()
+    return max(int(value), 0) if is_valid else None
 
 
 _DOMAINS: dict[str, Domain[Any]] = {

@@ -25,8 +25,8 @@ from mlx_paged.ops.states import (
     StateRow,
     StateStack,
     StepState,
-    part_ways,
     reader_of,
+    separate_states,
 )
 from mlx_paged.ops.traced_step import traced_decode
 from mlx_paged.ops.tried_once import TrialStoppedError
@@ -60,8 +60,8 @@ __all__ = [
     "check_backend_name",
     "choose_backend",
     "dtype_name",
-    "part_ways",
     "reader_of",
+    "separate_states",
     "traced_decode",
     "try_kernels_of",
 ]

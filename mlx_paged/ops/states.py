@@ -174,7 +174,7 @@ def reader_of(rows: Sequence[StateRow]) -> ReadState:
     return read
 
 
-def part_ways(stacks: Sequence[StateStack]) -> list[StateStack]:
+def separate_states(stacks: Sequence[StateStack]) -> list[StateStack]:
     """After a step that continued from these stacks, move states that are still held to separate
     stacks: one held state would keep its whole stack in memory.
 

@@ -158,9 +158,9 @@ def or_none(domain: Domain[Any], what: str = "") -> Domain[Any]:
     return replace(domain, what=what or f"{domain.what}, or None", may_be_none=True)
 
 
-def such(what: str, is_right: Callable[[Any], bool], **more: Any) -> Domain[Any]:
-    """The values for which ``is_right`` holds, unchanged."""
-    return Domain(what, lambda value: value if is_right(value) else None, **more)
+def such(what: str, is_valid: Callable[[Any], bool], **more: Any) -> Domain[Any]:
+    """The values for which ``is_valid`` holds, unchanged."""
+    return Domain(what, lambda value: value if is_valid(value) else None, **more)
 
 
 def whole(
@@ -184,10 +184,10 @@ def number(
 ) -> Domain[float]:
     """Finite numbers within ``low..high``, without ``low`` if ``is_open``."""
 
-    def is_right(value: Any) -> bool:
+    def is_valid(value: Any) -> bool:
         return is_number(value) and low <= value <= high and not (is_open and value == low)
 
-    return such(what, is_right, parse=float, flag_what=flag_what)
+    return such(what, is_valid, parse=float, flag_what=flag_what)
 
 
 def one_of(*values: T) -> Domain[T]:

@@ -82,8 +82,8 @@ def _read_nbytes_a_day(text: object) -> int | None:
     if type(text) is int:
         return _read_nbytes(text)
     nbytes, slash, unit = str(text).partition("/") if isinstance(text, str) else ("", "", "")
-    is_right = slash and unit.strip().lower() == "day"
-    return _read_nbytes(nbytes) if is_right else None
+    is_valid = slash and unit.strip().lower() == "day"
+    return _read_nbytes(nbytes) if is_valid else None
 
 
 def _read_wired_limit(given: object) -> str | int | None:

@@ -451,8 +451,8 @@ def _is_unicode(value: object) -> bool:
 
 
 def _read_choice(value: object) -> tuple[str, ...] | None:
-    is_right = is_sequence(value) and all(each and _is_unicode(each) for each in value)
-    return tuple(value) or None if is_right else None  # type: ignore[arg-type]
+    is_valid = is_sequence(value) and all(each and _is_unicode(each) for each in value)
+    return tuple(value) or None if is_valid else None  # type: ignore[arg-type]
 
 
 # The value of a kind that is not given.

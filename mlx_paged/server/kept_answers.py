@@ -53,7 +53,7 @@ class ReadAnswer(Reading):
         return cls(reasoning, text, tuple((name, arguments) for name, arguments in calls))
 
     def parts(self) -> Sequence[Any]:
-        """See :class:`Said`."""
+        """See :class:`AnswerContent`."""
         return tuple(self)
 
     def find_end(
@@ -63,7 +63,7 @@ class ReadAnswer(Reading):
         text: str,
         begin: int,
     ) -> int | None:
-        """See :class:`Said`."""
+        """See :class:`AnswerContent`."""
         names = tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids))
         ends = [place for name in names if name and (place := text.find(name, begin)) >= 0]
         if not ends:

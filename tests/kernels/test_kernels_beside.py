@@ -123,12 +123,12 @@ def test_the_cache_waits_for_a_trial_that_is_slow(
     on_reading(lambda: trials.begun.wait(SECONDS) or pytest.fail("nothing is tried"))
     made = threading.Event()
 
-    def let_go() -> None:
+    def release() -> None:
         time.sleep(0.3)
         assert not made.is_set()
         trials.may_go_on.set()
 
-    waiter = threading.Thread(target=let_go)
+    waiter = threading.Thread(target=release)
     waiter.start()
     LLM(demo_model_path(), kv_cache_bytes="9blocks")
     made.set()

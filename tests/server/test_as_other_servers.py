@@ -156,7 +156,7 @@ def test_llama_cpp_what_is_no_conversation_is_an_error(server_url, service, mess
 
 
 @pytest.mark.parametrize(
-    ("response_format", "is_right"),
+    ("response_format", "is_valid"),
     [
         ({"type": "json_schema", "json_schema": {"schema": {"const": "foooooo"}}}, '"foooooo"'),
         ({"type": "json_object"}, None),
@@ -166,14 +166,14 @@ def test_llama_cpp_what_is_no_conversation_is_an_error(server_url, service, mess
         ({"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}, False),
     ],
 )
-def test_llama_cpp_response_formats(server_url, service, response_format, is_right):
+def test_llama_cpp_response_formats(server_url, service, response_format, is_valid):
     body = {"max_tokens": 20, "messages": USER, "response_format": response_format}
     answer = ask(server_url, CHAT, body)
-    if is_right is False:
+    if is_valid is False:
         assert answer.status == 400 and answer.body["error"]["message"]
         return
     content = answer.body["choices"][0]["message"]["content"]
-    assert content == is_right or (is_right is None and content.startswith("{"))
+    assert content == is_valid or (is_valid is None and content.startswith("{"))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
