@@ -140,8 +140,8 @@ class PrefixTree:
         # Children come before their parents.
         for block in sorted(self.blocks.values(), key=lambda block: -block.first_token):
             parent, after = self.parent(block), [each.block_hash for each in self.after(block)]
-            above = None if parent is None else parent.block_hash
-            self.children.setdefault(above, []).append(block)
+            parent_hash = None if parent is None else parent.block_hash
+            self.children.setdefault(parent_hash, []).append(block)
             self.num_prefixes[block.block_hash] = (
                 sum(self.num_prefixes[each] for each in after) or 1
             )
@@ -154,9 +154,9 @@ class PrefixTree:
         blocks = self.blocks.values()
         self.num_tokens = sum(block.end_token - block.first_token for block in blocks)
         self.num_states = sum(block.state is not None for block in blocks)
-        all_of_it: list[PrefixBlock | Entry] = [*blocks, *self.answers]
-        self.nbytes = sum(each.nbytes for each in all_of_it)
-        self.last_used = max((each.last_used for each in all_of_it), default=-math.inf)
+        stored: list[PrefixBlock | Entry] = [*blocks, *self.answers]
+        self.nbytes = sum(each.nbytes for each in stored)
+        self.last_used = max((each.last_used for each in stored), default=-math.inf)
 
     def parent(self, block: PrefixBlock) -> PrefixBlock | None:
         """The preceding block, if it is in the folder."""
