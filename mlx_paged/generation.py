@@ -295,7 +295,7 @@ class OneShotEngine(Engine):
                 given_back.result()
 
 
-class _Logprobs:
+class _StreamLogprobs:
     """Keeps the log-probabilities that the tokens of an engine's only request were drawn from."""
 
     def __init__(self, engine: Engine):
@@ -348,7 +348,7 @@ def _stream(
         draft_model=draft_model,
         **engine_options,
     )
-    logprobs = _Logprobs(engine)
+    logprobs = _StreamLogprobs(engine)
     if engine.ranks.size == 1:
         return _on_engine(engine, stream_request(engine, prompt, params, progress), logprobs)
     started: list[Generator[GenerationResponse, None, None]] = []
@@ -358,7 +358,7 @@ def _stream(
 
 
 def _on_engine(
-    engine: Engine, responses: Generator[GenerationResponse, None, None], logprobs: _Logprobs
+    engine: Engine, responses: Generator[GenerationResponse, None, None], logprobs: _StreamLogprobs
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses of an engine, which is closed after them."""
     try:
@@ -372,7 +372,7 @@ def _on_engine(
 def _on_all_ranks(
     engine: Engine,
     started: list[Generator[GenerationResponse, None, None]],  # empty, except on rank 0
-    logprobs: _Logprobs,
+    logprobs: _StreamLogprobs,
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses of rank 0 on every rank; log-probabilities are ``None`` on other ranks."""
 

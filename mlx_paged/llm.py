@@ -51,7 +51,7 @@ class _Asked(NamedTuple):
     no_store: bool
 
 
-class _Batch(NamedTuple):
+class _PromptBatch(NamedTuple):
     """The prompts of a call by request id, and its other arguments."""
 
     requests: dict[str, _Asked]
@@ -251,7 +251,9 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object) -> _Batch:
+    def _checked(
+        self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object
+    ) -> _PromptBatch:
         if use_tqdm is None:
             use_tqdm = len(asked) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
@@ -264,7 +266,7 @@ class LLM:
                 "for that"
             )
         raises = BOOL.check("generate", "raise_on_error", raise_on_error)
-        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
+        return _PromptBatch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
 
     def _complete(
         self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
@@ -362,7 +364,7 @@ def _render(
     return {"prompt": text, "prompt_token_ids": token_ids}
 
 
-def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
+def _raise_if_failed(output: RequestOutput, batch: _PromptBatch) -> None:
     """Raise the error of a prompt, if the call is to end with it."""
     if batch.raises:
         try:
@@ -372,7 +374,7 @@ def _raise_if_failed(output: RequestOutput, batch: _Batch) -> None:
             raise
 
 
-def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
+def _say_which(error: Exception, request_id: str, batch: _PromptBatch) -> None:
     """Add a note that says which of several prompts failed, and how to get the other answers."""
     num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
     if num_prompts > 1:
@@ -382,7 +384,7 @@ def _say_which(error: Exception, request_id: str, batch: _Batch) -> None:
         )
 
 
-def _failed(error: Exception, request_id: str, batch: _Batch) -> RequestOutput:
+def _failed(error: Exception, request_id: str, batch: _PromptBatch) -> RequestOutput:
     """The output of a prompt that failed; raises the error if the call is to end with it."""
     if batch.raises:
         _say_which(error, request_id, batch)

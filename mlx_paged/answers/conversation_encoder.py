@@ -81,14 +81,14 @@ class Verbatim(NamedTuple):
         return begin + len(self.text) if text.startswith(self.text, begin) else None
 
 
-class _Beginning(NamedTuple):
+class _TextPrefix(NamedTuple):
     """The text of a prompt, as a prefix of later texts of the template."""
 
     num_characters: int
     digest: bytes
 
     @classmethod
-    def of(cls, text: str) -> _Beginning:
+    def of(cls, text: str) -> _TextPrefix:
         return cls(len(text), hashlib.blake2b(text.encode(errors="surrogatepass")).digest())
 
 
@@ -112,7 +112,7 @@ class KeptAnswer:
 
     key: bytes
     said: AnswerContent
-    beginnings: tuple[_Beginning, ...]
+    beginnings: tuple[_TextPrefix, ...]
     before: KeptAnswer | None
     token_ids: array[int]
     is_private: bool = False
@@ -148,7 +148,7 @@ class KeptAnswer:
         """
         for beginning in self.beginnings:
             place = beginning.num_characters
-            if place <= len(text) and _Beginning.of(text[:place]) == beginning:
+            if place <= len(text) and _TextPrefix.of(text[:place]) == beginning:
                 end = self.said.find_end(tokenizer, template_options, text, place)
                 if end is not None:
                     return end
@@ -268,7 +268,7 @@ class StoredAnswers:
                 return None
         token_ids = array("i")
         token_ids.frombytes(tokens)
-        beginnings = tuple(_Beginning(int(n), bytes.fromhex(it)) for n, it in told["beginnings"])
+        beginnings = tuple(_TextPrefix(int(n), bytes.fromhex(it)) for n, it in told["beginnings"])
         answer = KeptAnswer(key, self._read_said(*told["said"]), beginnings, before, token_ids)
         return answer if answer.digest.hex() == told["digest"] else None
 
@@ -370,7 +370,7 @@ class ConversationEncoder:
         answer = KeptAnswer(
             _next_key(prompt.key, message),
             said,
-            tuple(map(_Beginning.of, texts)),
+            tuple(map(_TextPrefix.of, texts)),
             before,
             array("i", [*prompt.token_ids[num_before:], *token_ids]),
             no_store or (before is not None and before.is_private),
@@ -387,7 +387,7 @@ class ConversationEncoder:
         token_ids: Sequence[int],
     ) -> None:
         """Keep tokens that encode the beginning of a conversation's text, such as of a file."""
-        beginning = _Beginning.of(decoded(tokenizer, (), token_ids))
+        beginning = _TextPrefix.of(decoded(tokenizer, (), token_ids))
         tokens = array("i", token_ids)
         key = _keys(normalise_messages(messages), None)[-1]
         self._put(KeptAnswer(key, Verbatim(""), (beginning,), None, tokens))

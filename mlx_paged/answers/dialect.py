@@ -36,7 +36,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """The rest after the last token."""
+        """The rest after the last token: a replacement for an incomplete character."""
         ...
 
 

@@ -28,7 +28,7 @@ from mlx_paged.engine.stats import EngineStats, EngineView, stats_of, view_of
 from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
-    Call,
+    EngineCall,
     EngineStoppedError,
     EngineThread,
     ForkedError,
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 # What a step in the engine's thread leaves to its caller: the call that makes its outputs, unless
 # they are made, and the random key if functions of requests may have drawn.
-_Stepped: TypeAlias = tuple[Call[None] | None, int | None]
+_Stepped: TypeAlias = tuple[EngineCall[None] | None, int | None]
 
 
 class Engine:
@@ -103,7 +103,7 @@ class Engine:
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         decode = self.runner.compiled_decode
         self.thread = self._new_thread(forget=None if decode is None else decode.forget_traces)
-        self._interrupted_step: Call[_Stepped] | None = None  # its wait was interrupted
+        self._interrupted_step: EngineCall[_Stepped] | None = None  # its wait was interrupted
         self._ready: list[RequestOutput] = []
         self._calls_functions = False
         self._release_limits = [

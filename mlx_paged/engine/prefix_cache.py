@@ -44,7 +44,7 @@ def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
     return () if cache_salt is None else (cache_salt,)
 
 
-class Found(NamedTuple):
+class FoundPrefix(NamedTuple):
     """The K/V that are available for a waiting request."""
 
     hit: ComputedBlocks  # in the prefix cache
@@ -85,7 +85,7 @@ class PrefixCache:
         num_tokens = config.num_history_tokens if is_enabled else 0
         self.history = PrefixHistory(num_tokens, self._block_size)
 
-    def find(self, completion: Completion) -> Found:
+    def find(self, completion: Completion) -> FoundPrefix:
         """Look up the K/V for a waiting request, without taking them."""
         hit, num_cached = NOTHING_COMPUTED, 0
         if self._finds_blocks:
@@ -100,8 +100,8 @@ class PrefixCache:
             num_cached = self._last_sequence.num_kept_blocks(hashes) * self._block_size
         swapped = self._swap_space.find(completion.seq_id)
         if swapped is None or swapped.num_tokens <= hit.num_tokens:
-            return Found(hit, hit, num_cached)
-        return Found(hit, self._manager.resumed(swapped, hit), num_cached)
+            return FoundPrefix(hit, hit, num_cached)
+        return FoundPrefix(hit, self._manager.resumed(swapped, hit), num_cached)
 
     def absent_blocks(
         self, completion: Completion, has: Callable[[BlockHash], bool]
@@ -124,7 +124,7 @@ class PrefixCache:
         copied = self._manager.block_need.copied_blocks(hit) if block_ids else ()
         return any(block.block_id in block_ids for block in copied)
 
-    def begin(self, completion: Completion, found: Found, num_read_tokens: int) -> None:
+    def begin(self, completion: Completion, found: FoundPrefix, num_read_tokens: int) -> None:
         """A waiting request has got its slots, into which the kept sequence may be moved.
 
         Args:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import Found, PrefixCache, SwapSpace
+from mlx_paged.engine.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
 from mlx_paged.engine.request_queues import RequestQueues, place_of
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
@@ -361,7 +361,7 @@ class Scheduler:
             elif not queues.may_admit_others(plan, completion, is_admitted=False):
                 return
 
-    def _admit(self, plan: Batch, completion: Completion, found: Found) -> bool:
+    def _admit(self, plan: Batch, completion: Completion, found: FoundPrefix) -> bool:
         """Admit a waiting request if all its tokens fit now; otherwise nothing changes."""
         hit, computed, num_held = found.hit, found.computed, found.num_tokens
         num_left = self._queues.num_left_blocks(completion)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import (
 )
 from tokenizers import Tokenizer, decoders
 
-from mlx_paged.answers.dialect import AnswerFormat
+from mlx_paged.answers.dialect import AnswerFormat, Detokenizer
 from mlx_paged.answers.reader import AnswerReader
 
 _SPACE = "▁"  # a space in SentencePiece
@@ -84,18 +84,6 @@ def decoder_of(backend: Tokenizer) -> Any:
     if is_byte_level and "ByteFallback" in _kinds(backend.decoder):
         return decoders.ByteLevel()
     return backend.decoder
-
-
-class Detokenizer(Protocol):
-    """Converts tokens to text in complete characters."""
-
-    def add(self, token_id: int) -> str:
-        """The text that a token adds: empty while it ends within a character."""
-        ...
-
-    def finish(self) -> str:
-        """The rest after the last token: a replacement for an incomplete character."""
-        ...
 
 
 class TokenTexts:

@@ -46,7 +46,7 @@ class StuckStepError(RuntimeError):
     """A step did not end when it was interrupted, or when the program ended."""
 
 
-class Call(Generic[T]):
+class EngineCall(Generic[T]):
     """A function to be called in an engine's thread, and its future result.
 
     It is no ``concurrent.futures.Future``, because an interrupt at the wrong moment leaves the
@@ -60,7 +60,7 @@ class Call(Generic[T]):
 
     def __init__(self, thread: EngineThread, work: Callable[[], T], change: str | None = None):
         self.is_next = thread.is_idle and not thread.is_current
-        self.interrupted: tuple[Call[Any] | None, float] = None, 0.0
+        self.interrupted: tuple[EngineCall[Any] | None, float] = None, 0.0
         self._thread = thread
         self._work: Callable[[], T] | None = work
         self._change = change
@@ -159,11 +159,11 @@ class EngineThread:
     ) -> None:
         self.failure: BaseException | None = None
         self._forget = forget
-        self.running: Call[Any] | None = None
-        self._calls: queue.SimpleQueue[Call[Any]] = queue.SimpleQueue()
+        self.running: EngineCall[Any] | None = None
+        self._calls: queue.SimpleQueue[EngineCall[Any]] = queue.SimpleQueue()
         self._background: Callable[[], float | None] | None = None
         self._at_end: Callable[[], None] | None = None
-        self._interrupted: Call[Any] | None = None  # the call that ran at the last interrupt
+        self._interrupted: EngineCall[Any] | None = None  # the call that ran at the last interrupt
         self.has_ended = self._is_shared = self._is_forked = False
         self._is_changing = False
         self._may_be_cut, self._cutting = True, threading.Lock()
@@ -215,7 +215,7 @@ class EngineThread:
         """Whether an interrupt has ended the wait for the current call."""
         return self.running is not None and self.running is self._interrupted
 
-    def submit(self, work: Callable[[], T], change: str | None = None) -> Call[T]:
+    def submit(self, work: Callable[[], T], change: str | None = None) -> EngineCall[T]:
         """Queue a call.
 
         Args:
@@ -225,7 +225,7 @@ class EngineThread:
             EngineStoppedError: the thread has ended.
         """
         self.check()
-        call = Call(self, work, change)
+        call = EngineCall(self, work, change)
         self._calls.put(call)
         if self.has_ended:
             self._fail_waiting()
@@ -287,7 +287,7 @@ class EngineThread:
                 next call. An exception stops the thread.
         """
         self._background, self._at_end = background, at_end
-        self._calls.put(Call(self, _nothing))
+        self._calls.put(EngineCall(self, _nothing))
 
     def stopped(self) -> EngineStoppedError:
         """The error for callers once the thread has ended."""
@@ -329,9 +329,9 @@ class EngineThread:
     def end(self) -> None:
         """End the thread after the current call, without waiting for that."""
         self.has_ended = True
-        self._calls.put(Call(self, _nothing))
+        self._calls.put(EngineCall(self, _nothing))
 
-    def release(self) -> Call[None] | None:
+    def release(self) -> EngineCall[None] | None:
         """Called when the engine has ended: end the thread, or keep a shared one for the next call
         once the current one has ended.
         """
@@ -362,8 +362,8 @@ class EngineThread:
         if not self.has_ended:
             _idle.append(self)
 
-    def note_interrupt(self, call: Call[Any]) -> None:
-        """Take note that an interrupt has ended the wait for a call; see :meth:`Call.result`."""
+    def note_interrupt(self, call: EngineCall[Any]) -> None:
+        """Record that an interrupt has ended the wait for a call (:meth:`EngineCall.result`)."""
         running, now = self.running, time.monotonic()
         before, then = call.interrupted
         call.interrupted = running, now

@@ -236,7 +236,7 @@ def _cut_sequences(
 
 
 @dataclass(frozen=True)
-class Cut:
+class PartitionCut:
     """How simdgroups divide the keys of a partition and the query rows of a KV head."""
 
     streams: int  # simdgroups of a threadgroup on different keys
@@ -250,7 +250,7 @@ class Cut:
 
 
 @cache
-def cut_rows(num_rows: int, row_bytes: int) -> Cut:
+def cut_rows(num_rows: int, row_bytes: int) -> PartitionCut:
     """The cut for ``num_rows`` query rows (group size times query tokens) per KV head, each of at
     most ``row_bytes``: the rows of a simdgroup fit its registers, as few simdgroups as possible
     have no rows, and the remaining ones of ``SIMDGROUPS`` take other keys.
@@ -260,4 +260,4 @@ def cut_rows(num_rows: int, row_bytes: int) -> Cut:
     row_splits = splits
     if splits > SIMDGROUPS:
         row_splits = min(range(SIMDGROUPS, 1, -1), key=lambda share: -splits % share)
-    return Cut(SIMDGROUPS // row_splits, row_splits, -(-splits // row_splits))
+    return PartitionCut(SIMDGROUPS // row_splits, row_splits, -(-splits // row_splits))

@@ -11,7 +11,7 @@ from mlx_paged.ops.formats import KVFormat
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import padded
-from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
+from mlx_paged.ops.tried_once import GoOn, TrialResult, TriedOnce
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 64, 4, 16, 128
 NUM_TURNS = 8
@@ -19,15 +19,15 @@ NUM_LOOKS = 16  # for a copy of a slab
 FORMAT = KVFormat.dense("float16")
 
 
-def _try_writes_in_place(go_on: GoOn) -> Found[bool]:
+def _try_writes_in_place(go_on: GoOn) -> TrialResult[bool]:
     try:
         failure = check_writes_in_place()
     except Exception as error:  # any error of a compiler or a driver
         failure = f"a write in place raised {type(error).__name__}: {error}"
     if failure is None:
-        return Found(True)
+        return TrialResult(True)
     instead = "slots are written by donated scatter instead, which is slower"
-    return Found(False, (f"[metal] {failure}; {instead}",))
+    return TrialResult(False, (f"[metal] {failure}; {instead}",))
 
 
 writes_in_place = TriedOnce(_try_writes_in_place)

@@ -26,7 +26,7 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend, decode_runs_of
 from mlx_paged.ops.reference import ReferenceBackend
-from mlx_paged.ops.tried_once import Found, GoOn, TriedOnce
+from mlx_paged.ops.tried_once import GoOn, TrialResult, TriedOnce
 
 # Lengths of more than one partition, so that partitions are merged.
 LONG, LONG_WINDOW = 280, 260
@@ -72,7 +72,7 @@ def try_beforehand(shapes: Iterable[AttentionShape], go_on: GoOn) -> None:
         try_kernels.quietly(shape, go_on=go_on)
 
 
-def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
+def _try_kernels(shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKernels]:
     said: list[str] = []
 
     def warn(name: str, failure: str, instead: str) -> None:
@@ -87,7 +87,9 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
     if failure is not None:
         if not writes or failure_of_moves(False) is not None:
             warn("gather_blocks", failure, "plain MLX operations run instead")
-            return Found(WorkingKernels(writes=False, gathers=False, decode_runs=()), tuple(said))
+            return TrialResult(
+                WorkingKernels(writes=False, gathers=False, decode_runs=()), tuple(said)
+            )
         writes = False
         instead = "slots are written by donated scatter instead, which is slower"
         names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
@@ -103,7 +105,7 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
         instead = "MLX's own attention on gathered K/V, or another kernel, runs instead"
         warn(name, next(iter(failed.values())), instead)
     working = tuple(run for run in runs if run not in failed)
-    return Found(WorkingKernels(writes, True, working), tuple(said))
+    return TrialResult(WorkingKernels(writes, True, working), tuple(said))
 
 
 try_kernels = TriedOnce(_try_kernels)

@@ -22,7 +22,7 @@ class TrialStoppedError(Exception):
 GoOn: TypeAlias = Callable[[], None]
 
 
-class Found(NamedTuple, Generic[T]):
+class TrialResult(NamedTuple, Generic[T]):
     """The outcome of a trial, and the warnings to issue."""
 
     outcome: T
@@ -37,10 +37,10 @@ class TriedOnce(Generic[T]):
         attempt: the trial, called with the arguments and ``go_on``.
     """
 
-    def __init__(self, attempt: Callable[..., Found[T]]):
+    def __init__(self, attempt: Callable[..., TrialResult[T]]):
         self._attempt = attempt
         self._lock = threading.Lock()
-        self._trials: dict[tuple[Hashable, ...], Future[Found[T]]] = {}
+        self._trials: dict[tuple[Hashable, ...], Future[TrialResult[T]]] = {}
         self._unsaid: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
 
     def __call__(self, *arguments: Hashable) -> T:
@@ -71,7 +71,9 @@ class TriedOnce(Generic[T]):
         self._trials.clear()
         self._unsaid.clear()
 
-    def _run(self, trial: Future[Found[T]], arguments: tuple[Hashable, ...], go_on: GoOn) -> None:
+    def _run(
+        self, trial: Future[TrialResult[T]], arguments: tuple[Hashable, ...], go_on: GoOn
+    ) -> None:
         try:
             found = self._attempt(*arguments, go_on)
         except BaseException:
@@ -84,7 +86,7 @@ class TriedOnce(Generic[T]):
         trial.set_result(found)
 
 
-def _wait_for(trial: Future[Found[T]]) -> Found[T]:
+def _wait_for(trial: Future[TrialResult[T]]) -> TrialResult[T]:
     while not trial.done():
         try:
             trial.exception(LOOK_SECONDS)

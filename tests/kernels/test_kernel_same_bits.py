@@ -14,7 +14,7 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 from paged_testing.by_hand import dense_handle, step_of
 
 from mlx_paged.ops import AttentionParams, attention_plan, kernels
-from mlx_paged.ops.attention_plan import Cut
+from mlx_paged.ops.attention_plan import PartitionCut
 from mlx_paged.ops.metal import MetalBackend
 
 settings = pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
     # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
     out = METAL.attend(*problem.args)
-    monkeypatch.setattr(kernels, "cut_rows", lambda *rows: Cut(2, 1, 1))
+    monkeypatch.setattr(kernels, "cut_rows", lambda *rows: PartitionCut(2, 1, 1))
     other = METAL.attend(*problem.args)
     attention = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
     assert [call.threadgroup[0] for call in attention] == [128, 64]

@@ -25,7 +25,7 @@ from mlx_paged.loading import load_for, loader
 from mlx_paged.models.mlx_lm import adapt, layer_specs_of
 from mlx_paged.ops import AttentionShape, KVFormat, kernels, self_check
 from mlx_paged.ops.self_check import WorkingKernels
-from mlx_paged.ops.tried_once import Found, GoOn
+from mlx_paged.ops.tried_once import GoOn, TrialResult
 
 DEMO_SHAPE = AttentionShape(2, 2, 32, 32, 16, KVFormat.dense("float32"))
 WORKING = WorkingKernels(True, True, (1, 2, 4, 8))
@@ -48,12 +48,12 @@ class Trials:
         self.may_go_on.set()
         self.warnings: tuple[str, ...] = ()
 
-    def attempt(self, shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
+    def attempt(self, shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKernels]:
         self.tried.append((shape, threading.current_thread().name))
         self.begun.set()
         assert self.may_go_on.wait(SECONDS)
         go_on()
-        return Found(WORKING, self.warnings)
+        return TrialResult(WORKING, self.warnings)
 
     @property
     def threads(self) -> list[str]:
@@ -192,7 +192,7 @@ def test_a_model_that_is_broken_ends_the_trial_too(trials: Trials, tmp_path: Pat
 def test_a_trial_that_raises_leaves_it_to_the_cache(trials: Trials) -> None:
     attempt, calls = trials.attempt, []
 
-    def fail_first(shape: AttentionShape, go_on: GoOn) -> Found[WorkingKernels]:
+    def fail_first(shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKernels]:
         calls.append(shape)
         if len(calls) == 1:
             raise RuntimeError("the driver is away")

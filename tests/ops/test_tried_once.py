@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_paged.ops.tried_once import Found, GoOn, TrialStoppedError, TriedOnce
+from mlx_paged.ops.tried_once import GoOn, TrialResult, TrialStoppedError, TriedOnce
 
 
 class Trials:
@@ -22,14 +22,14 @@ class Trials:
         self.has_begun = threading.Event()
         self.once = TriedOnce(self.attempt)
 
-    def attempt(self, number: int, go_on: GoOn) -> Found[int]:
+    def attempt(self, number: int, go_on: GoOn) -> TrialResult[int]:
         self.tried.append((number, threading.current_thread().name))
         self.has_begun.set()
         assert self.may_end.wait(60)
         go_on()
         if number < 0:
             raise ValueError("negative")
-        return Found(number * 2, (f"{number} is small",) if number < 10 else ())
+        return TrialResult(number * 2, (f"{number} is small",) if number < 10 else ())
 
 
 def test_others_wait_for_the_thread_that_tries() -> None:

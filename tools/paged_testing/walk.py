@@ -99,7 +99,7 @@ def waiting_stack(thread: int) -> list[Call]:
     """
     for _ in range(MOST_LOOKS):
         stack = stack_of(sys._current_frames()[thread])
-        if stack and stack[-1].name == "Call.result":
+        if stack and stack[-1].name == "EngineCall.result":
             return stack
         time.sleep(0.001)
     raise RuntimeError("[walk] the caller does not wait for the engine's thread")

@@ -32,7 +32,7 @@ from mlx_paged.cli.descriptions import (
 )
 from mlx_paged.cli.flags import EXAMPLE_MODEL
 from mlx_paged.cli.streams import say
-from mlx_paged.engine.thread import Call
+from mlx_paged.engine.thread import EngineCall
 from mlx_paged.models.memory import format_nbytes, memory_size
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
             os._exit(130)
         caught.append(number)
         while frame is not None:
-            if frame.f_code is Call.result.__code__:
+            if frame.f_code is EngineCall.result.__code__:
                 raise KeyboardInterrupt
             frame = frame.f_back
 

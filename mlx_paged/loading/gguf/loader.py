@@ -19,7 +19,7 @@ from mlx_paged.loading.folder import LoadError, load_errors
 from mlx_paged.loading.gguf.configuration import read_configuration
 from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.tokenizer import named_end_ids, write_tokenizer
-from mlx_paged.loading.gguf.vocabulary import TOKENS, TokenType, Vocabulary
+from mlx_paged.loading.gguf.vocabulary import TOKENS, GGUFVocabulary, TokenType
 from mlx_paged.loading.gguf.weights import DTYPES, Weights, default_dtype
 from mlx_paged.loading.tokenizer import read_tokenizer
 
@@ -149,7 +149,7 @@ def _check_tokenizer(tokenizer: TokenizerWrapper, folder: Path, file: GGUFFile) 
     """Refuse a tokenizer whose token ids differ from the file's."""
     if TOKENS not in file.metadata:
         return
-    vocabulary = Vocabulary.read(file.metadata)
+    vocabulary = GGUFVocabulary.read(file.metadata)
     ids = tokenizer.get_vocab()
     for index, token in vocabulary.of_type(TokenType.NORMAL):
         if ids.get(token) != index:

@@ -15,7 +15,7 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.metadata import Metadata
 from mlx_paged.loading.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from mlx_paged.loading.gguf.vocabulary import END_NAMES, TokenType, Vocabulary
+from mlx_paged.loading.gguf.vocabulary import END_NAMES, GGUFVocabulary, TokenType
 
 _SPACE = "▁"  # SentencePiece's
 
@@ -26,7 +26,7 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> list[int]:
     Raises:
         LoadError: the tokenizer is of an unknown kind, or damaged.
     """
-    vocabulary = Vocabulary.read(metadata)
+    vocabulary = GGUFVocabulary.read(metadata)
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise LoadError(
@@ -55,7 +55,7 @@ def named_end_ids(metadata: Metadata) -> list[int]:
     return list(dict.fromkeys(metadata.integer(key) for key in keys if key in metadata))
 
 
-def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+def _added_tokens(vocabulary: GGUFVocabulary) -> list[dict[str, Any]]:
     """Tokens that are matched in a text before it is split into words."""
     kinds = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
     return [
@@ -72,7 +72,7 @@ def _added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     ]
 
 
-def _settings(vocabulary: Vocabulary) -> dict[str, Any]:
+def _settings(vocabulary: GGUFVocabulary) -> dict[str, Any]:
     """``tokenizer_config.json``."""
     metadata = vocabulary.metadata
     settings: dict[str, Any] = {
@@ -99,7 +99,7 @@ def _settings(vocabulary: Vocabulary) -> dict[str, Any]:
     return settings
 
 
-def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | None:
+def _post_processor(vocabulary: GGUFVocabulary, adds_bos: bool) -> dict[str, Any] | None:
     """The post-processor that adds BOS and EOS to a text, if the file requests them."""
     ends = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
@@ -132,7 +132,7 @@ def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | 
     }
 
 
-def _byte_level_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
+def _byte_level_bpe(vocabulary: GGUFVocabulary) -> dict[str, Any]:
     """GPT-2's kind: words split by a pattern, bytes as letters, merged in the file's order."""
     pre = _known_pre_tokenizer(vocabulary.metadata)
     # An invalid merge raises when the tokenizer is loaded.
@@ -171,7 +171,7 @@ def _known_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _sentencepiece_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
+def _sentencepiece_bpe(vocabulary: GGUFVocabulary) -> dict[str, Any]:
     """Llama 2's kind: SentencePiece's BPE, which merges the pair with the highest score."""
     metadata = vocabulary.metadata
     # A space before each piece of text between special tokens, as in llama.cpp.
@@ -207,7 +207,7 @@ def _sentencepiece_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Every merge of two tokens into another, in descending order of the result's score."""
     ids, scores = vocabulary.ids, vocabulary.scores
     kinds = (TokenType.NORMAL, TokenType.USER_DEFINED)

@@ -32,7 +32,7 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GGUFVocabulary:
     """A file's tokens and their types.
 
     Attributes:
@@ -45,7 +45,7 @@ class Vocabulary:
     types: list[int]
 
     @classmethod
-    def read(cls, metadata: Metadata) -> Vocabulary:
+    def read(cls, metadata: Metadata) -> GGUFVocabulary:
         """Raises :class:`LoadError` if it is missing or damaged."""
         tokens = metadata.texts(TOKENS)
         types = [int(TokenType.NORMAL)] * len(tokens)

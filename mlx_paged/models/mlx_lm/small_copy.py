@@ -120,7 +120,7 @@ def small_copy(model: Module, config: Config) -> tuple[Module, Config] | None:
     return None
 
 
-def _cuts(model: Module, config: Config) -> list[Cut]:
+def _cuts(model: Module, config: Config) -> list[ModelCut]:
     """The cuts to try, smallest model first."""
     layers: Sequence[Module] = getattr(model, "layers", ())
     text = {**config, **(config.get("text_config") or {})}
@@ -129,7 +129,7 @@ def _cuts(model: Module, config: Config) -> list[Cut]:
     num_kept = min(len(layers), num_first * (2 if num_sharing else 1))
     all_layers = len(layers)
     cuts = [(kept, small) for kept in (num_kept, all_layers) for small in (True, False)]
-    return [Cut(all_layers, kept, small) for kept, small in dict.fromkeys(cuts)]
+    return [ModelCut(all_layers, kept, small) for kept, small in dict.fromkeys(cuts)]
 
 
 def _num_first_of_all_kinds(layers: Sequence[Module], model: Module) -> int:
@@ -226,7 +226,7 @@ def _knows_other_tokens(model: Module, config: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """How a small model is cut.
 
     Attributes:
@@ -240,7 +240,7 @@ class Cut:
     small_vocabulary: bool = True
 
 
-def small_config(config: Config, cut: Cut) -> Config:
+def small_config(config: Config, cut: ModelCut) -> Config:
     """The configuration of a small model of the same architecture.
 
     Args:
@@ -255,7 +255,7 @@ def small_config(config: Config, cut: Cut) -> Config:
     return small
 
 
-def _small(name: str, value: Any, cut: Cut) -> Any:
+def _small(name: str, value: Any, cut: ModelCut) -> Any:
     if isinstance(value, dict):
         return small_config(value, cut)
     if isinstance(value, list | tuple | str):

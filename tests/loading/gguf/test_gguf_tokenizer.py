@@ -26,7 +26,7 @@ from mlx_paged.loading import LoadError
 from mlx_paged.loading.gguf.metadata import Metadata
 from mlx_paged.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mlx_paged.loading.gguf.tokenizer import _merges_by_score, write_tokenizer
-from mlx_paged.loading.gguf.vocabulary import Vocabulary
+from mlx_paged.loading.gguf.vocabulary import GGUFVocabulary
 from mlx_paged.loading.tokenizer import read_tokenizer
 
 TEXTS = [
@@ -142,7 +142,7 @@ def test_an_end_token_is_added_where_the_file_says_so(tmp_path):
 
 
 def test_merges_follow_the_scores():
-    vocabulary = Vocabulary.read(Metadata(Path("x.gguf"), demo_tokenizer()))
+    vocabulary = GGUFVocabulary.read(Metadata(Path("x.gguf"), demo_tokenizer()))
     merges = _merges_by_score(vocabulary)
     original = json.loads((demo_model_path() / "tokenizer.json").read_text())
     assert merges == [tuple(merge) for merge in original["model"]["merges"]]

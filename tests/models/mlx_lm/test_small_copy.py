@@ -15,7 +15,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm import adapt
-from mlx_paged.models.mlx_lm.small_copy import Cut, small_config, small_copy
+from mlx_paged.models.mlx_lm.small_copy import ModelCut, small_config, small_copy
 from mlx_paged.models.mlx_lm.trial import tried
 
 # Of those whose layers are of more than one kind, or share K/V.
@@ -83,7 +83,7 @@ def test_what_is_small_already_stays_as_it_is():
     changed = []
     for architecture in ARCHITECTURES:
         config = config_of(architecture)
-        if small_config(config, Cut(99, 99)) != config:
+        if small_config(config, ModelCut(99, 99)) != config:
             changed.append(architecture)
     # An original context or a window of many tokens, a vocabulary, a width, and heads.
     assert changed == [
