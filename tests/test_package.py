@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Set
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_imports_go_one_way():
             if imported != part and order.index(imported) <= order.index(part):
                 wrong.append(f"{path.relative_to(package)} imports {imported}")
     assert wrong == []
+
+
+def test_each_class_has_a_name_of_its_own():
+    names = [
+        node.name
+        for path in (REPOSITORY / "mlx_paged").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_modules_import_each_other_in_a_circle():

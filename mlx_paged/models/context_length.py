@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.models.language_model import ModelArgs
+from mlx_paged.models.language_model import ModelConfig
 from mlx_paged.options.argument_values import as_integer
 
 # With these kinds of RoPE scaling, max_position_embeddings is the scaled length; the others
@@ -16,7 +16,7 @@ _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
 _UNCACHEABLE = "dynamic"
 
 
-def context_length(args: ModelArgs) -> int:
+def context_length(args: ModelConfig) -> int:
     """The context length in tokens, prompt and answer together.
 
     It is ``max_position_embeddings``, adjusted for RoPE scaling as in vLLM: YaRN's ``factor``
@@ -36,13 +36,13 @@ def context_length(args: ModelArgs) -> int:
     return int(limit * scaling.get("factor", 1.0))
 
 
-def _scaling_kind(args: ModelArgs) -> str:
+def _scaling_kind(args: ModelConfig) -> str:
     scaling = args.rope_scaling or {}
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
 def context_limit(
-    args: ModelArgs, max_model_len: int | None, window: int | None = None
+    args: ModelConfig, max_model_len: int | None, window: int | None = None
 ) -> int | None:
     """The most tokens of a prompt and its answer together: ``max_model_len``, by default the
     model's context length; ``None`` for no limit, with a streaming window.

@@ -29,7 +29,7 @@ WEIGHT_PATTERN = "model*.safetensors"  # what mlx-lm reads
 SETTLING_SECONDS = 60
 
 
-class ModelArgs(Protocol):
+class ModelConfig(Protocol):
     """The fields of a model's configuration that are read outside of the model."""
 
     vocab_size: int
@@ -104,7 +104,7 @@ class LanguageModel(Module, ABC):
         loaded_from: the files whose weights it has, if nothing can have written into them.
     """
 
-    args: ModelArgs
+    args: ModelConfig
     name: str = ""
     path: Path | None = None
     description: str
