@@ -23,7 +23,7 @@ from paged_testing.by_hand import dense_handle
 import mlx_paged
 from mlx_paged import generate, load, make_sampler
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.sampler import sample
+from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import kernels
 from mlx_paged.options.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ agents, and the share of prompt tokens that are computed again.
     python -m benchmarks states_on_disk
 
 The agents are those of ``checkpoint_policies.py``, and so is the manager, which has room for all
-K/V. Beside it is the rule by which an engine writes states (``engine/unsaved.py``); what is
+K/V. Beside it is the rule by which an engine writes states (``engine/storing/unsaved.py``); what is
 written is found again when it has left memory.
 """
 
@@ -27,7 +27,7 @@ from mlx_paged.core import BlockHash, BlockPool, Checkpoint, KVCacheManager, Seq
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader
 from mlx_paged.engine.request import Request as EngineRequest
-from mlx_paged.engine.unsaved import Unsaved, num_tokens_per_state
+from mlx_paged.engine.storing.unsaved import Unsaved, num_tokens_per_state
 
 MIB = 2**20
 

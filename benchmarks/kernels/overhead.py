@@ -31,7 +31,7 @@ from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import Request
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams

@@ -43,9 +43,9 @@ from benchmarks.kernels.overlap import NARROW, PROMPT_LEN, BusyNorm
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
 from benchmarks.lib.turns import Step, median_ratio, num_steps_taken, take_turns
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.grammar import GrammarCompiler, Vocabulary
 from mlx_paged.engine.request import Request, TokenRules
-from mlx_paged.engine.sampling_state import GrammarState, allow_tokens, fill_masks
+from mlx_paged.engine.sampling.grammar import GrammarCompiler, Vocabulary
+from mlx_paged.engine.sampling.sampling_state import GrammarState, allow_tokens, fill_masks
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 from mlx_paged.options.sampling_params import SamplingParams

@@ -33,9 +33,9 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.lib.card import machine_card, make_arg_parser, print_card, print_json, print_table
-from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.step_budget import ClockedBudgets
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.scheduling.step_budget import ClockedBudgets
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
 

@@ -14,23 +14,23 @@ from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
 from mlx_paged.distributed import Ranks, join_ranks, least_budget
-from mlx_paged.engine.disk_cache import DiskCache
-from mlx_paged.engine.draft_model import (
+from mlx_paged.engine.input_processor import as_tokenizer
+from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
+from mlx_paged.engine.reports import Latencies, Reports
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
+from mlx_paged.engine.scheduling.request_queues import num_seqs
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
+from mlx_paged.engine.speculation.draft_model import (
     DraftModel,
     check_draft_model,
     num_parameters_of,
     speculation_of,
 )
-from mlx_paged.engine.input_processor import as_tokenizer
-from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
-from mlx_paged.engine.prefix_cache import SwapSpace
-from mlx_paged.engine.reports import Latencies, Reports
-from mlx_paged.engine.request_queues import num_seqs
-from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.snapshots import Snapshots
-from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
+from mlx_paged.engine.storing.disk_cache import DiskCache
+from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit

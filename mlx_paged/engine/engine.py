@@ -21,12 +21,12 @@ from mlx_paged.distributed import RanksError, as_json
 from mlx_paged.engine.build import build
 from mlx_paged.engine.input_processor import InputProcessor, Prompt
 from mlx_paged.engine.options import split_own_options
-from mlx_paged.engine.prefix_cache import PrefixHistory, extra_hash_keys
 from mlx_paged.engine.request import Request, TokenRules
-from mlx_paged.engine.snapshots import Prefix
+from mlx_paged.engine.scheduling.prefix_cache import PrefixHistory, extra_hash_keys
+from mlx_paged.engine.scheduling.step_budget import ChosenBudgets
 from mlx_paged.engine.stats import EngineStats, EngineView, stats_of, view_of
-from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
+from mlx_paged.engine.storing.snapshots import Prefix
 from mlx_paged.engine.thread import (
     EngineCall,
     EngineStoppedError,

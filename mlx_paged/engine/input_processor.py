@@ -15,8 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
-from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.request import NO_RULES, Request, TokenRules
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.engine.text_stream import TextStream, TokenTexts
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.options.argument_values import (

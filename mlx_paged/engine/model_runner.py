@@ -13,12 +13,19 @@ from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
-from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
-from mlx_paged.engine.sampler import NO_TOKENS, LogprobReport, SampledTokens
+from mlx_paged.engine.sampling.sampler import NO_TOKENS, LogprobReport, SampledTokens
+from mlx_paged.engine.scheduling.batch import (
+    Batch,
+    CopyBlocks,
+    Scheduled,
+    ShiftKeys,
+    SwapOut,
+    Transfer,
+)
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
+from mlx_paged.engine.speculation.draft_model import DraftModel
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 

@@ -13,7 +13,7 @@ from mlx_paged.block_store import BlockStore, Fingerprint
 from mlx_paged.block_store.layout import folder_path
 from mlx_paged.core.tier import Tier
 from mlx_paged.engine.request import TokenRules
-from mlx_paged.engine.step_budget import (
+from mlx_paged.engine.scheduling.step_budget import (
     Budgets,
     ChosenBudgets,
     ClockedBudgets,

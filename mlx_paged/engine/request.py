@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlx_paged.answers.dialect import AnswerFormat
     from mlx_paged.answers.tokens import ReasoningLimit
     from mlx_paged.core import BlockHash
-    from mlx_paged.engine.grammar import CompiledGrammar
+    from mlx_paged.engine.sampling.grammar import CompiledGrammar
     from mlx_paged.engine.text_stream import TextStream, TokenTexts
 
 T = TypeVar("T")
@@ -54,7 +54,8 @@ class SampledToken(NamedTuple):
 
 
 class Share:
-    """What a user has of a scheduler, for :class:`~mlx_paged.engine.request_queues.RequestQueues`.
+    """What a user has of a scheduler, for
+    :class:`~mlx_paged.engine.scheduling.request_queues.RequestQueues`.
 
     Args:
         number: in the order in which users came; decides between equal users.

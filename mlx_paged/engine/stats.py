@@ -16,10 +16,10 @@ import numpy as np
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.block_table import BlockTable
-from mlx_paged.engine.disk_cache import DiskCache, DiskTierStats
 from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.storing.disk_cache import DiskCache, DiskTierStats
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,20 @@ import mlx.core as mx
 
 from mlx_paged.core.tier import LostBlockError
 from mlx_paged.distributed import Ranks, RanksError, as_json, from_json
-from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Completion, Request, SampledToken
-from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens, sample, score_prompts, state_of
-from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.step_budget import Budgets, TokenBudgets
+from mlx_paged.engine.sampling.sampler import (
+    NO_TOKENS,
+    SampledTokens,
+    sample,
+    score_prompts,
+    state_of,
+)
+from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
+from mlx_paged.engine.storing.disk_cache import DiskCache
 from mlx_paged.errors import forget_frames, request_error
 
 # Called with a completion, the number of a token in its answer, from 1, and the row of logits
@@ -492,7 +498,7 @@ def sample_nothing(
     completions: Sequence[Completion],
     num_before: Sequence[int] | None = None,
 ) -> SampledTokens:
-    """In place of :func:`mlx_paged.engine.sampler.sample` on a follower, which gets the tokens of
-    rank 0.
+    """In place of :func:`mlx_paged.engine.sampling.sampler.sample` on a follower, which gets the
+    tokens of rank 0.
     """
     return SampledTokens(completions, mx.zeros((len(completions),), dtype=mx.int32))

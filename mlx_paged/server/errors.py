@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.answers.chat_template import ChatTemplateError
-from mlx_paged.engine.sampling_state import StructuredOutputError
+from mlx_paged.engine.sampling.sampling_state import StructuredOutputError
 from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (
     ArgumentError,

@@ -27,10 +27,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from mlx_paged.engine.disk_cache import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.storing.disk_cache import DiskTierStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 from mlx_paged.server.service import Service

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.request import TokenRules
+from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.options.sampling_declarations import KINDS, StructuredOutputsParams

@@ -15,7 +15,7 @@ from mlx_paged.cli.flags import engine_options
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.options import with_step_seconds
-from mlx_paged.engine.step_budget import ClockedBudgets, TokenBudgets
+from mlx_paged.engine.scheduling.step_budget import ClockedBudgets, TokenBudgets
 from mlx_paged.models import qwen3
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.server.command_line import setup_arg_parser as server_parser

@@ -27,7 +27,7 @@ from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged import LLM, demo_model_path, generate
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Speculation, StepCost
+from mlx_paged.engine.speculation.speculation import Speculation, StepCost
 from mlx_paged.loading import load_draft_model
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput

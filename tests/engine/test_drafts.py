@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from helpers.completions import new_completion
 
-from mlx_paged.engine.draft_model import cost_on_gpu
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import (
+from mlx_paged.engine.speculation.draft_model import cost_on_gpu
+from mlx_paged.engine.speculation.speculation import (
     FIRST_ACCEPTANCE,
     Drafter,
     PromptLookup,

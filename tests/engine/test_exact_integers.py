@@ -13,7 +13,7 @@ from helpers.grammar_walks import random_answer
 from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
-from mlx_paged.engine.exact_integers import (
+from mlx_paged.engine.sampling.exact_integers import (
     InexactError,
     exact_json,
     has_exact_bounds,
@@ -21,7 +21,7 @@ from mlx_paged.engine.exact_integers import (
     pattern_within_bounds,
     with_exact_integers,
 )
-from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
 
 BIG = 1234567890123456789  # in float64, ...768

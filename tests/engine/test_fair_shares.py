@@ -13,10 +13,10 @@ from helpers.scheduler_helpers import FakeEngine as CheckedEngine
 from helpers.scheduler_helpers import names, of_kind, ran, tokens
 from paged_testing.integrity import check_scheduler
 
-from mlx_paged.engine import request_queues
-from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.request_queues import MAX_PASSING
+from mlx_paged.engine.scheduling import request_queues
+from mlx_paged.engine.scheduling.batch import Batch, SwapIn, SwapOut
+from mlx_paged.engine.scheduling.request_queues import MAX_PASSING
 
 MAX_LAG, MIN_LEAD = 200, 100
 

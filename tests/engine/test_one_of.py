@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.answers.json_schema import one_of_as_any_of
-from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
 
 

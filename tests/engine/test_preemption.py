@@ -26,8 +26,8 @@ from helpers.engine_runs import (
 from helpers.fast_lane import mostly_slow
 from helpers.windowed_models import model_and_options
 
-from mlx_paged.engine.batch import SwapIn
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.scheduling.batch import SwapIn
 from mlx_paged.models import kv_cache, qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")

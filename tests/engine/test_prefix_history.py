@@ -11,7 +11,7 @@ from helpers.engine_runs import lose_all_kv
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.engine.prefix_cache import PrefixHistory, extra_hash_keys
+from mlx_paged.engine.scheduling.prefix_cache import PrefixHistory, extra_hash_keys
 from mlx_paged.request import Change, change_between
 
 BLOCK = 8

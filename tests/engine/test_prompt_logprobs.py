@@ -20,8 +20,8 @@ from helpers.engine_runs import (
 )
 
 from mlx_paged import LLM
-from mlx_paged.engine import scheduler
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.scheduling import scheduler
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 

@@ -14,11 +14,11 @@ from paged_testing.integrity import check_scheduler
 from mlx_paged.block_store import Read
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
-from mlx_paged.engine import disk_cache
-from mlx_paged.engine.disk_cache import MAX_READ_AHEAD, DiskCache
-from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.storing import disk_cache
+from mlx_paged.engine.storing.disk_cache import MAX_READ_AHEAD, DiskCache
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import SeqId

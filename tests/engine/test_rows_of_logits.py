@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 
-from mlx_paged.engine import sampler
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.sampling import sampler
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
 

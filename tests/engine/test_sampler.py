@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.sampler import SampledToken, SamplingState
-from mlx_paged.engine.sampler import sample as sample_rows
+from mlx_paged.engine.sampling.sampler import SampledToken, SamplingState
+from mlx_paged.engine.sampling.sampler import sample as sample_rows
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import Logprob

@@ -14,9 +14,9 @@ from helpers.scheduler_helpers import (
 )
 
 from mlx_paged.core import KEEP_ALL, BlockPool, KVCacheManager, Retention
-from mlx_paged.engine.batch import Batch, CopyBlocks
 from mlx_paged.engine.request import CompletionStatus, Request
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.batch import Batch, CopyBlocks
+from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams
 

@@ -11,11 +11,11 @@ import pytest
 
 IMPORTS = """
 import sys
-import mlx_paged.engine.batch, mlx_paged.engine.scheduler, mlx_paged.engine.prefix_cache
-import mlx_paged.engine.request, mlx_paged.engine.request_queues, mlx_paged.engine.speculation
+import mlx_paged.engine.request, mlx_paged.engine.scheduling.scheduler
 print(sorted({"mlx", "numpy", "transformers"} & {name.partition(".")[0] for name in sys.modules}))
-for name in ("batch", "scheduler", "prefix_cache", "request_queues", "speculation"):
-    assert not hasattr(sys.modules["mlx_paged.engine." + name], "time")
+for name in ("batch", "scheduler", "prefix_cache", "request_queues"):
+    assert not hasattr(sys.modules["mlx_paged.engine.scheduling." + name], "time")
+assert not hasattr(sys.modules["mlx_paged.engine.speculation.speculation"], "time")
 """
 
 PLANS = """

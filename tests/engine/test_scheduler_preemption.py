@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
-from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.engine.request import CompletionStatus
-from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
+from mlx_paged.engine.scheduling.batch import Batch, SwapIn, SwapOut
+from mlx_paged.engine.scheduling.request_queues import MAX_PREEMPTIONS
 
 
 def until_preempted(engine: FakeEngine) -> Batch:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
-from mlx_paged.engine.batch import SwapIn, SwapOut
 from mlx_paged.engine.request import CompletionStatus
+from mlx_paged.engine.scheduling.batch import SwapIn, SwapOut
 
 
 def num_cached(engine: FakeEngine) -> dict[str, int]:

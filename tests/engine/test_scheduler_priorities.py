@@ -12,9 +12,9 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
-from mlx_paged.engine.batch import SwapIn, SwapOut
 from mlx_paged.engine.request import Completion, CompletionStatus
-from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
+from mlx_paged.engine.scheduling.batch import SwapIn, SwapOut
+from mlx_paged.engine.scheduling.request_queues import MAX_PREEMPTIONS
 
 
 def beside_sixteen(num_blocks: int, **options) -> tuple[FakeEngine, Completion]:

@@ -27,7 +27,7 @@ from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import Drafter, PromptLookup, Speculation
+from mlx_paged.engine.speculation.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput

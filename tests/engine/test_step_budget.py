@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from helpers.scheduler_helpers import FakeEngine
 
-from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.step_budget import (
+from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.scheduling.step_budget import (
     Budgets,
     ChosenBudgets,
     ClockedBudgets,

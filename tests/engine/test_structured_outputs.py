@@ -41,11 +41,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import AsyncEngine, SamplingParams, StructuredOutputsParams
-from mlx_paged.engine import grammar, grammar_trial
-from mlx_paged.engine.grammar import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.request import Completion, Request, TokenRules
-from mlx_paged.engine.sampler import sample
-from mlx_paged.engine.sampling_state import GrammarState, StructuredOutputError, fill_masks
+from mlx_paged.engine.sampling import grammar, grammar_trial
+from mlx_paged.engine.sampling.grammar import CompiledGrammar, GrammarCompiler
+from mlx_paged.engine.sampling.sampler import sample
+from mlx_paged.engine.sampling.sampling_state import GrammarState, StructuredOutputError, fill_masks
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import CompletionOutput, RequestOutput
 
@@ -536,7 +536,7 @@ def test_a_grammar_that_refers_as_deeply_as_its_length_allows_ends_no_process():
     script = """
 import json
 from mlx_paged import load, demo_model_path, StructuredOutputsParams as Params
-from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
 compiler = GrammarCompiler(load(demo_model_path())[1], 1024)
 rules = "".join(f'r{n}: (((("b" r{n + 1}))))\\n' for n in range(9000))

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.core.tier import BlockHeader
-from mlx_paged.engine.prefix_cache import SwapSpace
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.models.kv_cache import is_swapping_cheaper
 
 

@@ -15,7 +15,7 @@ from mlx_paged import StructuredOutputsParams, load
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING, ReasoningFormat, format_named
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
-from mlx_paged.engine.sampling_state import ThinkingBudget
+from mlx_paged.engine.sampling.sampling_state import ThinkingBudget
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.sampling_params import SamplingParams
 

@@ -10,9 +10,9 @@ import pytest
 from helpers.completions import new_completion
 
 from mlx_paged.engine.request import Completion, TokenRules
-from mlx_paged.engine.sampler import SampledToken
-from mlx_paged.engine.sampler import sample as sample_rows
-from mlx_paged.engine.sampling_state import TokenMask, mask_tokens, needs_mask
+from mlx_paged.engine.sampling.sampler import SampledToken
+from mlx_paged.engine.sampling.sampler import sample as sample_rows
+from mlx_paged.engine.sampling.sampling_state import TokenMask, mask_tokens, needs_mask
 from mlx_paged.options.sampling_params import SamplingParams
 
 VOCAB = 24

@@ -16,9 +16,9 @@ from mlx_paged.core import (
     state_key,
 )
 from mlx_paged.core.tier import STATES, BlockHeader
-from mlx_paged.engine import unsaved
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.unsaved import Unsaved, num_tokens_per_state
+from mlx_paged.engine.storing import unsaved
+from mlx_paged.engine.storing.unsaved import Unsaved, num_tokens_per_state
 
 SIZE = 4
 # A state weighs as much as 6 tokens of K/V, so 12 of them outweigh it.

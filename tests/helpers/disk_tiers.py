@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine, run
-from mlx_paged.engine.disk_cache import DiskTierStats
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.storing.disk_cache import DiskTierStats
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from helpers.engine_runs import known_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import Drafter, PromptLookup, Speculation
+from mlx_paged.engine.speculation.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.request import SeqId
 

@@ -21,7 +21,7 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged import load
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.engine.speculation.speculation import NO_SPECULATION
 from mlx_paged.loading import demo_model_path
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput, RequestOutput

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from helpers.completions import new_completion
-from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.request import TokenRules
-from mlx_paged.engine.sampling_state import GrammarState, fill_masks
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
+from mlx_paged.engine.sampling.sampling_state import GrammarState, fill_masks
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 
 

@@ -12,12 +12,12 @@ from paged_testing.integrity import check_scheduler
 
 from helpers.drafting import eager_speculation
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeSupply
-from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion, Request
-from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.speculation import NO_SPECULATION
-from mlx_paged.engine.step_budget import TokenBudgets
+from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.scheduling.step_budget import TokenBudgets
+from mlx_paged.engine.speculation.speculation import NO_SPECULATION
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams

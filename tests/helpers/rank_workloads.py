@@ -12,7 +12,7 @@ from paged_testing.soak import SoakRequest, make_request
 from helpers.engine_helpers import livelier_model
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.engine.speculation.speculation import PromptLookup, Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 

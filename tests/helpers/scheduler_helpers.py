@@ -18,12 +18,12 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.core import BlockCopy, BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
-from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import SwapSpace
 from mlx_paged.engine.request import Completion, Request
-from mlx_paged.engine.request_queues import MAX_PREEMPTIONS
-from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
+from mlx_paged.engine.scheduling.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
+from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
+from mlx_paged.engine.scheduling.request_queues import MAX_PREEMPTIONS
+from mlx_paged.engine.scheduling.scheduler import Scheduler
+from mlx_paged.engine.speculation.speculation import NO_SPECULATION, Speculation
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import SeqId

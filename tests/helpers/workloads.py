@@ -12,7 +12,7 @@ from paged_testing.integrity import check_scheduler
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.engine.speculation.speculation import NO_SPECULATION
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput, SeqId
 

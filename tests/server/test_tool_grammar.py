@@ -17,7 +17,7 @@ from mlx_paged import demo_model_path, load
 from mlx_paged.answers.dialect import PLAIN_DIALECT, AnswerFormat, Dialect
 from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import read_answer
-from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
 from mlx_paged.server.tool_grammar import reasoning_before, required_calls, strict_calls
 

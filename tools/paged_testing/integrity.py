@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from mlx_paged.core import BlockPool, BlockTable, KVCacheBlock, KVCacheManager
 from mlx_paged.engine.request import CompletionStatus
-from mlx_paged.engine.request_queues import RequestQueues, _by_order, place_of
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.request_queues import RequestQueues, _by_order, place_of
+from mlx_paged.engine.scheduling.scheduler import Scheduler
 
 
 class IntegrityError(AssertionError):

@@ -16,9 +16,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged.cache import KVCacheConfig
-from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.speculation.speculation import PromptLookup, Speculation
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from paged_testing.integrity import check_scheduler

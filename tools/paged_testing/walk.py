@@ -21,8 +21,8 @@ import mlx_paged
 from mlx_paged import LLM, SamplingParams, demo_model_path
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine import steps
-from mlx_paged.engine.request_queues import RequestQueues
-from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.scheduling.request_queues import RequestQueues
+from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.ops.reference import ReferenceBackend
 from mlx_paged.request import RequestOutput

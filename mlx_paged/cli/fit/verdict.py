@@ -14,7 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_paged.cache import KVCacheConfig, group_layers
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.draft_model import num_parameters_of
+from mlx_paged.engine.speculation.draft_model import num_parameters_of
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.activations import (
     activation_nbytes,

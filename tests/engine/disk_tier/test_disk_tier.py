@@ -15,10 +15,10 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.engine import unsaved
-from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.disk_cache import DiskCache
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.storing import unsaved
+from mlx_paged.engine.storing.disk_cache import DiskCache
 from mlx_paged.models import identity
 from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.models.kv_cache import is_reading_cheaper, make_kv_cache

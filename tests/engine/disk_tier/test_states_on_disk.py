@@ -29,8 +29,8 @@ from helpers.workloads import Workload, assert_same
 
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
-from mlx_paged.engine import disk_cache, unsaved
-from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.engine.speculation.speculation import NO_SPECULATION
+from mlx_paged.engine.storing import disk_cache, unsaved
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.ops import StateRow, StateStack

@@ -18,7 +18,7 @@ from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Run, Workload, assert_same
 from mlx.utils import tree_map
 
-from mlx_paged.engine import disk_cache
+from mlx_paged.engine.storing import disk_cache
 from mlx_paged.models import qwen3
 from mlx_paged.models.mlx_lm import adapt
 

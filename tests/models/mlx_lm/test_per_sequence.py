@@ -32,7 +32,7 @@ from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine import build
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.speculation import PromptLookup, Speculation
+from mlx_paged.engine.speculation.speculation import PromptLookup, Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt

@@ -35,10 +35,10 @@ from paged_testing.lazy_metal import lazy_metal
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache.step_states import forget_before
 from mlx_paged.core import SequenceState, SequenceStates
-from mlx_paged.engine.draft_model import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import MAX_RUN, Drafter
+from mlx_paged.engine.speculation.draft_model import cost_of
+from mlx_paged.engine.speculation.speculation import MAX_RUN, Drafter
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import adapt

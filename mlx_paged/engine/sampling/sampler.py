@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.request import Completion, SampledToken
-from mlx_paged.engine.sampling_state import (
+from mlx_paged.engine.sampling.sampling_state import (
     Filters,
     SamplingState,
     allow_tokens,
@@ -29,6 +28,7 @@ from mlx_paged.engine.sampling_state import (
     force_tokens,
     mask_tokens,
 )
+from mlx_paged.engine.scheduling.batch import Scheduled
 from mlx_paged.errors import ArgumentError, RequestError, request_error
 from mlx_paged.ops.metadata import rounded_up
 from mlx_paged.options.argument_values import kind_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.core import ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion, CompletionStatus, Share
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 from mlx_paged.errors import (
     ArgumentError,
     PromptTooLongError,

@@ -16,10 +16,10 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
-from mlx_paged.engine.sampler import draw_drafts
-from mlx_paged.engine.speculation import (
+from mlx_paged.engine.sampling.sampler import draw_drafts
+from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.speculation.speculation import (
     ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,

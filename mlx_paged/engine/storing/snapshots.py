@@ -16,7 +16,7 @@ from mlx_paged.cache.transfer import load_prefix, store_blocks
 from mlx_paged.core import Checkpoint, ComputedBlocks, KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
-from mlx_paged.engine.prefix_cache import extra_hash_keys
+from mlx_paged.engine.scheduling.prefix_cache import extra_hash_keys
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity, code_of
 from mlx_paged.ops import StateRow

@@ -20,8 +20,8 @@ import numpy as np
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 
 from mlx_paged.answers.json_schema import one_of_as_any_of
-from mlx_paged.engine.exact_integers import InexactError, exact_json, with_exact_integers
-from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
+from mlx_paged.engine.sampling.exact_integers import InexactError, exact_json, with_exact_integers
+from mlx_paged.engine.sampling.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.options.argument_values import kind_of
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams

@@ -26,16 +26,16 @@ from mlx_paged.core import (
 )
 from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, Tier
-from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.request import Completion, CompletionStatus
-from mlx_paged.engine.unsaved import Unsaved, num_tokens_per_state
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.storing.unsaved import Unsaved, num_tokens_per_state
 from mlx_paged.errors import reason
 from mlx_paged.models.kv_cache import is_reading_cheaper
 from mlx_paged.request import SeqId
 
 if TYPE_CHECKING:
-    from mlx_paged.engine.prefix_cache import PrefixCache
-    from mlx_paged.engine.request_queues import RequestQueues
+    from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+    from mlx_paged.engine.scheduling.request_queues import RequestQueues
 
 # The most bytes that a step copies to or from the host in addition to its own work: some 30 ms.
 MAX_STEP_NBYTES = 64 * 2**20

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.options.config import SchedulerConfig
 
 # Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.

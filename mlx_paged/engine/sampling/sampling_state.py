@@ -16,8 +16,8 @@ import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.answers.tokens import ReasoningLimit
-from mlx_paged.engine.grammar import CompiledGrammar, matcher_error
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.sampling.grammar import CompiledGrammar, matcher_error
 from mlx_paged.errors import request_error
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams

@@ -18,19 +18,31 @@ from typing import TYPE_CHECKING
 
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
-from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
 from mlx_paged.engine.request import PENDING_TOKEN, Completion, CompletionStatus, Request
-from mlx_paged.engine.request_queues import RequestQueues, place_of
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, Verification, add_drafts
-from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.engine.scheduling.batch import (
+    Batch,
+    CopyBlocks,
+    Scheduled,
+    ShiftKeys,
+    SwapIn,
+    SwapOut,
+)
+from mlx_paged.engine.scheduling.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
+from mlx_paged.engine.scheduling.request_queues import RequestQueues, place_of
+from mlx_paged.engine.scheduling.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.engine.speculation.speculation import (
+    NO_SPECULATION,
+    Speculation,
+    Verification,
+    add_drafts,
+)
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.request import SeqId, StopReason
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.disk_cache import DiskCache
+    from mlx_paged.engine.storing.disk_cache import DiskCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.prefix_cache import PrefixCache
 from mlx_paged.engine.request import Completion
+from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.

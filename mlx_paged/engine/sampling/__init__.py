@@ -1,0 +1,1 @@
+"""Tokens from logits: filters, penalties, masks of grammars, log-probabilities."""

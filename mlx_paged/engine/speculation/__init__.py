@@ -1,0 +1,1 @@
+"""Draft tokens: who makes them, how many, and which are accepted."""

@@ -1,0 +1,1 @@
+"""K/V that leave the pool and return: blocks in a tier, snapshots."""
