@@ -22,12 +22,14 @@ from mlx_paged.options.sampling_params import SamplingParams
 
 REPOSITORY = Path(__file__).parent.parent
 
-PARAM = """    dummy_share: float = param(
-        0.25,
-        "a share that does nothing, 0 to 1.",
-        SHARE,
-        Flag(),
-    )
+PARAM = """    dummy_share: Annotated[
+        float,
+        Param(
+            "a share that does nothing, 0 to 1.",
+            SHARE,
+            Flag(),
+        ),
+    ] = 0.25
 """
 OPTION = """    dummy_limit: Annotated[
         int | None,
@@ -37,9 +39,10 @@ OPTION = """    dummy_limit: Annotated[
         ),
     ]
 """
-SETTING = """    dummy_names: tuple[str, ...] = setting(
-        (), "names that do nothing", such("a name", bool), "--dummy-name"
-    )
+SETTING = """    dummy_names: Annotated[
+        tuple[str, ...],
+        _setting("names that do nothing", such("a name", bool), "--dummy-name"),
+    ] = ()
 """
 NAMES = """    "dummy_share": "their_share",
     "dummy_limit": "their_limit",
@@ -123,9 +126,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in ("chat.md", "library.md", "options.md"):
         shutil.copy(REPOSITORY / "docs/guide" / page, folder / "docs/guide" / page)
     for file, before, declaration in (
-        ("options/sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
+        ("options/sampling_declarations.py", "    output_kind: Annotated[", PARAM),
         ("options/engine_options.py", "    swap_bytes: Annotated[", OPTION),
-        ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
+        ("server/settings.py", "    log_prompts: Annotated[", SETTING),
         ("options/foreign_arguments.py", '    "adapter_path": "lora_request', NAMES),
     ):
         path = folder / "mlx_paged" / file

@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import numbers
 import operator
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+)
 
 from mlx_paged.errors import ArgumentError, reason, shown
 
@@ -214,9 +224,9 @@ AT_LEAST_0 = whole(0, 2**63, "a whole number, at least 0")
 AT_LEAST_1 = whole(1, 2**63, "a positive integer", "a whole number, at least 1")
 
 
-# Declarations. A field of ``SamplingParams`` has a :class:`Param`, and an option of an engine is
-# annotated with ``Annotated[type, Option(...)]``. Checks, flags and the tables of the documentation
-# are derived from these; a type checker sees the type.
+# Declarations. A field of ``SamplingParams`` is annotated with ``Annotated[type, Param(...)]``, an
+# option of an engine and a setting of the server with an ``Option``. Checks, flags and the tables
+# of the documentation are derived from these; a type checker sees the type.
 
 Program = Literal["chat", "server"]
 
@@ -295,6 +305,18 @@ class Option(Argument):
     flag: Flag | None = Flag()
     default: Any = None
     says: str = ""
+
+
+def declared(cls: type) -> dict[str, Any]:
+    """The declarations of a class's fields by name, each of which is written ``name:
+    Annotated[type, Param(...)]``.
+    """
+    annotations = inspect.get_annotations(cls, eval_str=True)
+    return {
+        name: annotation.__metadata__[0]
+        for name, annotation in annotations.items()
+        if hasattr(annotation, "__metadata__")
+    }
 
 
 def with_help(doc: str | None, arguments: Mapping[str, Argument]) -> str:

@@ -17,6 +17,7 @@ from mlx_paged.options.argument_values import (
     BOOL,
     Flag,
     Option,
+    declared,
     number,
     one_of,
     or_none,
@@ -342,9 +343,7 @@ class EngineOptions(OneShotOptions, total=False):
     ]
 
 
-ENGINE_OPTIONS: dict[str, Option] = {
-    name: annotation.__metadata__[0] for name, annotation in EngineOptions.__annotations__.items()
-} | {
+ENGINE_OPTIONS: dict[str, Option] = declared(EngineOptions) | {
     "draft_model": Option(
         "a small model with the same vocabulary that generates the drafts. Its K/V count toward "
         "the budget.",

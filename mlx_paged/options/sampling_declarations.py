@@ -4,15 +4,14 @@ of one of them. Does not import MLX.
 A new parameter is declared here, and used in the engine.
 """
 
-# ruff: noqa: RUF009 - param returns a field of the dataclass, not a value.
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from json import dumps, loads
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.options.argument_values import (
@@ -25,6 +24,7 @@ from mlx_paged.options.argument_values import (
     Flag,
     Param,
     Several,
+    declared,
     is_number,
     is_sequence,
     number,
@@ -41,9 +41,9 @@ MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 16384  # of one request, as in vLLM
 
 # (token ids so far, logits [1, vocab_size]) to logits of the same shape; as in mlx-lm.
-LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
+LogitsProcessor: TypeAlias = Callable[["mx.array", "mx.array"], "mx.array"]
 # Log-probabilities [1, vocab_size] to a token id [1]; as in mlx-lm.
-Sampler: TypeAlias = "Callable[[mx.array], mx.array]"
+Sampler: TypeAlias = Callable[["mx.array"], "mx.array"]
 
 
 class RequestOutputKind(Enum):
@@ -90,248 +90,296 @@ _LIMIT = Domain(
 _FROM_MODEL = "as the model's generation_config.json says, else"
 
 
-def param(
-    default: object, help: str, domain: Domain[Any], flag: Flag | None = None, **more: Any
-) -> Any:
-    """A field with its declaration, a :class:`Param` of these arguments."""
-    metadata = {"declared": Param(help, domain, flag, **more)}
-    if isinstance(default, dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class DeclaredSamplingParams:
     """The fields of :class:`SamplingParams`."""
 
-    n: int = param(
-        1,
-        "completions of the prompt, 1 to 16,384; the prompt is computed once, and each "
-        "completion has its own draws.",
-        whole(1, MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}"),
-        per_row=True,
-    )
-    temperature: float = param(
-        0.0,
-        "sampling temperature; 0 takes the most likely token and ignores top_p, top_k, min_p and "
-        "XTC.",
-        number(0, math.inf, "a number, at least 0"),
-        Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
-        per_row=True,
-    )
-    top_p: float = param(
-        1.0,
-        "keep the most likely tokens that together reach this probability; 1 keeps all, and 0 only "
-        "the most likely one.",
-        SHARE,
-        Flag(says=f"{_FROM_MODEL} 1"),
-        per_row=True,
-    )
-    top_k: int = param(
-        0,
-        "keep this many of the most likely tokens; 0 and -1 keep all.",
-        whole(-1, what="a whole number, at least 1, or 0 or -1 for all"),
-        Flag(
-            domain=AT_LEAST_0,
-            help="keep this many of the most likely tokens; 0 keeps all",
-            says=f"{_FROM_MODEL} 0",
+    n: Annotated[
+        int,
+        Param(
+            "completions of the prompt, 1 to 16,384; the prompt is computed once, and each "
+            "completion has its own draws.",
+            whole(1, MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}"),
+            per_row=True,
         ),
-        per_row=True,
-    )
-    min_p: float = param(
-        0.0,
-        "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
-        SHARE,
-        Flag(says=f"{_FROM_MODEL} 0"),
-        per_row=True,
-    )
-    xtc_probability: float = param(
-        0.0,
-        "how often XTC (exclude top choices, as in mlx-lm) is applied, 0 to 1. It removes the "
-        "tokens whose probability is above ``xtc_threshold``, all but the least likely of "
-        "them. 0 is off.",
-        SHARE,
-        Flag(("chat",)),
-        per_row=True,
-    )
-    xtc_threshold: float = param(
-        0.1,
-        "tokens above this probability are removed, all but the least likely of them; 0 to 0.5.",
-        number(0, 0.5, "a number within 0..0.5", "within 0..0.5"),
-        Flag(("chat",)),
-        per_row=True,
-    )
-    xtc_special_tokens: Sequence[int] = param(
-        (),
-        "token ids that XTC never removes, such as the end of sequence.",
-        _TOKENS,
-        per_row=True,
-    )
-    seed: int | None = param(
-        None,
-        "the random seed of this request, whose draws then do not depend on other requests; "
-        "``None`` takes a random one.",
-        or_none(whole()),
-        per_row=True,
-    )
-    repetition_penalty: float = param(
-        1.0,
-        "above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is off.",
-        number(0, math.inf, "a number above 0", is_open=True),
-    )
-    presence_penalty: float = param(
-        0.0,
-        "subtracted from the logits of tokens that occur in the answer; 0 is off.",
-        _NUMBER,
-    )
-    frequency_penalty: float = param(
-        0.0,
-        "the same for each occurrence; 0 is off.",
-        _NUMBER,
-    )
-    logit_bias: Mapping[int, float] = param(
-        {},
-        "added to the logits of these token ids; -inf is never drawn.",
-        _Biases("a mapping of token ids to numbers, or -inf", lambda biases: biases),
-        per_row=True,
-    )
-    allowed_token_ids: Sequence[int] | None = param(
-        None,
-        "the only tokens that may be drawn; ``None`` allows all.",
-        or_none(Several("token ids, at least one", TOKEN.read, least=1)),
-    )
-    bad_words: str | Sequence[str] = param(
-        (),
-        "texts that must not occur in the answer: the last token of each is not drawn after its "
-        "other tokens. Each is matched with and without a space before it.",
-        _TEXTS,
-    )
-    stop: str | Sequence[str] = param(
-        (),
-        "end before the first of these texts.",
-        _TEXTS,
-        per_row=True,
-    )
-    stop_token_ids: Sequence[int | Sequence[int]] = param(
-        (),
-        "end at the first of these tokens, whose text is left out. An entry may be a sequence "
-        "of token ids, and the answer ends with its last one.",
-        Several("token ids, or sequences of token ids", _read_stop),
-        per_row=True,
-    )
-    include_stop_str_in_output: bool = param(
-        False,
-        "keep the stop text, or the text of the stop token, at the end of the answer.",
-        BOOL,
-        per_row=True,
-    )
-    ignore_eos: bool = param(
-        False,
-        "continue after the model's end-of-sequence tokens.",
-        BOOL,
-        per_row=True,
-    )
-    min_tokens: int = param(
-        0,
-        "the least tokens of the answer: among them, neither the end of sequence nor stop tokens "
-        "are drawn, and stop texts that end there are ignored.",
-        whole(0),
-    )
-    max_tokens: int | None = param(
-        256,
-        "end after this many tokens; ``None`` and -1 continue until the context or the K/V "
-        "budget is used up.",
-        or_none(_LIMIT, _LIMIT.what),
-        Flag(
-            also=("-m",),
-            default=-1,
-            help="tokens per answer",
-            says="-1, up to the context limit",
+    ] = 1
+    temperature: Annotated[
+        float,
+        Param(
+            "sampling temperature; 0 takes the most likely token and ignores top_p, top_k, min_p "
+            "and XTC.",
+            number(0, math.inf, "a number, at least 0"),
+            Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
+            per_row=True,
         ),
-        per_row=True,
-        wire=False,
-    )
-    logprobs: int | None = param(
-        None,
-        "report the log-probabilities of the sampled token and of this many of the most likely "
-        "ones, 0 to 20. They are those of the model's own logits, before penalties and "
-        "temperature. ``None`` reports none.",
-        _LOGPROBS,
-        per_row=True,
-        wire=False,
-    )
-    prompt_logprobs: int | None = param(
-        None,
-        "the same for each token of the prompt but the first.",
-        _LOGPROBS,
-        per_row=True,
-    )
-    detokenize: bool = param(
-        True,
-        "decode the answer to text. Without it there can be no stop texts, and decoding costs "
-        "nothing.",
-        BOOL,
-        per_row=True,
-        wire=False,
-    )
-    skip_special_tokens: bool = param(
-        True,
-        "leave the tokenizer's special tokens out of the text. A stop text that is a special "
-        "token still ends the answer.",
-        BOOL,
-        per_row=True,
-    )
-    logits_processors: Sequence[LogitsProcessor] = param(
-        (),
-        "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
-        "vocab_size]``) to new logits, after the penalties. If one raises, only its request "
-        "fails.",
-        Several("functions", such("functions", callable).read),
-        wire=False,
-    )
-    sampler: Sampler | None = param(
-        None,
-        "a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the "
-        "processors and returns a token ``[1]``. It replaces temperature, filters and seed.",
-        or_none(such("a function, such as make_sampler(...)", callable)),
-        wire=False,
-    )
-    structured_outputs: StructuredOutputsParams | None = param(
-        None,
-        "the structure of the answer, such as JSON of a schema; ``None`` is free text. It can't "
-        "be combined with ``ignore_eos``.",
-        or_none(
-            such(
-                "StructuredOutputsParams",
-                lambda value: isinstance(value, StructuredOutputsParams),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Param(
+            "keep the most likely tokens that together reach this probability; 1 keeps all, and 0 "
+            "only the most likely one.",
+            SHARE,
+            Flag(says=f"{_FROM_MODEL} 1"),
+            per_row=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Param(
+            "keep this many of the most likely tokens; 0 and -1 keep all.",
+            whole(-1, what="a whole number, at least 1, or 0 or -1 for all"),
+            Flag(
+                domain=AT_LEAST_0,
+                help="keep this many of the most likely tokens; 0 keeps all",
+                says=f"{_FROM_MODEL} 0",
             ),
-            "StructuredOutputsParams or None",
+            per_row=True,
         ),
-        wire=False,
-    )
-    thinking_token_budget: int | None = param(
-        None,
-        "end the model's reasoning after this many tokens, by forcing the mark that closes it. "
-        "``None`` is no limit. It has no effect on models whose tokenizer has no reasoning marks.",
-        or_none(whole(0)),
-    )
-    output_kind: RequestOutputKind = param(
-        RequestOutputKind.CUMULATIVE,
-        "whether each output has the answer so far or only what is new, or there is only one. An "
-        "output with what is new has the completions that continue, and the last one has all of "
-        "them; its cost does not grow with the answer.",
-        such(
-            "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
-            lambda value: isinstance(value, RequestOutputKind),
+    ] = 0
+    min_p: Annotated[
+        float,
+        Param(
+            "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
+            SHARE,
+            Flag(says=f"{_FROM_MODEL} 0"),
+            per_row=True,
         ),
-        per_row=True,
-        wire=False,
-    )
-
-
-SAMPLING_PARAMS: dict[str, Param] = {
-    each.name: each.metadata["declared"] for each in fields(DeclaredSamplingParams)
-}
+    ] = 0.0
+    xtc_probability: Annotated[
+        float,
+        Param(
+            "how often XTC (exclude top choices, as in mlx-lm) is applied, 0 to 1. It removes the "
+            "tokens whose probability is above ``xtc_threshold``, all but the least likely of "
+            "them. 0 is off.",
+            SHARE,
+            Flag(("chat",)),
+            per_row=True,
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        Param(
+            "tokens above this probability are removed, all but the least likely of them; 0 to "
+            "0.5.",
+            number(0, 0.5, "a number within 0..0.5", "within 0..0.5"),
+            Flag(("chat",)),
+            per_row=True,
+        ),
+    ] = 0.1
+    xtc_special_tokens: Annotated[
+        Sequence[int],
+        Param(
+            "token ids that XTC never removes, such as the end of sequence.",
+            _TOKENS,
+            per_row=True,
+        ),
+    ] = ()
+    seed: Annotated[
+        int | None,
+        Param(
+            "the random seed of this request, whose draws then do not depend on other requests; "
+            "``None`` takes a random one.",
+            or_none(whole()),
+            per_row=True,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        Param(
+            "above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is "
+            "off.",
+            number(0, math.inf, "a number above 0", is_open=True),
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Param(
+            "subtracted from the logits of tokens that occur in the answer; 0 is off.",
+            _NUMBER,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Param(
+            "the same for each occurrence; 0 is off.",
+            _NUMBER,
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Param(
+            "added to the logits of these token ids; -inf is never drawn.",
+            _Biases("a mapping of token ids to numbers, or -inf", lambda biases: biases),
+            per_row=True,
+        ),
+    ] = field(default_factory=dict)
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        Param(
+            "the only tokens that may be drawn; ``None`` allows all.",
+            or_none(Several("token ids, at least one", TOKEN.read, least=1)),
+        ),
+    ] = None
+    bad_words: Annotated[
+        str | Sequence[str],
+        Param(
+            "texts that must not occur in the answer: the last token of each is not drawn after "
+            "its other tokens. Each is matched with and without a space before it.",
+            _TEXTS,
+        ),
+    ] = ()
+    stop: Annotated[
+        str | Sequence[str],
+        Param(
+            "end before the first of these texts.",
+            _TEXTS,
+            per_row=True,
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        Sequence[int | Sequence[int]],
+        Param(
+            "end at the first of these tokens, whose text is left out. An entry may be a sequence "
+            "of token ids, and the answer ends with its last one.",
+            Several("token ids, or sequences of token ids", _read_stop),
+            per_row=True,
+        ),
+    ] = ()
+    include_stop_str_in_output: Annotated[
+        bool,
+        Param(
+            "keep the stop text, or the text of the stop token, at the end of the answer.",
+            BOOL,
+            per_row=True,
+        ),
+    ] = False
+    ignore_eos: Annotated[
+        bool,
+        Param(
+            "continue after the model's end-of-sequence tokens.",
+            BOOL,
+            per_row=True,
+        ),
+    ] = False
+    min_tokens: Annotated[
+        int,
+        Param(
+            "the least tokens of the answer: among them, neither the end of sequence nor stop "
+            "tokens are drawn, and stop texts that end there are ignored.",
+            whole(0),
+        ),
+    ] = 0
+    max_tokens: Annotated[
+        int | None,
+        Param(
+            "end after this many tokens; ``None`` and -1 continue until the context or the K/V "
+            "budget is used up.",
+            or_none(_LIMIT, _LIMIT.what),
+            Flag(
+                also=("-m",),
+                default=-1,
+                help="tokens per answer",
+                says="-1, up to the context limit",
+            ),
+            per_row=True,
+            wire=False,
+        ),
+    ] = 256
+    logprobs: Annotated[
+        int | None,
+        Param(
+            "report the log-probabilities of the sampled token and of this many of the most likely "
+            "ones, 0 to 20. They are those of the model's own logits, before penalties and "
+            "temperature. ``None`` reports none.",
+            _LOGPROBS,
+            per_row=True,
+            wire=False,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Param(
+            "the same for each token of the prompt but the first.",
+            _LOGPROBS,
+            per_row=True,
+        ),
+    ] = None
+    detokenize: Annotated[
+        bool,
+        Param(
+            "decode the answer to text. Without it there can be no stop texts, and decoding costs "
+            "nothing.",
+            BOOL,
+            per_row=True,
+            wire=False,
+        ),
+    ] = True
+    skip_special_tokens: Annotated[
+        bool,
+        Param(
+            "leave the tokenizer's special tokens out of the text. A stop text that is a special "
+            "token still ends the answer.",
+            BOOL,
+            per_row=True,
+        ),
+    ] = True
+    logits_processors: Annotated[
+        Sequence[LogitsProcessor],
+        Param(
+            "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
+            "vocab_size]``) to new logits, after the penalties. If one raises, only its request "
+            "fails.",
+            Several("functions", such("functions", callable).read),
+            wire=False,
+        ),
+    ] = ()
+    sampler: Annotated[
+        Sampler | None,
+        Param(
+            "a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the "
+            "processors and returns a token ``[1]``. It replaces temperature, filters and seed.",
+            or_none(such("a function, such as make_sampler(...)", callable)),
+            wire=False,
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        Param(
+            "the structure of the answer, such as JSON of a schema; ``None`` is free text. It "
+            "can't be combined with ``ignore_eos``.",
+            or_none(
+                such(
+                    "StructuredOutputsParams",
+                    lambda value: isinstance(value, StructuredOutputsParams),
+                ),
+                "StructuredOutputsParams or None",
+            ),
+            wire=False,
+        ),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        Param(
+            "end the model's reasoning after this many tokens, by forcing the mark that closes it. "
+            "``None`` is no limit. It has no effect on models whose tokenizer has no reasoning "
+            "marks.",
+            or_none(whole(0)),
+        ),
+    ] = None
+    output_kind: Annotated[
+        RequestOutputKind,
+        Param(
+            "whether each output has the answer so far or only what is new, or there is only one. "
+            "An output with what is new has the completions that continue, and the last one has "
+            "all of them; its cost does not grow with the answer.",
+            such(
+                "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
+                lambda value: isinstance(value, RequestOutputKind),
+            ),
+            per_row=True,
+            wire=False,
+        ),
+    ] = RequestOutputKind.CUMULATIVE
 
 
 # Characters. The time and the stack that compiling a grammar takes grow with its text.
@@ -474,3 +522,6 @@ _DOMAINS: dict[str, Domain[Any]] = {
     "begin_after": _TOKENS,
     "reasoning_start": _TOKENS,
 }
+
+
+SAMPLING_PARAMS: dict[str, Param] = declared(DeclaredSamplingParams)

@@ -10,8 +10,8 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from mlx_paged.errors import ArgumentError, shown, system_reason
@@ -21,6 +21,7 @@ from mlx_paged.options.argument_values import (
     Domain,
     Flag,
     Option,
+    declared,
     one_of,
     such,
     whole,
@@ -80,17 +81,14 @@ def _read_origin(text: object) -> str | None:
     return text.lower() if is_origin or text == "*" else None
 
 
-def setting(
-    default: object, help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = ""
-) -> Any:
-    """A field and its flag, declared in the same way as an engine option.
+def _setting(help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = "") -> Option:
+    """The declaration of a setting and its flag, as of an engine option.
 
     Args:
         domain: the domain of the value, or of each value of a tuple.
         name: the flag, if it isn't derived from the field's name.
     """
-    option = Option(help, domain, Flag(("server",), name), default=default, says=says)
-    return field(default=default, metadata={"declared": option})
+    return Option(help, domain, Flag(("server",), name), says=says)
 
 
 @dataclass(frozen=True)
@@ -102,78 +100,140 @@ class ServerSettings:
         Others: see their help.
     """
 
-    host: str = setting(
-        "127.0.0.1", "address to listen on", such("a text", lambda text: isinstance(text, str))
-    )
-    port: int = setting(8000, "port to listen on, 0 for a free one", whole(0, 65535))
+    host: Annotated[
+        str,
+        _setting(
+            "address to listen on",
+            such("a text", lambda text: isinstance(text, str)),
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        _setting(
+            "port to listen on, 0 for a free one",
+            whole(0, 65535),
+        ),
+    ] = 8000
     api_keys: tuple[ApiKey, ...] = ()
-    allow_unauthenticated: bool = setting(
-        False, "listen without a key on an address that other machines can reach"
-    )
-    allowed_hosts: tuple[str, ...] = setting(
-        (),
-        "a name to accept in the Host header, in addition to addresses and localhost; may be given "
-        "several times",
-        Domain(
-            "a name or an address without a port", _read_host_name, _read_host_name, metavar="NAME"
+    allow_unauthenticated: Annotated[
+        bool,
+        _setting(
+            "listen without a key on an address that other machines can reach",
         ),
-        "--allowed-host",
-    )
-    cors_origins: tuple[str, ...] = setting(
-        (),
-        "a web origin whose pages may use the server, such as http://localhost:3000, or * for all; "
-        "may be given several times",
-        Domain(
-            "* or an origin without a path, such as http://localhost:3000",
-            _read_origin,
-            _read_origin,
-            metavar="ORIGIN",
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _setting(
+            "a name to accept in the Host header, in addition to addresses and localhost; may be "
+            "given several times",
+            Domain(
+                "a name or an address without a port",
+                _read_host_name,
+                _read_host_name,
+                metavar="NAME",
+            ),
+            "--allowed-host",
         ),
-        "--cors-origin",
-    )
-    share_cache: bool = setting(False, "share cached K/V between users with different keys")
-    allow_cache_texts: bool = setting(
-        False, "let /v1/cache?text=true show excerpts of prompts to the users who sent them"
-    )
-    max_queue_len: int = setting(
-        256, "sequences that may wait; further requests are answered with 503", AT_LEAST_0
-    )
-    max_body_bytes: int = setting(
-        16 * 2**20, "largest request body in bytes (65536, 512K, 16M)", NBYTES, says="16M"
-    )
-    drain_seconds: float = setting(
-        30.0,
-        "how long running answers may continue after SIGTERM",
-        such("a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"),
-    )
-    step_timeout: float = setting(
-        120.0,
-        "seconds after which a step of the engine counts as hanging and /health answers 503; 0 for "
-        "never",
-        such(
-            "a number, at least 0",
-            lambda value: value >= 0,
-            parse=lambda text: float(text) or math.inf,
-            metavar="S",
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        _setting(
+            "a web origin whose pages may use the server, such as http://localhost:3000, or * for "
+            "all; may be given several times",
+            Domain(
+                "* or an origin without a path, such as http://localhost:3000",
+                _read_origin,
+                _read_origin,
+                metavar="ORIGIN",
+            ),
+            "--cors-origin",
         ),
-    )
-    no_idle_prefill: bool = setting(
-        False,
-        "while the server is idle, do not precompute finished conversations as the chat template "
-        "will write them, without reasoning",
-    )
-    keep_reasoning: bool = setting(
-        False,
-        "have the chat template keep the reasoning of all earlier answers, if it supports that, so "
-        "that no history is recomputed for a new question",
-    )
-    log_prompts: bool = setting(False, "log the texts of prompts")
-    log_cache: bool = setting(False, "log for each prompt where its cache hit ended, and why")
-    log_level: str = setting(
-        "info",
-        "the lowest level to log on stderr",
-        replace(one_of("debug", "info", "warning", "error"), parse=str.lower),
-    )
+    ] = ()
+    share_cache: Annotated[
+        bool,
+        _setting(
+            "share cached K/V between users with different keys",
+        ),
+    ] = False
+    allow_cache_texts: Annotated[
+        bool,
+        _setting(
+            "let /v1/cache?text=true show excerpts of prompts to the users who sent them",
+        ),
+    ] = False
+    max_queue_len: Annotated[
+        int,
+        _setting(
+            "sequences that may wait; further requests are answered with 503",
+            AT_LEAST_0,
+        ),
+    ] = 256
+    max_body_bytes: Annotated[
+        int,
+        _setting(
+            "largest request body in bytes (65536, 512K, 16M)",
+            NBYTES,
+            says="16M",
+        ),
+    ] = 16 * 2**20
+    drain_seconds: Annotated[
+        float,
+        _setting(
+            "how long running answers may continue after SIGTERM",
+            such(
+                "a number, at least 0",
+                lambda value: 0 <= value < math.inf,
+                parse=float,
+                metavar="S",
+            ),
+        ),
+    ] = 30.0
+    step_timeout: Annotated[
+        float,
+        _setting(
+            "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
+            "for never",
+            such(
+                "a number, at least 0",
+                lambda value: value >= 0,
+                parse=lambda text: float(text) or math.inf,
+                metavar="S",
+            ),
+        ),
+    ] = 120.0
+    no_idle_prefill: Annotated[
+        bool,
+        _setting(
+            "while the server is idle, do not precompute finished conversations as the chat "
+            "template will write them, without reasoning",
+        ),
+    ] = False
+    keep_reasoning: Annotated[
+        bool,
+        _setting(
+            "have the chat template keep the reasoning of all earlier answers, if it supports "
+            "that, so that no history is recomputed for a new question",
+        ),
+    ] = False
+    log_prompts: Annotated[
+        bool,
+        _setting(
+            "log the texts of prompts",
+        ),
+    ] = False
+    log_cache: Annotated[
+        bool,
+        _setting(
+            "log for each prompt where its cache hit ended, and why",
+        ),
+    ] = False
+    log_level: Annotated[
+        str,
+        _setting(
+            "the lowest level to log on stderr",
+            replace(one_of("debug", "info", "warning", "error"), parse=str.lower),
+        ),
+    ] = "info"
 
 
 def num_users(keys: Iterable[ApiKey]) -> int:
@@ -182,7 +242,8 @@ def num_users(keys: Iterable[ApiKey]) -> int:
 
 
 SERVER_SETTINGS: dict[str, Option] = {
-    each.name: each.metadata["declared"] for each in fields(ServerSettings) if each.metadata
+    name: replace(option, default=getattr(ServerSettings, name))
+    for name, option in declared(ServerSettings).items()
 }
 
 

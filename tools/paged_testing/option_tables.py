@@ -15,11 +15,12 @@ The other tables are ``sampling parameters``, ``chat commands``, ``chat flags``,
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ForwardRef
@@ -121,7 +122,7 @@ def _tables() -> dict[str, dict[str, Row]]:
         options[name] = _row(name, option, types[name], option.says or default)
     for each in fields(SamplingParams):
         default = f"`{getattr(SamplingParams(), each.name)}`"
-        params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], each.type, default)
+        params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], _type_of(each), default)
     return {
         "engine options": options,
         "sampling parameters": params,
@@ -163,6 +164,12 @@ def _flag_in_words(name: str, argument: Argument) -> str:
     programs = argument.flag.programs
     where = "" if len(programs) == 2 else f" ({', '.join(programs)})"
     return f"`{argument.flag_name(name)}`{where}"
+
+
+def _type_of(field: Field[Any]) -> str:
+    """The type of a field that is annotated with ``Annotated[type, declaration]``."""
+    annotated: Any = ast.parse(str(field.type), mode="eval").body
+    return ast.unparse(annotated.slice.elts[0])
 
 
 def _type_in_words(annotation: Any) -> str:
