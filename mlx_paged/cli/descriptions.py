@@ -23,8 +23,8 @@ def describe_engine(model: str | None, engine: Engine) -> list[str]:
     """
     cache = engine.cache
     config, kind = cache.config, "K/V" if cache.kind == "paged" else f"{cache.kind} K/V"
-    is_dense = config.layers[0].format.is_as_computed
-    token = "" if is_dense else f", {describe_token_size(cache)}"
+    is_as_computed = config.layers[0].format.is_as_computed
+    token = "" if is_as_computed else f", {describe_token_size(cache)}"
     return [
         describe_model(model, engine),
         f"{describe_device()}, {describe_backend(cache)}",
