@@ -496,11 +496,11 @@ def _not_negative(
 
 def _naturals(low: int, high: int | None) -> str:
     """The integers of a range that has no negative ones."""
-    parts = []
     if high is None:
         num_digits = len(str(low))
-        high = 10**num_digits - 1
-        parts.append(f"[1-9][0-9]{{{num_digits},}}")
+        shorter = _naturals(low, 10**num_digits - 1)
+        return _one_of_these((f"[1-9][0-9]{{{num_digits},}}", shorter))
+    parts = []
     while low <= high:
         # The most numbers in a row that differ only in a digit, and in all digits after it.
         step = 1
