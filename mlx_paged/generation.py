@@ -20,7 +20,7 @@ from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.thread import EngineThread, ForkedError
+from mlx_paged.engine.thread import EngineThread, ForkedError, wait_until_idle
 from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, TokenIds, such
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.engine_options import OneShotOptions
@@ -290,9 +290,9 @@ class OneShotEngine(Engine):
         except ForkedError:
             return True
         finally:
-            given_back = self._release_thread()
-            if given_back is not None and not is_busy:
-                given_back.result()
+            released = self._release_thread()
+            if not is_busy:
+                wait_until_idle(released)
 
 
 class _StreamLogprobs:

@@ -346,9 +346,9 @@ def _asked(
     )
 
 
-def _with_whole_outputs(params: Any) -> Any:
+def _with_whole_outputs(params: SamplingParams | None) -> SamplingParams | None:
     """The parameters of a prompt, whose output is returned once."""
-    if isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA:
+    if params is not None and params.output_kind is RequestOutputKind.DELTA:
         return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
     return params
 

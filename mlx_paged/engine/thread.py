@@ -433,6 +433,15 @@ def _nothing() -> None:
     """Wakes the thread."""
 
 
+def wait_until_idle(released: EngineCall[None] | None) -> None:
+    """Wait until a shared thread that was released can be used again, since the next call may come
+    at once. A thread that was stopped meanwhile is not used again, and fails no caller.
+    """
+    if released is not None:
+        with contextlib.suppress(EngineStoppedError):
+            released.result()
+
+
 def run_apart(work: Callable[[], T]) -> T:
     """Call ``work``; returns its result or raises its error. Outside of the main thread it runs in
     an :class:`EngineThread`, because MLX's streams, on Linux, abort the process if they outlive
@@ -445,9 +454,7 @@ def run_apart(work: Callable[[], T]) -> T:
     try:
         return thread.call(work)
     finally:
-        left = thread.release()
-        if left is not None:
-            left.result()  # The next call may come at once.
+        wait_until_idle(thread.release())
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException] | None) -> None:

@@ -1,5 +1,5 @@
-"""``BlockWorker``: blocks are written behind the back of whoever offers them, or dropped; and they
-are there before they are asked for, in order, up to the first miss.
+"""``BlockWorker``: blocks that are offered are written in another thread, or dropped. Blocks are
+read ahead in order, up to the first that is missing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -22,6 +23,7 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.cache import PagedKVCache, PromptTooLongError
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.thread import EngineThread, run_apart
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
@@ -309,3 +311,15 @@ def test_a_processor_may_call_generate(model: qwen3.Model):
 
     outer = generate_step(prompt(5), model, max_tokens=3, logits_processors=[calls])
     assert [token for token, _ in outer] == expected and inner == [expected] * 3
+
+
+def test_a_shared_thread_that_is_stopped_after_a_call_does_not_fail_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def stopped(thread: EngineThread) -> None:
+        thread.stop(MemoryError("meanwhile"))
+        raise thread.stopped()
+
+    monkeypatch.setattr(EngineThread, "_become_idle", stopped)
+    with ThreadPoolExecutor(1) as pool:  # The main thread calls by itself.
+        assert pool.submit(run_apart, lambda: 5).result() == 5
