@@ -148,7 +148,6 @@ def _alternatives(rule: str, count: int) -> str:
 _NOTES = {"type", "description", "title", "default", "examples"}
 _OBJECT = {*_NOTES, "properties", "required", "additionalProperties"}
 _ARRAY = {*_NOTES, "items", "minItems", "maxItems"}
-_NUMBERS = {"integer": "/-?(0|[1-9][0-9]*)/", "number": "/-?(0|[1-9][0-9]*)(\\.[0-9]+)?/"}
 
 # The rest of a call after its start mark, what stands between two calls (``None`` if a call is all
 # of them), and further rules.
