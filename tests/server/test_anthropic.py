@@ -263,7 +263,7 @@ def test_fields_become_parameters(shared_agent_service):
     assert (body.tool_choice, body.parallel_tool_calls) == ("read", False)
     assert body.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
     [tool] = body.tools
-    assert tool == {
+    assert tool.form == {
         "type": "function",
         "function": {
             "name": "read",

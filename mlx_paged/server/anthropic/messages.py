@@ -15,16 +15,13 @@ from mlx_paged.server.conversations import (
     OtherPart,
     TextPart,
     checked_tool_choice,
-    function_tool,
     refuse_second_names,
     texts_of,
-    tool_fields,
 )
 from mlx_paged.server.fields import (
     ModelFields,
     RequestedFormat,
     StopTexts,
-    fields_of,
     make_params,
     read_format,
 )
@@ -39,6 +36,7 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import Tool
 
 # A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
 # with each request, so prompts with it would share no prefix.
@@ -125,10 +123,6 @@ class AnthropicTool(Repeated):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
-
-    def as_function(self) -> dict[str, Any]:
-        """The tool in the form that chat templates take, which is OpenAI's."""
-        return function_tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class ToolChoice(Body):
@@ -219,7 +213,11 @@ AnyRequest = MessagesRequest | CountRequest
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
     request.model_name(service)
-    tools = tuple(tool.as_function() for tool in request.tools)
+    tools = tuple(
+        Tool.of(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict, "input_schema")
+        for i, t in enumerate(request.tools)
+    )
+    refuse_second_names(tools)
     choice = _tool_choice(request.tool_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
     if thinking is None:
@@ -238,8 +236,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     fields = {
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
-        **tool_fields([f"tools[{index}]" for index in range(len(tools))], "input_schema"),
-        **fields_of(requested),
+        **requested.fields,
     }
     return ChatJob(
         messages,
@@ -255,36 +252,35 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     )
 
 
-def _requested_format(request: AnyRequest) -> RequestedFormat | None:
+def _requested_format(request: AnyRequest) -> RequestedFormat:
     """The JSON that is requested, if any."""
     in_config = request.output_config.format
     if in_config is not None:
         return read_format("output_config.format.schema", json=in_config.schema_)
     if request.output_format is not None:
         return read_format("output_format.schema", json=request.output_format.schema_)
-    return None
+    return RequestedFormat()
 
 
 def _read_params(
     request: AnyRequest,
     service: Service,
-    requested: RequestedFormat | None,
+    requested: RequestedFormat,
     fields: Mapping[str, str],
 ) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "max_tokens")
-    values = {name: getattr(request, name) for name in names}
-    values["stop"] = request.stop_sequences
-    if request.thinking is not None:
-        values["thinking_token_budget"] = request.thinking.budget_tokens
-    values = {name: value for name, value in values.items() if value is not None}
-    if requested is not None:
-        values["structured_outputs"] = requested.params
-    return make_params(service.default_params, values, fields)
+    values = {
+        **{name: getattr(request, name) for name in names},
+        "stop": request.stop_sequences,
+        "thinking_token_budget": request.thinking and request.thinking.budget_tokens,
+        "structured_outputs": requested.params,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    return make_params(service.default_params, given, fields)
 
 
-def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:
+def _tool_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> str:
     """The choice in OpenAI's terms."""
-    refuse_second_names([tool["function"]["name"] for tool in tools])
     if choice is None:
         return "auto"
     if choice.type == "tool":

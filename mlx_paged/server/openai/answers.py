@@ -60,7 +60,7 @@ class OpenAIRenderer(ABC):
             "system_fingerprint": f"mlx_paged-{mlx_paged.__version__}",
         }
         self.names = TokenNames(context.service.token_texts, body.return_tokens_as_token_ids)
-        self._has_usage, self._has_usage_always = body.has_usage, body.has_usage_always
+        self._stream_options = body.stream_options
 
     @abstractmethod
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -73,8 +73,9 @@ class OpenAIRenderer(ABC):
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The chunk for a choice."""
         chunk = {**self.head, "choices": [choice]}
-        if self._has_usage:
-            chunk["usage"] = self.usage() if self._has_usage_always else None
+        if self._stream_options.include_usage:
+            is_in_each = self._stream_options.continuous_usage_stats
+            chunk["usage"] = self.usage() if is_in_each else None
         return chunk
 
     async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
@@ -82,7 +83,7 @@ class OpenAIRenderer(ABC):
         async for prompt_index, output in parts_of(answers):
             for chunk in self.chunks(prompt_index, output):
                 yield event(chunk)
-        if self._has_usage:
+        if self._stream_options.include_usage:
             yield event({**self.head, "choices": [], "usage": self.usage()})
         yield DONE
 

@@ -14,7 +14,7 @@ from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import TokenIds, fields_of, first_given
+from mlx_paged.server.fields import TokenIds, first_given
 from mlx_paged.server.generations import AnswerState, Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
@@ -98,25 +98,25 @@ def read_completions(
     request: CompletionRequest, service: Service
 ) -> tuple[list[Prompt], Generation]:
     """The prompts of the body, and the generation for each, still without its tokens."""
-    request.check(service)
+    request.model_name(service)
+    request.check_stream()
     prompts = request.prompts
     max_tokens = request.num_tokens(service)
     requested = request.structured()
-    fields = fields_of(requested)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": requested and requested.params,
+        "structured_outputs": requested.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
     if request.echo and request.logprobs is not None:
         values["prompt_logprobs"] = request.logprobs
-    params = request.sampling(service.default_params, fields, **values)
+    params = request.sampling(service.default_params, requested.fields, **values)
     if len(prompts) * params.n > MAX_CHOICES:
         raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
-    return prompts, Generation([], params, **request.job_fields(), fields=fields)
+    return prompts, Generation([], params, **request.job_fields(), fields=requested.fields)
 
 
 def encode_all(
