@@ -85,10 +85,15 @@ class StreamOptions(Body):
     include_obfuscation: Any = None
 
 
-class StreamFields(Body):
-    """Whether the answer is a stream of events, and its options."""
+class AnsweredBody(ModelFields):
+    """A body that is answered as one object or as a stream of events."""
 
     stream: bool = False
+
+
+class StreamFields(AnsweredBody):
+    """The options of a stream."""
+
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
     def check_stream(self) -> None:

@@ -67,9 +67,12 @@ class Tool:
         schema_field: str = "parameters",
     ) -> Tool:
         """The tool of these fields."""
-        described = {} if description is None else {"description": description}
-        function = {"name": name, **described, "parameters": parameters}
-        function |= {"strict": True} if strict else {}
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = parameters
+        if strict:
+            function["strict"] = True
         return cls({"type": "function", "function": function}, place, schema_field)
 
     @property

@@ -19,7 +19,7 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    ModelFields,
+    AnsweredBody,
     RequestedFormat,
     StopTexts,
     make_params,
@@ -149,7 +149,7 @@ class Thinking(Body):
     display: Literal["summarized", "omitted", "full"] = "full"
 
 
-class ConversationFields(ModelFields):
+class ConversationFields(AnsweredBody):
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
@@ -167,7 +167,6 @@ class ConversationFields(ModelFields):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: StopTexts | None = None
-    stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False

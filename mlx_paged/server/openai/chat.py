@@ -19,7 +19,6 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     FormatFields,
-    ModelFields,
     SamplingFields,
     StreamFields,
     StreamOptions,
@@ -142,7 +141,7 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(ModelFields, CacheFields, StreamFields, FormatFields, SamplingFields):
+class OpenAIFields(StreamFields, CacheFields, FormatFields, SamplingFields):
     """The fields that chat and completions share."""
 
     stream_options: UsageOptions = Field(default_factory=UsageOptions)

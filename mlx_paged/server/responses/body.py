@@ -24,7 +24,6 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     Format,
-    ModelFields,
     SamplingFields,
     StreamFields,
     TextFormat,
@@ -146,7 +145,7 @@ class TextOptions(Body):
     format: Format = Field(default_factory=lambda: TextFormat(type="text"))
 
 
-class ResponsesRequest(ModelFields, CacheFields, StreamFields, SamplingFields):
+class ResponsesRequest(StreamFields, CacheFields, SamplingFields):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[str | Items, OneOf()]
