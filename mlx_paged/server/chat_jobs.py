@@ -142,11 +142,13 @@ def _keep(
     message = keep_answer(kept, tokenizer, prompt, answer_format, completion, job.no_store)
     if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
         return
-    computed = [*prompt.token_ids, *completion.token_ids]
-    messages = [*job.messages, message]
-    salt = job.cache_salt
-    encode = partial(upcoming_tokens, kept, tokenizer, messages, options, salt, computed)
-    upcoming = Upcoming(encode, job.user, salt, job.no_store)
+    computed, salt = [*prompt.token_ids, *completion.token_ids], job.cache_salt
+
+    def encode(question: str) -> list[int]:
+        messages = [*job.messages, message, {"role": "user", "content": question}]
+        return kept.encode(tokenizer, messages, options, salt).token_ids
+
+    upcoming = Upcoming(partial(upcoming_tokens, encode, computed), job.user, salt, job.no_store)
     service.idle_prefill.expect(prompt.key, upcoming)
 
 

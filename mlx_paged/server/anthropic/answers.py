@@ -62,7 +62,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
         [output] = outputs
         [(completion, part)] = self.states[0].parts(output)
         completion.add(part)
-        content = [self._whole_block(block) for block in completion.blocks]
+        content = [self._block(block, is_whole=True) for block in completion.blocks]
         has_calls = any(block["type"] == "tool_use" for block in content)
         return {
             **self._start(),
@@ -130,7 +130,8 @@ class MessageRenderer(Renderer[MessagesRequest]):
         block = each.block
         place = {"index": block.index}
         if each.what == "start":
-            yield {"type": "content_block_start", **place, "content_block": _new_block(block)}
+            new = self._block(block, is_whole=False)
+            yield {"type": "content_block_start", **place, "content_block": new}
             return
         if each.what == "end":
             if block.kind == "reasoning":
@@ -141,17 +142,21 @@ class MessageRenderer(Renderer[MessagesRequest]):
             kind, name = _DELTAS[block.kind]
             yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: each.text}}
 
-    def _whole_block(self, block: AnswerBlock) -> dict[str, Any]:
-        text, new = block.text, _new_block(block)
-        if block.kind == "text":
-            return {**new, "text": text}
+    def _block(self, block: AnswerBlock, is_whole: bool) -> dict[str, Any]:
+        """A whole block, or its beginning without a text."""
+        text = block.text if is_whole else ""
+        if block.call is not None:
+            arguments = _object_of(text) if is_whole else {}
+            if arguments is None:
+                # Python reads no integer of more than 4,300 digits.
+                return {"type": "text", "text": f"{block.call.name} {text}"}
+            call = {"id": block.call.call_id, "name": block.call.name, "input": arguments}
+            return {"type": "tool_use", **call}
         if block.kind == "reasoning":
+            signature = signature_of(text) if is_whole else ""
             shown = text if self._shows_thinking else ""
-            return {**new, "thinking": shown, "signature": signature_of(text)}
-        if _is_object(text):
-            return {**new, "input": json.loads(text)}
-        # Python reads no integer of more than 4,300 digits.
-        return {"type": "text", "text": f"{new['name']} {text}"}
+            return {"type": "thinking", "thinking": shown, "signature": signature}
+        return {"type": "text", "text": text}
 
 
 # The type of a delta and the field with its text.
@@ -162,21 +167,12 @@ _DELTAS = {
 }
 
 
-def _new_block(block: AnswerBlock) -> dict[str, Any]:
-    """A block without its text."""
-    if block.call is not None:
-        call = block.call
-        return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
-
-
-def _is_object(text: str) -> bool:
+def _object_of(text: str) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(text), dict)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def signature_of(thinking: str) -> str:

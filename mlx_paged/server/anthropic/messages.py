@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.conversations import (
     Content,
@@ -74,20 +73,18 @@ class ResultBlock(ContentBlock):
     is_error: bool = False
 
 
+AnswerPart = Annotated[
+    TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
+]
+QuestionPart = Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]
+
+
 class AssistantTurn(Repeated):
     """A message of the model."""
 
     place = "messages[]"
     role: Literal["assistant"]
-    content: Annotated[
-        str
-        | Children[
-            Annotated[
-                TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
-            ]
-        ],
-        OneOf(),
-    ]
+    content: Annotated[str | Children[AnswerPart], OneOf()]
 
 
 class UserTurn(Repeated):
@@ -95,9 +92,7 @@ class UserTurn(Repeated):
 
     place = "messages[]"
     role: Literal["user", "msg"]
-    content: Annotated[
-        str | Children[Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]], OneOf()
-    ]
+    content: Annotated[str | Children[QuestionPart], OneOf()]
 
 
 class SystemTurn(Repeated):
@@ -237,9 +232,17 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         "thinking_token_budget": "thinking.budget_tokens",
         **requested.fields,
     }
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    values = {
+        **{name: getattr(request, name) for name in names},
+        "stop": request.stop_sequences,
+        "thinking_token_budget": thinking and thinking.budget_tokens,
+        "structured_outputs": requested.params,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
     return ChatJob(
         messages,
-        _read_params(request, service, requested, fields),
+        make_params(service.default_params, given, fields),
         tools,
         choice,
         request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
@@ -253,29 +256,12 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
 
 def _requested_format(request: AnyRequest) -> RequestedFormat:
     """The JSON that is requested, if any."""
-    in_config = request.output_config.format
-    if in_config is not None:
-        return read_format("output_config.format.schema", json=in_config.schema_)
-    if request.output_format is not None:
-        return read_format("output_format.schema", json=request.output_format.schema_)
-    return RequestedFormat()
-
-
-def _read_params(
-    request: AnyRequest,
-    service: Service,
-    requested: RequestedFormat,
-    fields: Mapping[str, str],
-) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "max_tokens")
-    values = {
-        **{name: getattr(request, name) for name in names},
-        "stop": request.stop_sequences,
-        "thinking_token_budget": request.thinking and request.thinking.budget_tokens,
-        "structured_outputs": requested.params,
+    places = {
+        "output_config.format.schema": request.output_config.format,
+        "output_format.schema": request.output_format,
     }
-    given = {name: value for name, value in values.items() if value is not None}
-    return make_params(service.default_params, given, fields)
+    given = [(place, form.schema_) for place, form in places.items() if form is not None]
+    return read_format(given[0][0], json=given[0][1]) if given else RequestedFormat()
 
 
 def _tool_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> str:

@@ -196,9 +196,8 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         extras: dict[str, Any] = {}
         num_top = self.body.num_top_logprobs
         if num_top is not None:
-            extras["logprobs"] = chat_logprobs(
-                self.names, part.token_ids, part.logprobs or [], num_top
-            )
+            content = chat_logprobs(self.names, part, num_top)
+            extras["logprobs"] = {"content": content, "refusal": None}
         if self.body.return_token_ids:
             extras["token_ids"] = part.token_ids
         return extras
@@ -234,25 +233,17 @@ class TokenNames:
         return f"token_id:{token_id}" if self._as_ids else self.texts.text_of(token_id)
 
 
-def chat_logprobs(
-    names: TokenNames,
-    token_ids: Sequence[int],
-    entries: Sequence[Mapping[int, Logprob]],
-    num_top: int,
-) -> dict[str, Any]:
-    """``logprobs`` of a chat choice: an entry for each token of the answer, including marks of
-    reasoning and tool calls.
+def chat_logprobs(names: TokenNames, part: CompletionOutput, num_top: int) -> list[dict[str, Any]]:
+    """An entry for each token of a part of the answer, including marks of reasoning and tool
+    calls.
     """
-    return {
-        "content": [
-            {
-                **_chat_token(names, token, entry[token]),
-                "top_logprobs": [_chat_token(names, *each) for each in most_likely(entry, num_top)],
-            }
-            for token, entry in zip(token_ids, entries, strict=True)
-        ],
-        "refusal": None,
-    }
+    return [
+        {
+            **_chat_token(names, token, entry[token]),
+            "top_logprobs": [_chat_token(names, *each) for each in most_likely(entry, num_top)],
+        }
+        for token, entry in zip(part.token_ids, part.logprobs or [], strict=True)
+    ]
 
 
 def _chat_token(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, Any]:

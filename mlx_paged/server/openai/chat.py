@@ -46,20 +46,13 @@ _NO_TEMPLATE_VARIABLES = {
     "messages": "send messages",
     **dict.fromkeys(
         (
-            "chat_template",
-            "conversation",
-            "max_length",
-            "padding",
-            "return_assistant_tokens_mask",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tokenizer_kwargs",
-            "truncation",
+            "chat_template", "conversation", "max_length", "padding",
+            "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+            "tokenizer_kwargs", "truncation",
         ),
         "leave it out",
     ),
-}
+}  # fmt: skip
 
 
 class ChatMessage(Repeated):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from starlette.responses import Response
 
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import RESPONSES, ApiError
 from mlx_paged.server.generations import (
     Answer,
@@ -106,7 +106,9 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
         """The events for a part of the answer."""
         for completion, part in self.states[0].parts(output):
             events = completion.add(part)
-            self._pending += self._logprobs_of(part)
+            if self.params.logprobs is not None:
+                names = TokenNames(self.context.service.token_texts)
+                self._pending += chat_logprobs(names, part, self.params.logprobs)
             if completion.finish_reason == "length":
                 self._status = "incomplete"
             for each in events:
@@ -152,15 +154,6 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
             "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
-
-    def _logprobs_of(self, part: CompletionOutput) -> list[dict[str, Any]]:
-        if self.params.logprobs is None:
-            return []
-        names = TokenNames(self.context.service.token_texts)
-        entries: list[dict[str, Any]] = chat_logprobs(
-            names, part.token_ids, part.logprobs or [], self.params.logprobs
-        )["content"]
-        return entries
 
     def _block_events(self, each: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
         """The events for an event of a block; ``status`` is that of an item that ends."""
