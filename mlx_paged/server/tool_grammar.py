@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mlx_paged.answers.dialect import Dialect, ToolChoice
 from mlx_paged.answers.formats import CallFormat, Headed, Tags
-from mlx_paged.answers.json_schema import Parameters, one_of_as_any_of, target_of
+from mlx_paged.answers.json_schema import Parameters, constants_of, one_of_as_any_of, target_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 
@@ -458,17 +458,15 @@ class _CallWriter:
 
     def _gemma_value(self, tool: Tool, schema: Any) -> str:
         schema = tool.resolved(schema)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
-            return f"({' | '.join(self._gemma_constant(value) for value in values)})"
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(schema.get(keyword), list) and schema[keyword]:
-                parts = (self._gemma_value(tool, each) for each in schema[keyword])
-                return f"({' | '.join(parts)})"
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            parts = (self._gemma_value(tool, {**schema, "type": kind}) for kind in kinds)
-            return f"({' | '.join(parts)})"
+        kinds, branches = schema.get("type"), [schema.get("anyOf"), schema.get("oneOf")]
+        if isinstance(kinds, list):
+            branches.append([{**schema, "type": kind} for kind in kinds])
+        alternatives = [self._gemma_constant(value) for value in constants_of(schema) or ()]
+        if not alternatives:
+            several = next((each for each in branches if each and isinstance(each, list)), ())
+            alternatives = [self._gemma_value(tool, each) for each in several]
+        if alternatives:
+            return f"({' | '.join(alternatives)})"
         return self._gemma_typed(tool, schema, kinds)
 
     def _gemma_typed(self, tool: Tool, schema: Mapping[str, Any], kind: Any) -> str:
@@ -534,10 +532,10 @@ class _CallWriter:
     def _tagged_text(self, schema: Mapping[str, Any], end: str, tags: Tags) -> str:
         if schema.keys() <= _NOTES:
             return self._text_before(end)
-        words = [schema["const"]] if "const" in schema else schema.get("enum")
-        if not isinstance(words, list) or not schema.keys() <= _NOTES | {"enum", "const"}:
+        words = constants_of(schema)
+        if not words or not schema.keys() <= _NOTES | {"enum", "const"}:
             raise _UnsupportedError
-        if not words or not all(isinstance(word, str) for word in words):
+        if not all(isinstance(word, str) for word in words):
             raise _UnsupportedError
         return f"({' | '.join(self._term(word) for word in words)}) {self._term(end)}"
 
