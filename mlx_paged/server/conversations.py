@@ -155,12 +155,15 @@ def checked_tool_choice(choice: ToolChoice, place: str, tools: Sequence[Tool]) -
     """Check a choice of tools.
 
     Args:
+        choice: also ``"any"``, Anthropic's word for ``"required"``.
         place: the place of the tool's name in the body; ``""`` if the choice is not a name.
     """
     if place and all(choice != tool.name for tool in tools):
         raise refused(place, f"is {shown(choice)}, but no tool has this name")
     if place and choice in ("none", "auto", "required"):
         raise refused(place, f"is {choice!r}, which can't be the name of a tool here")
-    if choice == "required" and not tools:
-        raise refused("tool_choice", "is 'required', but there are no tools; send some")
+    if choice in ("required", "any") and not place:
+        if not tools:
+            raise refused("tool_choice", f"is {choice!r}, but there are no tools; send some")
+        return "required"
     return choice

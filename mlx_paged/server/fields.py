@@ -85,21 +85,10 @@ class StreamOptions(Body):
     include_obfuscation: Any = None
 
 
-class AnsweredBody(ModelFields):
-    """A body that is answered as one object or as a stream of events."""
-
-    stream: bool = False
-
-
-class StreamFields(AnsweredBody):
-    """The options of a stream."""
-
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
-
-    def check_stream(self) -> None:
-        """Raise if there are options without a stream."""
-        if "stream_options" in self.model_fields_set and not self.stream:
-            raise refused("stream_options", "is given, but stream is not true")
+def check_stream(options: StreamOptions | None, is_streamed: bool) -> None:
+    """Raise if there are options without a stream."""
+    if options is not None and not is_streamed:
+        raise refused("stream_options", "is given, but stream is not true")
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -21,7 +21,6 @@ from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
-from mlx_paged.server.fields import AnsweredBody
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -29,7 +28,7 @@ from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
-A = TypeVar("A", bound=AnsweredBody)
+A = TypeVar("A", bound="AnsweredBody")
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 J = TypeVar("J", ChatJob, Generation)
@@ -112,6 +111,14 @@ class RequestContext(Generic[B]):
         return JSONResponse(renderer.whole(*outputs))
 
 
+class AnsweredBody(Protocol):
+    """A body that is answered as one object or as a stream of events."""
+
+    stream: bool
+
+    def model_name(self, service: Service) -> str: ...
+
+
 class Renderer(ABC, Generic[A]):
     """Renders the answers to a request as one object or as server-sent events.
 
@@ -124,7 +131,7 @@ class Renderer(ABC, Generic[A]):
         states: the answers so far.
     """
 
-    def __init__(self, context: RequestContext[A], body: A, *generations: Generation):
+    def __init__(self, context: RequestContext[Any], body: A, *generations: Generation):
         self.context, self.body, self.generations = context, body, generations
         self.request_id = context.request_id
         self.model = body.model_name(context.service)

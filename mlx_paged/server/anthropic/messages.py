@@ -18,7 +18,7 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    AnsweredBody,
+    ModelFields,
     RequestedFormat,
     StopTexts,
     make_params,
@@ -144,7 +144,7 @@ class Thinking(Body):
     display: Literal["summarized", "omitted", "full"] = "full"
 
 
-class ConversationFields(AnsweredBody):
+class ConversationFields(ModelFields):
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
@@ -162,6 +162,7 @@ class ConversationFields(AnsweredBody):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: StopTexts | None = None
+    stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
@@ -212,7 +213,8 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         for i, t in enumerate(request.tools)
     )
     refuse_second_names(tools)
-    choice = _tool_choice(request.tool_choice, tools)
+    requested_choice = request.tool_choice or ToolChoice(type="auto")
+    choice = _tool_choice(requested_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
     if thinking is None:
         # Off by default, as in Anthropic's API, unless the server was started with another default.
@@ -245,7 +247,7 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         make_params(service.default_params, given, fields),
         tools,
         choice,
-        request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
+        not requested_choice.disable_parallel_tool_use,
         options,
         request.priority,
         request.cache_salt or None,
@@ -264,17 +266,13 @@ def _requested_format(request: AnyRequest) -> RequestedFormat:
     return read_format(given[0][0], json=given[0][1]) if given else RequestedFormat()
 
 
-def _tool_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> str:
+def _tool_choice(choice: ToolChoice, tools: Sequence[Tool]) -> str:
     """The choice in OpenAI's terms."""
-    if choice is None:
-        return "auto"
-    if choice.type == "tool":
-        if choice.name is None:
-            raise refused("tool_choice.name", "is missing")
-        return checked_tool_choice(choice.name, "tool_choice.name", tools)
-    if choice.type == "any" and not tools:
-        raise refused("tool_choice", "is 'any', but there are no tools; send some")
-    return "required" if choice.type == "any" else choice.type
+    if choice.type != "tool":
+        return checked_tool_choice(choice.type, "", tools)
+    if choice.name is None:
+        raise refused("tool_choice.name", "is missing")
+    return checked_tool_choice(choice.name, "tool_choice.name", tools)
 
 
 # Messages

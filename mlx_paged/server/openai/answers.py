@@ -25,7 +25,7 @@ from mlx_paged.server.generations import (
     parts_of,
 )
 from mlx_paged.server.http.sse import DONE, event
-from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, read_chat
+from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, UsageOptions, read_chat
 from mlx_paged.server.routes import Renderer, RequestContext
 
 F = TypeVar("F", bound=OpenAIFields)
@@ -60,6 +60,7 @@ class OpenAIRenderer(Renderer[F]):
             "model": self.model,
             "system_fingerprint": f"mlx_paged-{mlx_paged.__version__}",
         }
+        self.options = body.stream_options or UsageOptions()
         self.names = TokenNames(context.service.token_texts, body.return_tokens_as_token_ids)
 
     @abstractmethod
@@ -73,16 +74,15 @@ class OpenAIRenderer(Renderer[F]):
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The chunk for a choice."""
         chunk = {**self.head, "choices": [choice]}
-        options = self.body.stream_options
-        if options.include_usage:
-            chunk["usage"] = self.usage() if options.continuous_usage_stats else None
+        if self.options.include_usage:
+            chunk["usage"] = self.usage() if self.options.continuous_usage_stats else None
         return chunk
 
     async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
         async for prompt_index, output in parts_of(answers):
             for chunk in self.chunks(prompt_index, output):
                 yield event(chunk)
-        if self.body.stream_options.include_usage:
+        if self.options.include_usage:
             yield event({**self.head, "choices": [], "usage": self.usage()})
         yield DONE
 
@@ -123,16 +123,8 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         choices = []
         for completion, part in self.states[0].parts(output):
             completion.add(part)
-            message = self._message(completion)
-            choices.append(
-                {
-                    "index": completion.index,
-                    "message": message,
-                    "logprobs": None,
-                    **_end(completion),
-                    **self._extras(part),
-                }
-            )
+            choice = {"index": completion.index, "message": self._message(completion)}
+            choices.append({**choice, "logprobs": None, **_end(completion), **self._extras(part)})
         whole = {**self.head, "choices": choices, "usage": self.usage()}
         if output.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(self.names, output.prompt_logprobs)
@@ -174,19 +166,16 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
         return {"reasoning_content": text, "reasoning": text} if self.body.include_reasoning else {}
 
     def _message(self, completion: CompletionState) -> dict[str, Any]:
-        texts = {
-            kind: [block.text for block in completion.blocks if block.kind == kind]
-            for kind in ("reasoning", "text")
-        }
+        reasoning = [block.text for block in completion.blocks if block.kind == "reasoning"]
+        content = "".join(block.text for block in completion.blocks if block.kind == "text")
         calls = [_call(block.call, block.text) for block in completion.blocks if block.call]
-        content = "".join(texts["text"])
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if calls and not content else content,
             "refusal": None,
         }
-        if texts["reasoning"]:
-            message |= self._text("reasoning", "".join(texts["reasoning"]))
+        if reasoning:
+            message |= self._text("reasoning", "".join(reasoning))
         if calls:
             message["tool_calls"] = calls
         return message

@@ -19,9 +19,10 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     FormatFields,
+    ModelFields,
     SamplingFields,
-    StreamFields,
     StreamOptions,
+    check_stream,
     effort_options,
     first_given,
 )
@@ -134,10 +135,11 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(StreamFields, CacheFields, FormatFields, SamplingFields):
+class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     """The fields that chat and completions share."""
 
-    stream_options: UsageOptions = Field(default_factory=UsageOptions)
+    stream: bool = False
+    stream_options: UsageOptions | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -209,7 +211,7 @@ class ChatRequest(OpenAIFields, TemplateFields):
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
     request.model_name(service)
-    request.check_stream()
+    check_stream(request.stream_options, request.stream)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")

@@ -14,7 +14,7 @@ from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import TokenIds, first_given
+from mlx_paged.server.fields import TokenIds, check_stream, first_given
 from mlx_paged.server.generations import Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
@@ -98,7 +98,7 @@ def read_completions(
 ) -> tuple[list[Prompt], Generation]:
     """The prompts of the body, and the generation for each, still without its tokens."""
     request.model_name(service)
-    request.check_stream()
+    check_stream(request.stream_options, request.stream)
     prompts = request.prompts
     max_tokens = request.num_tokens(service)
     requested = request.structured()

@@ -24,9 +24,11 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     Format,
+    ModelFields,
     SamplingFields,
-    StreamFields,
+    StreamOptions,
     TextFormat,
+    check_stream,
     effort_options,
     first_given,
 )
@@ -142,10 +144,10 @@ class Reasoning(Body):
 
 class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
-    format: Format = Field(default_factory=lambda: TextFormat(type="text"))
+    format: Format | None = None
 
 
-class ResponsesRequest(StreamFields, CacheFields, SamplingFields):
+class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[str | Items, OneOf()]
@@ -160,6 +162,8 @@ class ResponsesRequest(StreamFields, CacheFields, SamplingFields):
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextOptions = Field(default_factory=TextOptions)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
@@ -229,7 +233,7 @@ def read_responses_body(
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
-    structured = request.text.format.requested("text.format")
+    structured = (request.text.format or TextFormat(type="text")).requested("text.format")
     fields = {
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
@@ -242,7 +246,7 @@ def read_responses_body(
         logprobs=num_top_logprobs,
         structured_outputs=structured.params,
     )
-    request.check_stream()
+    check_stream(request.stream_options, request.stream)
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
         params,
