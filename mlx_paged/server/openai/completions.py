@@ -171,7 +171,7 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
 
     @cached_property
     def _logprobs(self) -> dict[int, CompletionLogprobs]:
-        """By choice."""
+        """The log-probabilities of each choice, which know where its text has got to."""
         return {}
 
     @property
