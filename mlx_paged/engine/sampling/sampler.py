@@ -20,7 +20,6 @@ import numpy as np
 
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling.sampling_state import (
-    Filters,
     SamplingState,
     allow_tokens,
     fill_masks,
@@ -436,7 +435,7 @@ def _draw(
     positions: Sequence[int],  # [num_completions]
 ) -> mx.array:
     """Token ids ``[num_completions]``, sampled in one call for each group of requests."""
-    groups: dict[Filters | None, list[int]] = {}
+    groups: dict[tuple[float, ...] | None, list[int]] = {}
     for entry, state in enumerate(states):
         groups.setdefault(state.group, []).append(entry)
     parts = []
@@ -447,7 +446,7 @@ def _draw(
             continue
         drawn = [(states[entry], positions[entry]) for entry in entries]
         keys = b"".join([state.draw_key(position) for state, position in drawn])
-        rows = filter_logprobs(log_softmax(rows), group, drawn)
+        rows = filter_logprobs(log_softmax(rows), drawn)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
