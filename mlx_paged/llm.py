@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
@@ -42,7 +43,7 @@ LONG_BATCH = 10
 Message = Mapping[str, Any]
 
 
-class _Asked(NamedTuple):
+class _PromptRequest(NamedTuple):
     """A prompt, or the error of one that failed before, and its other arguments."""
 
     prompt: Prompt | Exception
@@ -54,7 +55,7 @@ class _Asked(NamedTuple):
 class _PromptBatch(NamedTuple):
     """The prompts of a call by request id, and its other arguments."""
 
-    requests: dict[str, _Asked]
+    requests: dict[str, _PromptRequest]
     shows_progress: bool
     raises: bool
 
@@ -69,6 +70,8 @@ class LLM:
 
     Several threads may call :meth:`generate` and :meth:`chat`; their batches run one after the
     other. :class:`mlx_paged.AsyncEngine` batches the requests of all threads together.
+
+    Leaving a ``with LLM(...) as llm:`` block closes it (:meth:`close`).
 
     In a script that ``mlx.launch`` runs on several ranks, a model that is loaded here is split over
     them. All ranks must make the same calls in the same order, from one thread; they use the
@@ -140,6 +143,21 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.engine!r})"
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
+        """Close the engine (:meth:`Engine.close`) and end its thread; returns whether all blocks
+        for ``cache_dir`` were written. Later calls raise ``EngineStoppedError``. Can be called more
+        than once, and need not be called at all: the end of the object or of Python does the same.
+        """
+        is_written = self.engine.close(timeout)
+        self.engine.thread.end()
+        return is_written
+
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer
@@ -195,10 +213,10 @@ class LLM:
         if unknown:
             refuse_unknown(LLM.generate, unknown)
 
-        def ask() -> Sequence[_Asked]:
-            return _asked(split_prompts(prompts), sampling_params, priority, no_store)
+        def read() -> Sequence[_PromptRequest]:
+            return _requests_of(split_prompts(prompts), sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
+        return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
     def chat(
         self,
@@ -231,11 +249,11 @@ class LLM:
         if unknown:
             refuse_unknown(LLM.chat, unknown)
 
-        def ask() -> Sequence[_Asked]:
+        def read() -> Sequence[_PromptRequest]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
-            return _asked(prompts, sampling_params, priority, no_store)
+            return _requests_of(prompts, sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
+        return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
     def stats(self) -> EngineStats:
         """Statistics of the K/V pool, the prefix cache, and running and waiting requests."""
@@ -252,10 +270,10 @@ class LLM:
         ]
 
     def _checked(
-        self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object
+        self, prompts: Sequence[_PromptRequest], use_tqdm: object, raise_on_error: object
     ) -> _PromptBatch:
         if use_tqdm is None:
-            use_tqdm = len(asked) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
+            use_tqdm = len(prompts) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -266,29 +284,29 @@ class LLM:
                 "for that"
             )
         raises = BOOL.check("generate", "raise_on_error", raise_on_error)
-        return _PromptBatch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
+        return _PromptBatch(dict(zip(self._request_ids, prompts, strict=False)), use_tqdm, raises)
 
     def _complete(
-        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
+        self, read: Callable[[], Sequence[_PromptRequest]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
         self.engine.thread.check_process()  # In a child, the turn may never come.
-        batch = self._checked(ask(), use_tqdm, raise_on_error)
+        batch = self._checked(read(), use_tqdm, raise_on_error)
         requests = batch.requests
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
         bar = _progress_bar(len(requests), batch.shows_progress)
         with self._turn, bar:
             try:
-                for request_id, asked in requests.items():
+                for request_id, each in requests.items():
                     try:
-                        if isinstance(asked.prompt, Exception):
-                            raise asked.prompt
+                        if isinstance(each.prompt, Exception):
+                            raise each.prompt
                         self.engine.add_request(
                             request_id,
-                            asked.prompt,
-                            asked.params,
-                            priority=asked.priority,
-                            no_store=asked.no_store,
+                            each.prompt,
+                            each.params,
+                            priority=each.priority,
+                            no_store=each.no_store,
                         )
                     except EngineStoppedError:
                         raise  # No prompt caused it.
@@ -300,7 +318,7 @@ class LLM:
                         if output.finished and output.request_id in requests:
                             _raise_if_failed(output, batch)
                             outputs[output.request_id] = output
-                            num_tokens += sum(len(each.token_ids) for each in output.outputs)
+                            num_tokens += sum(len(one.token_ids) for one in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
                             bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
                             bar.update()
@@ -326,18 +344,18 @@ def _progress_bar(num_prompts: int, is_shown: bool) -> Any:
     return tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
 
 
-def _asked(
+def _requests_of(
     prompts: Sequence[Prompt | Exception],
     sampling_params: object,
     priority: object,
     no_store: object,
-) -> list[_Asked]:
+) -> list[_PromptRequest]:
     """The arguments of a call, by prompt; an exception stands for a prompt that failed before."""
     num_prompts = len(prompts)
     all_params = one_for_each("sampling_params", sampling_params, num_prompts)
     return list(
         map(
-            _Asked,
+            _PromptRequest,
             prompts,
             map(_with_whole_outputs, all_params),
             one_for_each("priority", priority, num_prompts),

@@ -296,7 +296,7 @@ class BlockStore(Tier):
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
         nbytes = self._probe_nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
-        if nbytes > self.max_nbytes or self._is_over_limit_of_day(nbytes):
+        if nbytes > self.max_nbytes or self._exceeds_limit_of_day(nbytes):
             return False
         self._note_uses()
         self._list_if_due()
@@ -315,7 +315,7 @@ class BlockStore(Tier):
         self.count("nbytes_written", nbytes)
         return True
 
-    def _is_over_limit_of_day(self, nbytes: int) -> bool:
+    def _exceeds_limit_of_day(self, nbytes: int) -> bool:
         """Whether so much more may not be written today, of which a warning tells."""
         limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
         if limit is None or written + nbytes <= limit:

@@ -53,13 +53,11 @@ class EngineCall(Generic[T]):
     condition of such a future locked.
 
     Attributes:
-        is_next: whether the thread was idle when the call was queued.
         interrupted: the call that ran when the last interrupt ended a wait for this one, and the
             time of that.
     """
 
     def __init__(self, thread: EngineThread, work: Callable[[], T], change: str | None = None):
-        self.is_next = thread.is_idle and not thread.is_current
         self.interrupted: tuple[EngineCall[Any] | None, float] = None, 0.0
         self._thread = thread
         self._work: Callable[[], T] | None = work
@@ -167,12 +165,12 @@ class EngineThread:
         self.has_ended = self._is_shared = self._is_forked = False
         self._is_changing = False
         self._may_be_cut, self._cutting = True, threading.Lock()
-        self._is_over = threading.Event()  # it has cleared its streams
+        self._has_cleared = threading.Event()  # its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Not in the first call, where an interrupt could leave it half started.
         self._thread.start()
         _threads.add(self)
-        _watch(self._thread.native_id, self._is_over.is_set)
+        _watch(self._thread.native_id, self._has_cleared.is_set)
         # The newest handler is called first: steps end before their K/V are written to disk.
         atexit.unregister(_end_with_python)
         atexit.register(_end_with_python)
@@ -201,11 +199,6 @@ class EngineThread:
         return threading.get_ident() == self._thread.ident
 
     @property
-    def is_idle(self) -> bool:
-        """Whether a call would run at once."""
-        return self.running is None and self._background is None
-
-    @property
     def has_queued(self) -> bool:
         """Whether calls wait for the current one."""
         return not self._calls.empty()
@@ -230,6 +223,13 @@ class EngineThread:
         if self.has_ended:
             self._fail_waiting()
         return call
+
+    def call_if_idle(self, work: Callable[[], object], change: str | None = None) -> None:
+        """Queue a call, and wait for it if the thread was idle, so that it runs at once."""
+        is_idle = self.running is None and self._background is None and not self.is_current
+        call = self.submit(work, change)
+        if is_idle:
+            call.result()
 
     def call(self, work: Callable[[], T], change: str | None = None) -> T:
         """Call ``work`` in the thread; returns its result or raises its error. Arguments are those
@@ -347,14 +347,14 @@ class EngineThread:
             end = math.inf if timeout is None else time.monotonic() + timeout
             # Thread.join takes a thread for ended if an interrupt ends the wait.
             while self.is_alive() and (left := end - time.monotonic()) > 0:
-                self._is_over.wait(min(left, LOOK_SECONDS))
+                self._has_cleared.wait(min(left, LOOK_SECONDS))
             if not self.is_alive():
                 self._thread.join(LOOK_SECONDS)
         return not self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the thread has not ended yet."""
-        return not self._is_over.is_set()
+        return not self._has_cleared.is_set()
 
     def _become_idle(self) -> None:
         self._drop_compiled()
@@ -399,7 +399,7 @@ class EngineThread:
             with contextlib.suppress(Exception):
                 mx.synchronize()
             mx.clear_streams()
-            self._is_over.set()
+            self._has_cleared.set()
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
@@ -425,8 +425,8 @@ class EngineThread:
 
     def _forked(self) -> None:
         self.has_ended = self._is_forked = True
-        self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
-        self._is_over.set()
+        self._has_cleared = threading.Event()  # Another thread may hold the lock of the old one.
+        self._has_cleared.set()
 
 
 def _nothing() -> None:

@@ -249,14 +249,14 @@ class ThinkingBudget:
         self._reader.add(completion.token_ids[completion.num_prompt_tokens + self._num_read :])
         self._num_read = completion.num_output_tokens
         end, reader = self._limit.end_token_ids, self._reader
-        is_over = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
-        if is_over or self._is_forcing:
+        is_used_up = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
+        if is_used_up or self._is_forcing:
             for length in range(min(len(end) - 1, self._num_read), 0, -1):
                 if tuple(completion.token_ids[-length:]) == end[:length]:
                     return end[length]  # The mark has begun.
         # The first of several tokens may end the reasoning; the others follow all the same.
-        self._is_forcing = is_over
-        return end[0] if is_over else None
+        self._is_forcing = is_used_up
+        return end[0] if is_used_up else None
 
 
 def force_tokens(
