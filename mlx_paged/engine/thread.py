@@ -171,7 +171,7 @@ class EngineThread:
         self._thread.start()
         _threads.add(self)
         _watch(self._thread.native_id, self._has_cleared.is_set)
-        # The newest handler is called first: steps end before their K/V are written to disk.
+        # The newest handler is called first: steps end before their K/V are written to a tier.
         atexit.unregister(_end_with_python)
         atexit.register(_end_with_python)
 
@@ -572,6 +572,6 @@ def _forget_in_child() -> None:
         each.clear()
 
 
-# Before the handlers of the disk tier and its writers, which are called first.
+# Before the handlers of tier caches and their writers, which are called first.
 atexit.register(_exit_if_stuck)
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -42,7 +42,7 @@ from mlx_paged.request import SeqId, StopReason
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.storing.disk_cache import DiskCache
+    from mlx_paged.engine.storing.tier_cache import TierCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -100,7 +100,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: DiskCache | None = None,
+        tier: TierCache | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -121,7 +121,7 @@ class Scheduler:
         self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
-        self._disk_cache = tier
+        self._tier_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
 
@@ -303,13 +303,13 @@ class Scheduler:
 
     def _first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
         """The first waiting request that does not have to wait for blocks to be read."""
-        if self._disk_cache is None:
+        if self._tier_cache is None:
             return next(iter(waiting), None)
-        return self._disk_cache.first_ready(waiting, self._queues, self._prefix_cache)
+        return self._tier_cache.first_ready(waiting, self._queues, self._prefix_cache)
 
     def _end_prefetch(self, completion: Completion) -> int:
         """A request leaves the queue; returns how many tokens were read for it."""
-        return 0 if self._disk_cache is None else self._disk_cache.end_prefetch(completion)
+        return 0 if self._tier_cache is None else self._tier_cache.end_prefetch(completion)
 
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
@@ -355,8 +355,8 @@ class Scheduler:
             return
         queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
-        if self._disk_cache is not None:
-            self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
+        if self._tier_cache is not None:
+            self._tier_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
         while self.waiting and plan.token_budget > 0 and num_running < max_num_seqs:
             completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
@@ -462,8 +462,8 @@ class Scheduler:
         held, block_ids = self.manager.describe(completion.seq_id)
         if self.swap_space.reserve(completion.seq_id, held):
             plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
-        elif self._disk_cache is not None:
-            self._disk_cache.save_preempted(completion)
+        elif self._tier_cache is not None:
+            self._tier_cache.save_preempted(completion)
         self.manager.free(completion.seq_id)
         plan.preempted.append(completion)
         self._queues.requeue(completion)
@@ -518,8 +518,8 @@ class Scheduler:
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
-        if self._disk_cache is not None:
-            self._disk_cache.clear()
+        if self._tier_cache is not None:
+            self._tier_cache.clear()
         self._prefix_cache.clear()
         for completion in list(self.running):
             self._queues.requeue(completion)
