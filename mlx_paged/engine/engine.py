@@ -190,7 +190,9 @@ class Engine:
         # A single operation, so an interrupt comes before or after it.
         if self.reports.requests.setdefault(request_id, request) is not request:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
-        self.thread.call_if_idle(self.steps.add_new, "add_request")
+        adding = self.thread.submit(self.steps.add_new, "add_request")
+        if adding.is_next:
+            adding.result()
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do the slow part of ``add_request`` for these parameters: check their token ids, encode
@@ -487,7 +489,9 @@ class Engine:
                 then()
 
         with contextlib.suppress(EngineStoppedError):
-            self.thread.call_if_idle(abort, "abort")
+            aborting = self.thread.submit(abort, "abort")
+            if aborting.is_next:
+                aborting.result()
 
     def _step(self, key: int | None) -> _Stepped:
         """Run a step. If something was asked for meanwhile, its outputs are made after that.

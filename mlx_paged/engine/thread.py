@@ -53,11 +53,14 @@ class EngineCall(Generic[T]):
     condition of such a future locked.
 
     Attributes:
+        is_next: whether the thread was idle when the call was queued.
         interrupted: the call that ran when the last interrupt ended a wait for this one, and the
             time of that.
     """
 
     def __init__(self, thread: EngineThread, work: Callable[[], T], change: str | None = None):
+        is_idle = thread.running is None and thread._background is None
+        self.is_next = is_idle and not thread.is_current
         self.interrupted: tuple[EngineCall[Any] | None, float] = None, 0.0
         self._thread = thread
         self._work: Callable[[], T] | None = work
@@ -223,13 +226,6 @@ class EngineThread:
         if self.has_ended:
             self._fail_waiting()
         return call
-
-    def call_if_idle(self, work: Callable[[], object], change: str | None = None) -> None:
-        """Queue a call, and wait for it if the thread was idle, so that it runs at once."""
-        is_idle = self.running is None and self._background is None and not self.is_current
-        call = self.submit(work, change)
-        if is_idle:
-            call.result()
 
     def call(self, work: Callable[[], T], change: str | None = None) -> T:
         """Call ``work`` in the thread; returns its result or raises its error. Arguments are those

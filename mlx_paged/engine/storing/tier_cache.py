@@ -211,8 +211,8 @@ class TierCache:
         return prefetch.num_blocks * self._block_size
 
     def save_preempted(self, completion: Completion) -> None:
-        """Copy out the blocks of a preempted request that are not in the tier yet, if reading them is
-        cheaper than computing them.
+        """Copy out the blocks of a preempted request that the tier lacks, if it takes less time to
+        read than to compute them.
         """
         if self.saves_preempted:
             for group in self._groups:
