@@ -15,7 +15,6 @@ The method is PagedAttention's (Kwon et al. 2023); the names are those of vLLM's
 
 from mlx_paged.core.block_hash import (
     BlockHash,
-    ExtraKey,
     extend_block_hashes,
     hash_block_tokens,
     hash_token_blocks,
@@ -59,7 +58,6 @@ __all__ = [
     "ComputedBlocks",
     "Cut",
     "DoubleFreeError",
-    "ExtraKey",
     "ForeignBlockError",
     "FreeKVCacheBlockQueue",
     "FrozenBlockError",

@@ -31,7 +31,7 @@ from mlx_paged.options.argument_values import (
     read_array,
 )
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import PRIORITY, REQUEST_ID, check_cache_salt, check_user
+from mlx_paged.request import NAME, PRIORITY, REQUEST_ID
 
 # A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
 # unions such as this one.
@@ -278,9 +278,9 @@ class InputProcessor:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
         request_id = REQUEST_ID.check("engine", "request_id", request_id)
         priority = PRIORITY.check("engine", "priority", priority)
-        cache_salt = check_cache_salt(cache_salt)
+        cache_salt = NAME.check("engine", "cache_salt", cache_salt)
         no_store = BOOL.check("engine", "no_store", no_store)
-        user = check_user(user)
+        user = NAME.check("engine", "user", user)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(

@@ -330,7 +330,8 @@ class Steps:
             verification.begin(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
-                    row = step.first_row_of(part) + number
+                    before = step.batch.scheduled[: step.batch.scheduled.index(part)]
+                    row = sum(each.num_logit_rows for each in before) + number
                     with self._device_work():
                         sampled = self._shared(self._sampler(step.logits, [row], [completion]))
                         drawn += self._read(sampled)
@@ -396,7 +397,8 @@ class Steps:
         while self.in_flight:
             step = self.in_flight.pop()
             for completion in step.sampled.completions:
-                completion.forget_awaited_token()
+                if completion.awaits_token:
+                    completion.token_ids.pop()
             for fork in step.forks:
                 if not fork.is_finished:
                     self._scheduler.finish(fork, "abort")

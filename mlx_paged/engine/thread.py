@@ -534,13 +534,11 @@ def _outlast(threads: Iterable[EngineThread]) -> None:
 def _wait_for_native_ends() -> None:
     end = time.monotonic() + SECONDS_TO_STOP
     with contextlib.suppress(KeyboardInterrupt):
-        while any(map(_is_ending, list(_watched))) and time.monotonic() < end:
+        # Threads that have ended for Python and not for the system.
+        while any(_watched[each]() and _is_there(each) for each in list(_watched)):
+            if time.monotonic() >= end:
+                break
             time.sleep(0.001)
-
-
-def _is_ending(native_id: int) -> bool:
-    """Whether a thread has ended for Python and not for the system."""
-    return _watched[native_id]() and _is_there(native_id)
 
 
 def _is_there(native_id: int) -> bool:

@@ -154,7 +154,12 @@ class SampledTokens:
             (token,) = cast(list[int], drawn.tolist())
             assert self.rows is not None
             if not 0 <= token < self.rows.shape[-1]:
-                failed.setdefault(entry, _no_such_token(token, self.rows.shape[-1]))
+                # An embedding would accept any number without an error.
+                error = ValueError(
+                    f"[sampler] the sampler chose token {token}, outside the model's vocabulary of "
+                    f"{self.rows.shape[-1]}"
+                )
+                failed.setdefault(entry, error)
         if not failed and self.report is None:
             return list(map(SampledToken, token_ids))
         logprobs: dict[int, dict[int, Logprob]] = {}
@@ -388,13 +393,6 @@ def _no_token(completion: Completion, position: int, peak: float) -> ValueError:
         f"[sampler] the logits of {completion.request_id!r} allow no token: all are -inf, or NaN; "
         "see its structured_outputs, min_tokens, logit_bias, logits_processors, allowed_token_ids "
         "and bad_words"
-    )
-
-
-def _no_such_token(token: int, vocab_size: int) -> ValueError:
-    # An embedding would accept any number without an error.
-    return ValueError(
-        f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}"
     )
 
 

@@ -191,7 +191,9 @@ class StepPrice:
         last, ratio = self._last_ratio, step.seconds / self.seconds(step.num_tokens, step.context)
         self._last_ratio = ratio
         if min(last, ratio) > OUTLIER or max(last, ratio) * OUTLIER < 1:
-            self._scale(min(last, ratio) if ratio > 1 else max(last, ratio))
+            scale = min(last, ratio) if ratio > 1 else max(last, ratio)
+            self._prices = [price * scale for price in self._prices]
+            self._covariance = [[each * scale**2 for each in row] for row in self._covariance]
             self._last_ratio = 1.0
         elif ratio > OUTLIER:
             return False
@@ -218,11 +220,6 @@ class StepPrice:
                 for other, covariance in enumerate(row):
                     self._prices[other] -= covariance * price / row[index]
         self._prices = [max(0.0, price) for price in self._prices]
-
-    def _scale(self, ratio: float) -> None:
-        """Multiply all prices: the device has become slower or faster."""
-        self._prices = [price * ratio for price in self._prices]
-        self._covariance = [[each * ratio**2 for each in row] for row in self._covariance]
 
     def _drift(self) -> None:
         per_token, per_context, fixed = self._prices
