@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack
@@ -20,7 +20,7 @@ from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import EngineStoppedError, run_apart
+from mlx_paged.engine.thread import EngineStoppedError, run_in_engine_thread
 from mlx_paged.errors import ArgumentError, forget_frames, shown
 from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.options.argument_values import (
@@ -50,14 +50,6 @@ class _PromptRequest(NamedTuple):
     params: SamplingParams | None
     priority: int
     no_store: bool
-
-
-class _PromptBatch(NamedTuple):
-    """The prompts of a call by request id, and its other arguments."""
-
-    requests: dict[str, _PromptRequest]
-    shows_progress: bool
-    raises: bool
 
 
 class LLM:
@@ -133,7 +125,7 @@ class LLM:
                 skip_check=skip_check,
                 engine_options=engine_options,
             )
-            model, loaded_tokenizer = run_apart(load)
+            model, loaded_tokenizer = run_in_engine_thread(load)
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
@@ -269,11 +261,10 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(
-        self, prompts: Sequence[_PromptRequest], use_tqdm: object, raise_on_error: object
-    ) -> _PromptBatch:
+    def _checked(self, num_prompts: int, use_tqdm: object) -> bool:
+        """Whether to show a progress bar."""
         if use_tqdm is None:
-            use_tqdm = len(prompts) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
+            use_tqdm = num_prompts >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -283,18 +274,19 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; create a second LLM "
                 "for that"
             )
-        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
-        return _PromptBatch(dict(zip(self._request_ids, prompts, strict=False)), use_tqdm, raises)
+        return use_tqdm
 
     def _complete(
         self, read: Callable[[], Sequence[_PromptRequest]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
         self.engine.thread.check_process()  # In a child, the turn may never come.
-        batch = self._checked(read(), use_tqdm, raise_on_error)
-        requests = batch.requests
+        prompts = read()
+        shows_progress = self._checked(len(prompts), use_tqdm)
+        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
+        requests = dict(zip(self._request_ids, prompts, strict=False))
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
-        bar = _progress_bar(len(requests), batch.shows_progress)
+        bar = _progress_bar(len(requests), shows_progress)
         with self._turn, bar:
             try:
                 for request_id, each in requests.items():
@@ -311,12 +303,13 @@ class LLM:
                     except EngineStoppedError:
                         raise  # No prompt caused it.
                     except (ValueError, TypeError, RuntimeError) as error:
-                        outputs[request_id] = _failed(error, request_id, batch)
+                        outputs[request_id] = _failed(error, request_id, requests, raises)
                 bar.update(len(outputs))
                 while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
-                            _raise_if_failed(output, batch)
+                            if raises:
+                                _raise_if_failed(output, requests)
                             outputs[output.request_id] = output
                             num_tokens += sum(len(one.token_ids) for one in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
@@ -382,19 +375,17 @@ def _render(
     return {"prompt": text, "prompt_token_ids": token_ids}
 
 
-def _raise_if_failed(output: RequestOutput, batch: _PromptBatch) -> None:
-    """Raise the error of a prompt, if the call is to end with it."""
-    if batch.raises:
-        try:
-            output.raise_if_failed()
-        except Exception as error:
-            _say_which(error, output.request_id, batch)
-            raise
+def _raise_if_failed(output: RequestOutput, requests: Collection[str]) -> None:
+    try:
+        output.raise_if_failed()
+    except Exception as error:
+        _say_which(error, output.request_id, requests)
+        raise
 
 
-def _say_which(error: Exception, request_id: str, batch: _PromptBatch) -> None:
+def _say_which(error: Exception, request_id: str, requests: Collection[str]) -> None:
     """Add a note that says which of several prompts failed, and how to get the other answers."""
-    num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
+    num_prompts, number = len(requests), list(requests).index(request_id) + 1
     if num_prompts > 1:
         error.add_note(
             f"Prompt {number} of {num_prompts} failed; with raise_on_error=False its output holds "
@@ -402,14 +393,16 @@ def _say_which(error: Exception, request_id: str, batch: _PromptBatch) -> None:
         )
 
 
-def _failed(error: Exception, request_id: str, batch: _PromptBatch) -> RequestOutput:
+def _failed(
+    error: Exception, request_id: str, requests: Mapping[str, _PromptRequest], raises: bool
+) -> RequestOutput:
     """The output of a prompt that failed; raises the error if the call is to end with it."""
-    if batch.raises:
-        _say_which(error, request_id, batch)
+    if raises:
+        _say_which(error, request_id, requests)
         raise error
-    prompt, params = batch.requests[request_id][:2]
-    text, token_ids = _as_given(prompt)
-    num_completions = params.n if params is not None else 1
+    request = requests[request_id]
+    text, token_ids = _as_given(request.prompt)
+    num_completions = request.params.n if request.params is not None else 1
     completions = [
         CompletionOutput(index, finish_reason="error") for index in range(num_completions)
     ]

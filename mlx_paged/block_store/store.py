@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.catalogue import Catalogue, Pause, WrittenBytes
 from mlx_paged.block_store.directory import make_folder
 from mlx_paged.block_store.layout import (
@@ -122,7 +122,7 @@ class BlockStore(Tier):
         status = self.files.status(self._name(key))
         if status is None:
             return False
-        return self.ttl is None or not self._is_expired(key, last_use_of(status), None)
+        return self.ttl is None or not self._is_expired(key, time_used(status) / 1e9, None)
 
     def load(self, key: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` for a miss. A bad file is removed."""

@@ -348,7 +348,7 @@ class BlockPool:
         del self.blocks[num_blocks:]
         return True
 
-    def give_up(self, num_blocks: int) -> list[tuple[int, int]]:
+    def shrink_by(self, num_blocks: int) -> list[tuple[int, int]]:
         """Drop free blocks, those that are taken next, whatever their ids; other blocks move to
         lower ids in their place. Copy them, and shrink the slabs afterwards.
 
@@ -361,7 +361,8 @@ class BlockPool:
         """
         if not 0 <= num_blocks <= self.num_free_blocks:
             raise ValueError(
-                f"BlockPool.give_up: num_blocks must be 0..{self.num_free_blocks}, got {num_blocks}"
+                f"BlockPool.shrink_by: num_blocks must be 0..{self.num_free_blocks}, "
+                f"got {num_blocks}"
             )
         dropped = self.free_block_queue.popleft_n(num_blocks)
         for block in dropped:
@@ -400,6 +401,6 @@ class BlockPool:
         block.is_foreign = False
         self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1
-        told = self.on_eviction
-        if told is not None and block_hash and self.prefix_index.get(block_hash) is None:
-            told(block_hash)
+        is_gone = block_hash is not None and self.get_cached_block(block_hash) is None
+        if self.on_eviction is not None and block_hash and is_gone:
+            self.on_eviction(block_hash)

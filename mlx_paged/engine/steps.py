@@ -324,7 +324,7 @@ class Steps:
             completion, num_accepted = part.completion, 0
             if completion.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[completion], self._scheduler.speculation.drafter.made(part)
+            drawn, drafts = known[completion], self._scheduler.speculation.drafter.drafts_of(part)
             sampled, first_entry = step.sampled, step.sampled.completions.index(completion)
             verification = self._scheduler.verification
             verification.begin(part)

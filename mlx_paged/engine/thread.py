@@ -25,7 +25,7 @@ from mlx_paged.errors import words_for_all
 T = TypeVar("T")
 
 # The longest time for which a wait may miss an interrupt.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 # A second interrupt of the same wait, at least this much later, stops the engine.
 STUCK_SECONDS = 0.5
 # How long the end of Python waits for a call that was told to end.
@@ -96,13 +96,13 @@ class EngineCall(Generic[T]):
             self._error = error
             self._end()
 
-    def outlast(self) -> None:
+    def wait_uninterrupted(self) -> None:
         """Wait for the end of the work, ignoring interrupts."""
         try:
             while not self._is_done:
-                self._done.acquire(timeout=LOOK_SECONDS)
+                self._done.acquire(timeout=POLL_SECONDS)
         except KeyboardInterrupt:
-            self.outlast()
+            self.wait_uninterrupted()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the end of the work; returns its result or raises its error. Only one thread may
@@ -119,7 +119,7 @@ class EngineCall(Generic[T]):
         try:
             while not self._is_done and (left := end - time.monotonic()) > 0:
                 # A signal that comes just before the system call begins does not end it.
-                self._done.acquire(timeout=min(left, LOOK_SECONDS))
+                self._done.acquire(timeout=min(left, POLL_SECONDS))
         except KeyboardInterrupt:
             self._thread.note_interrupt(self)
             raise
@@ -343,9 +343,9 @@ class EngineThread:
             end = math.inf if timeout is None else time.monotonic() + timeout
             # Thread.join takes a thread for ended if an interrupt ends the wait.
             while self.is_alive() and (left := end - time.monotonic()) > 0:
-                self._has_cleared.wait(min(left, LOOK_SECONDS))
+                self._has_cleared.wait(min(left, POLL_SECONDS))
             if not self.is_alive():
-                self._thread.join(LOOK_SECONDS)
+                self._thread.join(POLL_SECONDS)
         return not self.is_alive()
 
     def is_alive(self) -> bool:
@@ -438,7 +438,7 @@ def wait_until_idle(released: EngineCall[None] | None) -> None:
             released.result()
 
 
-def run_apart(work: Callable[[], T]) -> T:
+def run_in_engine_thread(work: Callable[[], T]) -> T:
     """Call ``work``; returns its result or raises its error. Outside of the main thread it runs in
     an :class:`EngineThread`, because MLX's streams, on Linux, abort the process if they outlive
     their thread. So it does in a forked child, where the streams of its main thread don't run.
@@ -516,19 +516,19 @@ def _end_with_python() -> None:
     except KeyboardInterrupt as interrupt:
         for each in threads:
             each.stop(interrupt)
-        _outlast(threads)
+        _wait_uninterrupted(threads)
     _stuck[:] = [each for each in threads if each.is_alive()]
     _wait_for_native_ends()
 
 
-def _outlast(threads: Iterable[EngineThread]) -> None:
+def _wait_uninterrupted(threads: Iterable[EngineThread]) -> None:
     """Wait for threads that were told to end, ignoring interrupts."""
     end = time.monotonic() + SECONDS_TO_STOP
     while any(each.is_alive() for each in threads) and time.monotonic() < end:
         with contextlib.suppress(KeyboardInterrupt):
             for each in threads:
                 each._cut()  # It may have caught the last one.
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _wait_for_native_ends() -> None:

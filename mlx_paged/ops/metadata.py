@@ -261,12 +261,11 @@ class AttentionMetadata:
     @property
     def logit_queries(self) -> AttentionMetadata:
         """The step restricted to the queries of :attr:`logit_rows` and their sequences."""
-        return self if self.logit_rows is None else self._logit_queries
-
-    @cached_property
-    def _logit_queries(self) -> AttentionMetadata:
+        if self.logit_rows is None:
+            return self
         counts = self.logit_counts
-        return self._select([seq for seq, count in enumerate(counts) if count], counts)
+        seqs = [seq for seq, count in enumerate(counts) if count]
+        return self.derived("logit_queries", lambda: self._select(seqs, counts))
 
     def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
         """Divide the step by the length of its query runs.

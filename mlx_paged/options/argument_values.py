@@ -130,10 +130,10 @@ class Several(Domain[Any]):
 
     Args:
         what, read: of the elements.
-        least: the minimum length.
+        min_length: of a sequence.
     """
 
-    least: int = 0
+    min_length: int = 0
 
     def check(self, part: str, name: str, value: object) -> Any:
         if value is None:
@@ -143,7 +143,7 @@ class Several(Domain[Any]):
         except Exception:
             # __iter__ of an unknown type may raise anything.
             raise refused(part, name, "a sequence", value) from None
-        if len(values) < self.least:
+        if len(values) < self.min_length:
             raise refused(part, name, self.what, value)
         found = tuple(map(self.read, values))
         for each, read in zip(values, found, strict=True):

@@ -217,7 +217,7 @@ class DeclaredSamplingParams:
         Sequence[int] | None,
         Param(
             "the only tokens that may be drawn; ``None`` allows all.",
-            or_none(Several("token ids, at least one", TOKEN.read, least=1)),
+            or_none(Several("token ids, at least one", TOKEN.read, min_length=1)),
         ),
     ] = None
     bad_words: Annotated[

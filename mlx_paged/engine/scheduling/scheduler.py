@@ -197,7 +197,7 @@ class Scheduler:
         running, manager, queues = self.running, self.manager, self._queues
         queues.rank()
         if self.waiting and manager.states is not None and not is_ahead:
-            self._give_up_blocks(only)
+            self._shrink_pool(only)
         self.num_steps += 1
         self._max_num_tokens = queues.max_num_tokens()
         max_more, limits = self.speculation.max_more, self.limits
@@ -262,7 +262,7 @@ class Scheduler:
             return None
         queues.rank()
         first = next(iter(queues.in_turn()), None)
-        if first is not None and queues.num_blocks_to_give_up(first) > 0:
+        if first is not None and queues.num_blocks_to_shrink_by(first) > 0:
             return None
         urgent = self._first_urgent()
         if urgent is not None and queues.requests_to_preempt(
@@ -278,16 +278,16 @@ class Scheduler:
                 completion.token_ids.append(PENDING_TOKEN)
         return self.schedule(None, budgets, is_ahead=True)
 
-    def _give_up_blocks(self, only: Completion | None) -> None:
+    def _shrink_pool(self, only: Completion | None) -> None:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
         completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
-        num_blocks = self._queues.num_blocks_to_give_up(completion)
+        num_blocks = self._queues.num_blocks_to_shrink_by(completion)
         if num_blocks > 0:
-            self.cache.give_up(self.manager.give_up_blocks(num_blocks))
+            self.cache.shrink_slabs(self.manager.shrink_pool(num_blocks))
 
     def _next_chunk(self, plan: Batch, completion: Completion, num_after: int) -> int:
         """How many tokens of its prompt a running request computes in this step. It leaves a token
