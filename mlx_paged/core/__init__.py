@@ -19,7 +19,7 @@ from mlx_paged.core.block_hash import (
     hash_block_tokens,
     hash_token_blocks,
 )
-from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.block_pool import BlockPool, PrefixIndex
 from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
 from mlx_paged.core.checkpoints import Checkpoint, Checkpoints
 from mlx_paged.core.computed_blocks import BlockLoad, ComputedBlocks, SequenceTables
@@ -35,7 +35,6 @@ from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.kv_cache_manager import KVCacheManager
 from mlx_paged.core.manager_stats import KVCacheManagerStats
-from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, state_key
 from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
 from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates

@@ -29,7 +29,7 @@ from mlx_paged.engine.scheduling.batch import (
 )
 from mlx_paged.engine.scheduling.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
 from mlx_paged.engine.scheduling.request_queues import RequestQueues, place_of
-from mlx_paged.engine.scheduling.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.engine.scheduling.step_budget import TokenBudgets, token_budget
 from mlx_paged.engine.speculation.speculation import (
     NO_SPECULATION,
     Speculation,
@@ -118,7 +118,8 @@ class Scheduler:
         self.waiting: Sequence[Completion] = self._queues.waiting
         self.completions: Mapping[SeqId, Completion] = MappingProxyType(self._queues.completions)
         self.verification = Verification(manager, self._prefix_cache)
-        self.limits = limits_of(config)
+        limit = config.max_num_batched_tokens
+        self.limits = TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
         self.num_steps = 0
         self.num_preemptions = 0
         self._tier_cache = tier

@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduling.batch import Batch
-from mlx_paged.options.config import SchedulerConfig
 
 # Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
@@ -68,12 +67,6 @@ class ChosenBudgets(NamedTuple):
     step: int
     prefill: int
     mixed: int
-
-
-def limits_of(config: SchedulerConfig) -> TokenBudgets:
-    """The largest budgets."""
-    limit = config.max_num_batched_tokens
-    return TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
 
 
 def token_budget(
