@@ -263,11 +263,6 @@ class Catalogue:
             self._files.note_used((digest, block_hash), now)
         return now
 
-    def wait_for_evictions(self) -> None:
-        """Wait for evictions that have already read the pins. Raises OSError."""
-        with self._files.blocks().locked(fcntl.LOCK_EX):
-            pass
-
     def _list_on(self) -> bool:
         """List some more files; whether the listing goes on."""
         with self._list_lock:

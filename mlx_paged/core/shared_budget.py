@@ -74,7 +74,7 @@ class SharedBudget:
         self._pool = pool
         self._states = states
         self._most_seqs = 1  # that have run at once; cached K/V leave their states free
-        states.checkpoints.num_free = self._num_free_states
+        states.checkpoints.num_free = lambda: self._num_free_bytes(self._num_seqs()) // sizes.state
         pool.on_eviction = states.checkpoints.drop
 
     def _num_seqs(self, num_new: int = 0) -> int:
@@ -147,7 +147,3 @@ class SharedBudget:
         """Bytes that nothing uses while these sequences run; negative if too much is used."""
         num_free = self.sizes.budget - self._pool.num_blocks * self.sizes.block
         return num_free - num_seqs * self.sizes.sequence - self._num_states * self.sizes.state
-
-    def _num_free_states(self) -> int:
-        """How many more checkpoints there is memory for; negative if there are too many."""
-        return self._num_free_bytes(self._num_seqs()) // self.sizes.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -61,8 +62,11 @@ class TriedOnce(Generic[T]):
                     trial = self._trials[arguments] = Future()
             if is_ours:
                 self._run(trial, arguments, go_on)
+            while not trial.done():
+                with contextlib.suppress(TimeoutError, CancelledError):
+                    trial.exception(POLL_SECONDS)
             try:
-                return _wait_for(trial).outcome
+                return trial.result().outcome
             except CancelledError:
                 continue  # The trial was stopped or raised in another thread.
 
@@ -84,12 +88,3 @@ class TriedOnce(Generic[T]):
         with self._lock:
             self._unsaid[arguments] = found.warnings
         trial.set_result(found)
-
-
-def _wait_for(trial: Future[TrialResult[T]]) -> TrialResult[T]:
-    while not trial.done():
-        try:
-            trial.exception(POLL_SECONDS)
-        except TimeoutError:
-            continue
-    return trial.result()
