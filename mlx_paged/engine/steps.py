@@ -80,7 +80,7 @@ class Steps:
         self._sample_rows = sample if ranks.is_leader else sample_nothing
         self._tier_cache = tier_cache
         # Requests of a failed step, and how many tokens of each were computed.
-        self._retry_alone: deque[tuple[Completion, int]] = deque()
+        self._to_retry_alone: deque[tuple[Completion, int]] = deque()
 
     def run(self, budgets: TokenBudgets | None = None) -> None:
         """Run one step: read the oldest step in flight, after launching the next one if possible.
@@ -190,7 +190,7 @@ class Steps:
         scheduler = self._scheduler
         return (
             self._run_ahead
-            and not self._retry_alone
+            and not self._to_retry_alone
             and not step.batch.drafted
             and not scheduler.speculation.is_likely(scheduler.running)
         )
@@ -206,8 +206,8 @@ class Steps:
         if not batch.scheduled:
             # The planned swap-outs are dropped, and a request to retry does not fit.
             self._scheduler.discard(batch)
-            if self._retry_alone:
-                self._retry_alone.popleft()
+            if self._to_retry_alone:
+                self._to_retry_alone.popleft()
             return
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
@@ -387,7 +387,7 @@ class Steps:
         if len(steps) == len(completions) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.completions[0], "error", error)
         else:
-            self._retry_alone.extend(completions.items())
+            self._to_retry_alone.extend(completions.items())
 
     def _roll_back(self) -> None:
         """Roll back the steps in flight, the newest first."""
@@ -411,11 +411,11 @@ class Steps:
             self._scheduler.start_over()
 
     def _next_to_retry(self) -> Completion | None:
-        while self._retry_alone:
-            completion, num_tokens = self._retry_alone[0]
+        while self._to_retry_alone:
+            completion, num_tokens = self._to_retry_alone[0]
             if not completion.is_finished and completion.num_computed_tokens < num_tokens:
                 return completion
-            self._retry_alone.popleft()
+            self._to_retry_alone.popleft()
         return None
 
     def _completions(self, batch: Batch) -> tuple[list[int], list[Completion], list[int]]:

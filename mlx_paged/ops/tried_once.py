@@ -42,13 +42,13 @@ class TriedOnce(Generic[T]):
         self._attempt = attempt
         self._lock = threading.Lock()
         self._trials: dict[tuple[Hashable, ...], Future[TrialResult[T]]] = {}
-        self._unsaid: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
+        self._unissued: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
 
     def __call__(self, *arguments: Hashable) -> T:
         outcome = self.quietly(*arguments)
         with self._lock:
-            unsaid = self._unsaid.pop(arguments, ())
-        for text in unsaid:
+            unissued = self._unissued.pop(arguments, ())
+        for text in unissued:
             warnings.warn(text, stacklevel=3)
         return outcome
 
@@ -73,7 +73,7 @@ class TriedOnce(Generic[T]):
     def forget(self) -> None:
         """Drop all outcomes."""
         self._trials.clear()
-        self._unsaid.clear()
+        self._unissued.clear()
 
     def _run(
         self, trial: Future[TrialResult[T]], arguments: tuple[Hashable, ...], go_on: GoOn
@@ -86,5 +86,5 @@ class TriedOnce(Generic[T]):
             trial.cancel()
             raise
         with self._lock:
-            self._unsaid[arguments] = found.warnings
+            self._unissued[arguments] = found.warnings
         trial.set_result(found)

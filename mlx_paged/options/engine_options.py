@@ -213,9 +213,7 @@ class EngineOptions(OneShotOptions, total=False):
             "to 0.",
             or_none(AT_LEAST_1),
             Flag(
-                ("server",),
-                also=("--prefill-step-size",),
-                help="prompt tokens computed at a time",
+                ("server",), also=("--prefill-step-size",), help="prompt tokens computed at a time"
             ),
             says=f"`{config.SchedulerConfig.max_num_batched_tokens}`",
         ),

@@ -169,9 +169,7 @@ class DeclaredSamplingParams:
     xtc_special_tokens: Annotated[
         Sequence[int],
         Param(
-            "token ids that XTC never removes, such as the end of sequence.",
-            _TOKENS,
-            per_row=True,
+            "token ids that XTC never removes, such as the end of sequence.", _TOKENS, per_row=True
         ),
     ] = ()
     seed: Annotated[
@@ -193,17 +191,10 @@ class DeclaredSamplingParams:
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        Param(
-            "subtracted from the logits of tokens that occur in the answer; 0 is off.",
-            _NUMBER,
-        ),
+        Param("subtracted from the logits of tokens that occur in the answer; 0 is off.", _NUMBER),
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        Param(
-            "the same for each occurrence; 0 is off.",
-            _NUMBER,
-        ),
+        float, Param("the same for each occurrence; 0 is off.", _NUMBER)
     ] = 0.0
     logit_bias: Annotated[
         Mapping[int, float],
@@ -229,12 +220,7 @@ class DeclaredSamplingParams:
         ),
     ] = ()
     stop: Annotated[
-        str | Sequence[str],
-        Param(
-            "end before the first of these texts.",
-            _TEXTS,
-            per_row=True,
-        ),
+        str | Sequence[str], Param("end before the first of these texts.", _TEXTS, per_row=True)
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int | Sequence[int]],
@@ -254,12 +240,7 @@ class DeclaredSamplingParams:
         ),
     ] = False
     ignore_eos: Annotated[
-        bool,
-        Param(
-            "continue after the model's end-of-sequence tokens.",
-            BOOL,
-            per_row=True,
-        ),
+        bool, Param("continue after the model's end-of-sequence tokens.", BOOL, per_row=True)
     ] = False
     min_tokens: Annotated[
         int,
@@ -298,11 +279,7 @@ class DeclaredSamplingParams:
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Param(
-            "the same for each token of the prompt but the first.",
-            _LOGPROBS,
-            per_row=True,
-        ),
+        Param("the same for each token of the prompt but the first.", _LOGPROBS, per_row=True),
     ] = None
     detokenize: Annotated[
         bool,
