@@ -22,8 +22,8 @@ from mlx_paged.options.argument_values import (
     Flag,
     Option,
     declared,
+    matching,
     one_of,
-    such,
     whole,
 )
 from mlx_paged.options.config import NBYTES
@@ -81,14 +81,16 @@ def _read_origin(text: object) -> str | None:
     return text.lower() if is_origin or text == "*" else None
 
 
-def _setting(help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = "") -> Option:
+def _setting(
+    help: str, domain: Domain[Any] = BOOL, name: str = "", default_text: str = ""
+) -> Option:
     """The declaration of a setting and its flag, as of an engine option.
 
     Args:
         domain: the domain of the value, or of each value of a tuple.
         name: the flag, if it isn't derived from the field's name.
     """
-    return Option(help, domain, Flag(("server",), name), says=says)
+    return Option(help, domain, Flag(("server",), name), default_text=default_text)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class ServerSettings:
         str,
         _setting(
             "address to listen on",
-            such("a text", lambda text: isinstance(text, str)),
+            matching("a text", lambda text: isinstance(text, str)),
         ),
     ] = "127.0.0.1"
     port: Annotated[
@@ -173,14 +175,14 @@ class ServerSettings:
         _setting(
             "largest request body in bytes (65536, 512K, 16M)",
             NBYTES,
-            says="16M",
+            default_text="16M",
         ),
     ] = 16 * 2**20
     drain_seconds: Annotated[
         float,
         _setting(
             "how long running answers may continue after SIGTERM",
-            such(
+            matching(
                 "a number, at least 0",
                 lambda value: 0 <= value < math.inf,
                 parse=float,
@@ -193,7 +195,7 @@ class ServerSettings:
         _setting(
             "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
             "for never",
-            such(
+            matching(
                 "a number, at least 0",
                 lambda value: value >= 0,
                 parse=lambda text: float(text) or math.inf,
