@@ -11,9 +11,9 @@ import pytest
 
 from mlx_paged.cli import flags as shared_flags
 from mlx_paged.options.engine_options import EngineOptions
-from mlx_paged.server import command_line, program
-from mlx_paged.server.command_line import read_settings, setup_arg_parser, template_options
+from mlx_paged.server import program
 from mlx_paged.server.http import logs
+from mlx_paged.server.program import read_settings, setup_arg_parser, template_options
 from mlx_paged.server.settings import ApiKey, ServerSettings, in_words, read_api_keys
 
 ENGINE_FLAGS = shared_flags.engine_flags("server")
@@ -365,5 +365,5 @@ def test_clients_call_a_model_by_the_last_part_of_its_path(tmp_path: Path):
 
 def test_the_names_of_other_servers_flags_lead_to_flags():
     flags = {name for action in setup_arg_parser("x")._actions for name in action.option_strings}
-    assert set(command_line._OTHER_FLAGS.values()) <= flags
-    assert set(command_line.FLAGS.values()) <= flags
+    assert set(program._OTHER_FLAGS.values()) <= flags
+    assert set(program.FLAGS.values()) <= flags
