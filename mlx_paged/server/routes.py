@@ -18,7 +18,7 @@ import mlx_paged
 from mlx_paged.errors import shown
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.errors import ApiError, until_disconnect
 from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -146,10 +146,7 @@ class ApiRoute(Route):
     async def _respond(self, request: Request) -> Response:
         if self.body is None:
             return await self._endpoint(self._context(request, None))
-        try:
-            return await until_disconnect(request.receive, self._answer(request))
-        except ClientLeftError:
-            return Response(status_code=CLIENT_LEFT)
+        return await until_disconnect(request.receive, self._answer(request))
 
     async def _answer(self, request: Request) -> Response:
         return await self._endpoint(self._context(request, await self._read_json(request)))

@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
+from starlette.requests import ClientDisconnect
 
 from mlx_paged.server import routes
 from mlx_paged.server.app import App
-from mlx_paged.server.errors import ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.errors import ApiError, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
@@ -211,7 +212,7 @@ def test_work_is_cancelled_when_the_client_leaves_and_not_before():
         with pytest.raises(ZeroDivisionError):
             await until_disconnect(receive, fail())
         asyncio.get_running_loop().call_later(0.01, left.set)
-        with pytest.raises(ClientLeftError):
+        with pytest.raises(ClientDisconnect):
             await until_disconnect(receive, work())
         assert ended == ["work"]
         outer = asyncio.create_task(until_disconnect(asyncio.Event().wait, work()))

@@ -58,21 +58,29 @@ def bind(host: str, port: int) -> list[socket.socket]:
             f"[server] host {shown(host)} is unknown: {system_reason(error)}", "host"
         ) from error
     sockets: list[socket.socket] = []
-    refusal: OSError | None = None
+    number = None  # of the system's refusal
     for family, _, _, _, address in dict.fromkeys(infos):
         if port == 0 and sockets:
             break  # a port that is free on one address may be in use on another
         try:
             sockets.append(_listen(family, address))
         except OSError as error:
-            refusal = error
+            number = error.errno
             # "localhost" may have an IPv6 address on a machine without IPv6.
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            if number not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 break
-    if not sockets or (refusal and refusal.errno in (errno.EADDRINUSE, errno.EACCES)):
-        close_all(sockets)
-        raise _bind_error(host, port, refusal)
-    return sockets
+    if sockets and number not in (errno.EADDRINUSE, errno.EACCES):
+        return sockets
+    close_all(sockets)
+    argument = "port"
+    if number == errno.EADDRINUSE:
+        what = f"port {port} is in use on {host}; choose another with --port, or 0 for a free one"
+    elif number == errno.EACCES:
+        what = f"there is no permission to listen on port {port}; choose another with --port"
+    else:
+        why = os.strerror(number) if number else "it has no address"
+        what, argument = f"can't listen on host {shown(host)}: {why}", "host"
+    raise ArgumentError(f"[server] {what}", argument)
 
 
 def close_all(sockets: list[socket.socket]) -> None:
@@ -81,32 +89,10 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.create_server(address, family=family, backlog=BACKLOG)
     # Unless TCP is named, asyncio leaves Nagle's algorithm on, and the second part of each response
     # waits for the client's delayed acknowledgement, 40 ms.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-        made.setblocking(False)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _bind_error(host: str, port: int, error: OSError | None) -> ArgumentError:
-    number = error.errno if error else None
-    if number == errno.EADDRINUSE:
-        what = f"port {port} is in use on {host}; choose another with --port, or 0 for a free one"
-    elif number == errno.EACCES:
-        what = f"there is no permission to listen on port {port}; choose another with --port"
-    else:
-        why = system_reason(error) if error else "it has no address"
-        return ArgumentError(f"[server] can't listen on host {shown(host)}: {why}", "host")
-    return ArgumentError(f"[server] {what}", "port")
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, made.detach())
 
 
 def is_loopback(sockets: list[socket.socket]) -> bool:

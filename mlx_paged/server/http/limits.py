@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import PENDING_TOKEN
-from mlx_paged.server.errors import ApiError, ClientLeftError, error_response
+from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS
 
 BODY_SECONDS = 60.0
@@ -67,7 +68,7 @@ class Limits:
             if scope["method"] in _METHODS_WITH_BODY:
                 receive = _replay(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
-        except ClientLeftError:
+        except ClientDisconnect:
             pass
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
@@ -91,7 +92,7 @@ class Limits:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientLeftError
+                raise ClientDisconnect
             chunk = message.get("body", b"")
             chunks.append(chunk)
             held.num_bytes += len(chunk)
