@@ -32,6 +32,7 @@ from mlx_paged.options.config import NBYTES
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
 _INNER_EQUALS = re.compile(r"[^=]=+[^=]")
 _MAX_FILE = 2**20  # bytes
 
@@ -63,10 +64,7 @@ class ApiKey:
 
 
 def _read_host_name(text: object) -> str | None:
-    is_name = isinstance(text, str) and re.fullmatch(
-        r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]", text
-    )
-    return text.lower() if is_name else None
+    return text.lower() if isinstance(text, str) and _HOST.fullmatch(text) else None
 
 
 def _read_origin(text: object) -> str | None:
