@@ -20,7 +20,7 @@ from mlx_paged.server.http.access import Access, OriginGuard
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
-from mlx_paged.server.metrics import count_request, metrics, metrics_of
+from mlx_paged.server.metrics import EngineCollector, count_request, metrics
 from mlx_paged.server.page import cache_report, health, page, pool, version
 from mlx_paged.server.routes import ApiRoute, openapi
 from mlx_paged.server.service import Service
@@ -68,7 +68,8 @@ class App:
         )
         counts: Counter[tuple[str, str, int]] = Counter()
         inner.state.service = service
-        inner.state.metrics = metrics_of(service, counts)
+        engine, model_name = service.engine.engine, service.model_names[0]
+        inner.state.metrics = EngineCollector(engine, model_name, counts)
         shielded = guarded(inner, service.settings, is_loopback, key_file)
         self.gate = Gate(shielded, service.engine, max_connections)
         self._app = RequestLog(self.gate, partial(count_request, counts, ROUTES))

@@ -79,31 +79,30 @@ class Limits:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
+        chunks: list[bytes] = []
+        message: Message = {"more_body": True}
         try:
             async with asyncio.timeout(self._body_seconds):
-                return await self._read(receive, held)
+                while message.get("more_body"):
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunks.append(message.get("body", b""))
+                    self._count(len(chunks[-1]), held)
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body was not complete after {self._body_seconds:g} seconds"
-            ) from error
+            text = f"the body was not complete after {self._body_seconds:g} seconds"
+            raise ApiError(408, text) from error
+        return b"".join(chunks)
 
-    async def _read(self, receive: Receive, held: _Held) -> bytes:
-        chunks: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            held.num_bytes += len(chunk)
-            self._nbytes_held[held.user] += len(chunk)
-            if held.num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
-            if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
-                raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
-            if not message.get("more_body"):
-                return b"".join(chunks)
+    def _count(self, num_bytes: int, held: _Held) -> None:
+        """Add bytes to what is held; raises :class:`ApiError` if that becomes too much."""
+        held.num_bytes += num_bytes
+        self._nbytes_held[held.user] += num_bytes
+        if held.num_bytes > self._max_body_bytes:
+            raise self._too_large()
+        is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
+        if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
 
     def _too_large(self) -> ApiError:
         return ApiError(
