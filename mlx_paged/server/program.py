@@ -50,7 +50,6 @@ _EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_c
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
-STEP_SECONDS_AT_END = 5.0  # that the end of the server waits for a step
 FLAGS = {
     **flags.FLAGS,
     **flags.engine_flags("server"),
@@ -347,7 +346,7 @@ def serve(
     """
     from mlx_paged.engine.thread import STUCK_STATUS
     from mlx_paged.server.app import App
-    from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
+    from mlx_paged.server.http.http_server import HttpServer, is_loopback
 
     # Excludes all objects so far from garbage collections, which then take milliseconds instead of
     # tenths of a second.
@@ -355,18 +354,16 @@ def serve(
     gc.freeze()
     app = App(service, is_loopback(sockets), key_file, _max_connections())
     server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
-    with ended_by_signals(server):
-        server.run(sockets)
-        if server.has_failed:
-            stopped = service.engine.stopped()
-            logger.error(
-                "the engine failed: %s", one_line(stopped), exc_info=stopped and stopped.__cause__
-            )
-            return 1
-        if not service.engine.shutdown(STEP_SECONDS_AT_END):
-            logger.error("a step of the engine did not end; it is abandoned")
-            return STUCK_STATUS
-        logger.info("ended")
+    server.run(sockets)
+    if server.has_failed:
+        stopped = service.engine.stopped()
+        cause = stopped and stopped.__cause__
+        logger.error("the engine failed: %s", one_line(stopped), exc_info=cause)
+        return 1
+    if server.has_abandoned:
+        logger.error("a step of the engine did not end; it is abandoned")
+        return STUCK_STATUS
+    logger.info("ended")
     return 0
 
 

@@ -43,8 +43,8 @@ memory.memory_size = lambda: 200_000
 HANGING = """
 import sys, time
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.server import program
-program.STEP_SECONDS_AT_END = 1.0
+from mlx_paged.server.http import http_server
+http_server.STEP_SECONDS = 1.0
 def launch(self, *arguments):
     print("begun", file=sys.stderr, flush=True)
     while {is_native}:
