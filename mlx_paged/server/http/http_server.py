@@ -33,8 +33,8 @@ logger = logging.getLogger("mlx_paged.server")
 
 BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
-STEP_SECONDS = 5.0  # for a step to end when all requests have ended
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
+STEP_SECONDS = 5.0  # for a step to end once no request is left
 MAX_CONNECTIONS = 1024
 _TICKS_PER_CHECK, _TICKS_PER_REREAD = 5, 10  # of connections, of the key file; 10 are a second
 _RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
