@@ -152,24 +152,47 @@ class HttpAnswer(NamedTuple):
         return json.loads(self.text)
 
 
-def ask(url: str, path: str, body: Any = None, method: str | None = None) -> HttpAnswer:
+def ask(
+    url: str, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> HttpAnswer:
     """One request, without a client that interprets anything.
 
     Args:
         body: bytes as they are, or what is sent as JSON.
         method: ``POST`` by default where there is a body.
+        headers: with ``_`` for ``-``.
     """
     address = urlsplit(url)
     connection = HTTPConnection(str(address.hostname), address.port, timeout=60)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         method = method or ("GET" if body is None else "POST")
-        connection.request(method, path, data, {"Content-Type": "application/json"})
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, data, {"Content-Type": "application/json", **names})
         response = connection.getresponse()
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        return HttpAnswer(response.status, headers, response.read().decode())
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return HttpAnswer(response.status, found, response.read().decode())
     finally:
         connection.close()
+
+
+def bodies_of(text: str, max_tokens: int) -> dict[str, dict[str, Any]]:
+    """A request for an answer to a text, for each path that generates."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        "/v1/completions": {"prompt": text, "max_tokens": max_tokens},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": max_tokens},
+        "/v1/responses": {"input": text, "max_output_tokens": max_tokens},
+        "/v1/messages": {"model": "demo", "messages": messages, "max_tokens": max_tokens},
+    }
+
+
+def num_cached(usage: dict[str, Any]) -> int:
+    """The number of cached tokens of an answer of any of these paths."""
+    for details in ("prompt_tokens_details", "input_tokens_details"):
+        if details in usage:
+            return int(usage[details]["cached_tokens"])
+    return int(usage["cache_read_input_tokens"])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
