@@ -176,6 +176,36 @@ def ask(
         connection.close()
 
 
+class RawClient:
+    """A request on a socket of its own, which can be closed at any moment."""
+
+    def __init__(self, server_url: str, path: str, body: Any):
+        address = urlsplit(server_url)
+        self.socket = socket.socket()
+        self.socket.settimeout(20)
+        # Little is on its way to a client that reads nothing.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        self.socket.connect((address.hostname, address.port))
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        self.socket.sendall(head.encode() + data)
+
+    def read_until(self, mark: bytes, seconds: float = 20) -> bytearray:
+        end, seen = time.monotonic() + seconds, bytearray()
+        while seen.find(mark, max(0, len(seen) - 2**17)) < 0:
+            assert time.monotonic() < end
+            data = self.socket.recv(2**16)
+            assert data, f"the server closed the connection after {seen!r}"
+            seen += data
+        return seen
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
 def bodies_of(text: str, max_tokens: int) -> dict[str, dict[str, Any]]:
     """A request for an answer to a text, for each path that generates."""
     messages = [{"role": "user", "content": text}]
