@@ -52,7 +52,7 @@ from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
 from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.cli.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling.sampling_state import _CROSS_ROW_DEFAULTS
-from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
+from mlx_paged.server.program import read_settings, setup_arg_parser as server_parser
 from mlx_paged.server.fields import SamplingFields
 
 for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):

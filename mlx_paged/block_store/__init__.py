@@ -21,12 +21,14 @@ from mlx_paged.block_store.layout import (
     BlockStoreError,
     Fingerprint,
 )
+from mlx_paged.block_store.prefixes import BlockRun, PrefixBlock, PrefixTree, read_trees
 from mlx_paged.block_store.store import BlockStore
 from mlx_paged.block_store.worker import BlockWorker, Read
 
 __all__ = [
     "STORED_KV_VERSION",
     "BlockName",
+    "BlockRun",
     "BlockStore",
     "BlockStoreError",
     "BlockWorker",
@@ -34,6 +36,9 @@ __all__ = [
     "Entry",
     "Fingerprint",
     "FolderSize",
+    "PrefixBlock",
+    "PrefixTree",
     "Read",
     "Removed",
+    "read_trees",
 ]

@@ -103,7 +103,7 @@ class FakeSupply:
     def shrink_slabs(self, copies: Sequence[BlockCopy]) -> None:
         raise AssertionError("it has no states that need memory of blocks")
 
-    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0, num_found: int = 0) -> None:
         pool = self.manager.pool
         num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_with())
         if num_missing <= 0:

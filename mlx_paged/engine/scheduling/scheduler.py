@@ -390,7 +390,8 @@ class Scheduler:
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.cache.make_room(computed.num_loaded_blocks + num_new_blocks, completion.num_seqs)
+        num_new_blocks += computed.num_loaded_blocks
+        self.cache.make_room(num_new_blocks, completion.num_seqs, computed.num_free_blocks)
         num_fitting = self.manager.max_fitting(completion.seq_id, num_slots, num_left, computed)
         copies = self.manager.allocate_slots(completion.seq_id, num_fitting, computed)
         if copies is None:
