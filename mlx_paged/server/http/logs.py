@@ -164,19 +164,15 @@ class LineFormatter(logging.Formatter):
         self._log_prompts = log_prompts
 
     def format(self, record: logging.LogRecord) -> str:
-        line = _current.get()
-        request_id = "-" if line is None else line.request_id
-        head = f"{self.formatTime(record)} {record.levelname} {request_id}"
-        text = f"{head} {printable(self._message(record))}"
-        if record.exc_info and record.exc_info[1] is not None:
-            text += "".join(f"\n    {each}" for each in self._frames(record.exc_info[1]))
-        return text
-
-    def _message(self, record: logging.LogRecord) -> str:
+        line, error = _current.get(), record.exc_info and record.exc_info[1]
+        message = record.getMessage().rstrip()
         # asyncio's messages quote the error and the arguments of a callback.
         if record.name == "asyncio" and record.exc_info and not self._log_prompts:
-            return "an error in the event loop"
-        return record.getMessage().rstrip()
+            message = "an error in the event loop"
+        request_id = "-" if line is None else line.request_id
+        head = f"{self.formatTime(record)} {record.levelname} {request_id}"
+        frames = self._frames(error) if error else []
+        return "\n    ".join((f"{head} {printable(message)}", *frames))
 
     def _frames(self, error: BaseException) -> list[str]:
         lines = []
