@@ -30,7 +30,7 @@ from starlette.types import Scope
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.storing.disk_cache import DiskTierStats
+from mlx_paged.engine.storing.tier_cache import TierCacheStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
@@ -204,7 +204,7 @@ class EngineCollector(Collector):
             stats.num_swapped_tokens,
         )
 
-    def _disk_tier(self, stats: EngineStats, tier: DiskTierStats) -> Iterator[Metric]:
+    def _disk_tier(self, stats: EngineStats, tier: TierCacheStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
         num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
         yield counter(

@@ -16,7 +16,7 @@ from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAn
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
-from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.options.sampling_declarations import KINDS
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
@@ -101,7 +101,7 @@ class Service:
     @property
     def token_texts(self) -> TokenTexts:
         """The bytes of each token."""
-        return TokenTexts.of(self.tokenizer)
+        return token_texts_of(self.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:
