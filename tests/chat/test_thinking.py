@@ -15,7 +15,7 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
 from mlx_paged.cli.chat.dialogue import Dialogue, Piece, ThinkingSplitter
 from mlx_paged.cli.chat.program import Settings, setup_arg_parser
-from mlx_paged.cli.chat.terminal import PipeReader, Screen
+from mlx_paged.cli.chat.terminal import Reader, Screen
 
 THOUGHT = [
     Piece("<think>17 < 25</think>", True),
@@ -107,7 +107,7 @@ def shown(
             yield SimpleNamespace(text=letter, token=1)
 
     monkeypatch.setattr(Dialogue, "_say_figures", lambda *_: None)
-    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+    dialogue = Dialogue([conversation], settings, screen, Reader())
     assert dialogue.show(ask) is False  # type: ignore[arg-type]
     captured = capsys.readouterr()
     return captured.out, captured.err
@@ -149,7 +149,7 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     screen = Screen({"TERM": "xterm"})
     settings = Settings(setup_arg_parser().parse_args([]), {})
     conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
-    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+    dialogue = Dialogue([conversation], settings, screen, Reader())
 
     def fail(*, params: Any, progress: Any) -> Iterator[Any]:
         yield SimpleNamespace(text="The first", token=1)

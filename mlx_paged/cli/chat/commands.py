@@ -299,9 +299,8 @@ def save_messages(
     Raises:
         ValueError: the file is something else, or can't be written; the message is one line.
     """
-    content = {"format": FORMAT, "version": VERSION, "kv_file": kv_file, "messages": messages}
-    if kv_file is None:
-        del content["kv_file"]
+    kv = {} if kv_file is None else {"kv_file": kv_file}
+    content = {"format": FORMAT, "version": VERSION, **kv, "messages": messages}
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     try:
         if file.exists() and not is_transcript(file):

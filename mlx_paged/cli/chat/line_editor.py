@@ -30,13 +30,13 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.shortcuts import CompleteStyle, confirm
 
-from mlx_paged.cli.chat.terminal import Screen, clean
+from mlx_paged.cli.chat.terminal import Reader, Screen, clean
 
 PROMPT = ">> "
 
 
-class LineEditor:
-    """A :class:`Reader` of a terminal.
+class LineEditor(Reader):
+    """Reads messages from a terminal, where they can be edited.
 
     Args:
         screen: tells what the terminal supports.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.cli import flags
-from mlx_paged.cli.chat.terminal import PipeReader, Reader, Screen, clean, read_stdin
+from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
 from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
@@ -142,7 +142,7 @@ def _answer_or_converse(args: argparse.Namespace, screen: Screen) -> int:
         ValueError: there was no message in the pipe.
     """
     message = _read_message(args)
-    with closing(_make_reader(screen) if message is None else PipeReader()) as reader:
+    with closing(_make_reader(screen) if message is None else Reader()) as reader:
         loading = f"[loading {args.model or 'the bundled demo model'} ...]"
         if args.verbose:
             screen.say(loading)
@@ -217,7 +217,7 @@ def _read_words(args: argparse.Namespace) -> None:
 def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not sys.stdin.isatty() or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
-        return PipeReader()
+        return Reader()
     from mlx_paged.cli.chat.line_editor import LineEditor, history_path
 
     return LineEditor(screen, history_path(os.environ))
