@@ -29,17 +29,6 @@ TEMPLATE_FOR_TWO = (
 )
 
 
-@pytest.fixture
-def talk(run_chat):
-    """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
-
-    def run(*lines: str, argv: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
-        status, out, err = run_chat(*argv, stdin="".join(f"{line}\n" for line in lines))
-        return status, out.splitlines(), err
-
-    return run
-
-
 def messages_of(file: Path) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in saved_messages(file)]
 

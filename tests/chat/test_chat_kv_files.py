@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.terminal import saved_messages
+from helpers.terminal import reused, saved_messages
 from mlx_lm import cache_prompt
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
@@ -29,20 +29,13 @@ KV = ".safetensors"
 
 
 @pytest.fixture
-def talk(run_chat):
-    """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
+def talk(talk):
+    """The chat with these lines typed, a budget, and short answers."""
 
     def run(*lines: str, argv: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
-        argv = ("--kv-cache-bytes", "200blocks", "--max-tokens", "40", *argv)
-        status, out, err = run_chat(*argv, stdin="".join(f"{line}\n" for line in lines))
-        return status, out.splitlines(), err
+        return talk(*lines, argv=("--kv-cache-bytes", "200blocks", "--max-tokens", "40", *argv))
 
     return run
-
-
-def reused(err: str) -> list[int]:
-    """Prompt tokens reused, of each answer."""
-    return [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of [\d,]+ prompt tokens", err)]
 
 
 # Beside a saved conversation

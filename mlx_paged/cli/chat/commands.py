@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,16 +321,7 @@ def load_messages(file: Path) -> tuple[list[Any], Path | None]:
     Raises:
         ValueError: it can't be read, or is not a conversation; the message is one line.
     """
-    try:
-        is_other = file.exists() and not file.is_file()
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    kv_file = None
+    content, kv_file = _read_json(file), None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
             raise ValueError(
@@ -347,11 +339,23 @@ def load_messages(file: Path) -> tuple[list[Any], Path | None]:
 
 def is_transcript(file: Path) -> bool:
     """Whether :func:`save_messages` wrote the file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return False
+    content = None
+    with suppress(ValueError):
+        content = _read_json(file)
     return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
+        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
+    if is_other:
+        raise ValueError(f"{file} is not a file")
+    return content
 
 
 def _expand(path: str) -> Path:

@@ -81,7 +81,7 @@ class Dialogue:
         Raises:
             OutputLostError: stdout can't be written; the conversation keeps the answer so far.
         """
-        screen, hides_thinking, is_hidden = self.screen, not self.settings.show_thinking, False
+        screen, hides_thinking, is_hidden = self.screen, self.settings.thinking == "hide", False
 
         def show(piece: Piece) -> None:
             nonlocal is_hidden
@@ -130,7 +130,7 @@ class Dialogue:
             reasoning = reasoning.replace(mark, "")
         return {
             "text": said.lstrip() if reasoning else said,
-            "reasoning": reasoning.strip() if self.settings.show_thinking else "",
+            "reasoning": reasoning.strip() if self.settings.thinking == "show" else "",
             "finish_reason": "interrupted" if is_interrupted else response.finish_reason,
             **{name: getattr(response, name) for name in _FIGURES},
         }

@@ -258,14 +258,15 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.engine.options import with_step_seconds
 
     facts = None
-    if args.allow_other_model and args.prompt_cache_file is None:
-        raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
-    if args.prompt_cache_file is not None:
-        if args.system_prompt is not None:
-            raise ValueError(
-                "--system-prompt can't be combined with --prompt-cache-file, which already begins "
-                "the conversation; make it part of the cached prompt"
-            )
+    if args.prompt_cache_file is None:
+        if args.allow_other_model:
+            raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
+    elif args.system_prompt is not None:
+        raise ValueError(
+            "--system-prompt can't be combined with --prompt-cache-file, which already begins the "
+            "conversation; make it part of the cached prompt"
+        )
+    else:
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model, args.allow_other_model)
     folder, own = flags.find_model(args)
@@ -274,7 +275,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     model, tokenizer, options = flags.load_model(args, "chat", folder, config)
     # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
+    spared = [*newline, *tokenizer.eos_token_ids]
+    settings.sampling = replace(settings.sampling, xtc_special_tokens=spared)
     # One answer at a time; the branches stay in the prefix cache.
     options |= {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
     engine = Engine(model, tokenizer, **with_step_seconds(options))
@@ -316,6 +318,8 @@ class Settings:
     Attributes:
         sampling: parameters of the next answer, without its seed.
         from_model: names of the sampling settings that the model recommends.
+        seed: of the seeds of the next answers.
+        thinking: ``"show"`` or ``"hide"``: what becomes of the model's reasoning.
     """
 
     def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
@@ -325,17 +329,9 @@ class Settings:
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
         self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
-        self._others = {"seed": args.seed, "thinking": "hide" if args.hide_thinking else "show"}
+        self.thinking = "hide" if args.hide_thinking else "show"
+        self.seed = args.seed
         self._seeds = random.Random(args.seed)
-
-    @property
-    def show_thinking(self) -> bool:
-        """Whether reasoning is shown."""
-        return bool(self._others["thinking"] == "show")
-
-    def spare_from_xtc(self, token_ids: Sequence[int]) -> None:
-        """Exempt these tokens from XTC."""
-        self.sampling = replace(self.sampling, xtc_special_tokens=token_ids)
 
     def next_params(self) -> SamplingParams:
         """The parameters of the next answer, with a new seed."""
@@ -357,8 +353,7 @@ class Settings:
     def get(self, name: str) -> str:
         """The value of a setting as text; raises ``ValueError`` for an unknown name."""
         _check_name(name)
-        field = _FIELDS.get(name)
-        value = self._others[name] if field is None else getattr(self.sampling, field)
+        value = getattr(self.sampling if name in _FIELDS else self, _FIELDS.get(name, name))
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def set(self, name: str, text: str) -> None:
@@ -374,8 +369,8 @@ class Settings:
             raise ValueError(f"{name} {error}") from error
         if name in _FIELDS:
             self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
-            return
-        self._others[name] = value
+        else:
+            setattr(self, name, value)
         if name == "seed":
             self._seeds = random.Random(value)
 
