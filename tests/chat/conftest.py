@@ -30,6 +30,19 @@ def run_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> 
 
 
 @pytest.fixture
+def refused(run_chat: RunChat) -> Callable[..., str]:
+    """What the chat says to a user's mistake: one line, with status 2 and nothing on stdout."""
+
+    def run(*argv: str, stdin: str = "") -> str:
+        status, out, err = run_chat(*argv, stdin=stdin)
+        assert (status, out) == (2, ""), err
+        (line,) = err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.fixture
 def talk(run_chat: RunChat) -> Callable[..., tuple[int, list[str], str]]:
     """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
 

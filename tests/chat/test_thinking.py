@@ -104,9 +104,9 @@ def shown(
 
     def ask(*, params: Any, progress: Any) -> Iterator[Any]:
         for letter in answer:
-            yield SimpleNamespace(text=letter, token=1)
+            yield SimpleNamespace(text=letter, token=1, finish_reason=None)
 
-    monkeypatch.setattr(Dialogue, "_say_figures", lambda *_: None)
+    monkeypatch.setattr(f"{Dialogue.__module__}.describe_answer", lambda *_: "[figures]")
     dialogue = Dialogue([conversation], settings, screen, Reader())
     assert dialogue.show(ask) is False  # type: ignore[arg-type]
     captured = capsys.readouterr()
@@ -126,7 +126,8 @@ def test_reasoning_is_dim_on_a_terminal_that_shows_colours(monkeypatch, capsys):
 
 
 def test_reasoning_goes_through_a_pipe_as_it_is(monkeypatch, capsys):
-    assert shown(monkeypatch, capsys, is_terminal=False) == ("<think>17 + 25</think>\n\n42\n", "")
+    through = shown(monkeypatch, capsys, is_terminal=False)
+    assert through == ("<think>17 + 25</think>\n\n42\n", "[figures]\n")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

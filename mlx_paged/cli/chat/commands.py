@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -97,20 +97,6 @@ def _run_command(dialogue: Dialogue, name: str, argument: str) -> None:
 def _said(error: BaseException) -> str:
     """The text of an error, for a line in brackets."""
     return without_room(error_line(error, FLAGS))
-
-
-def complete(typed: str) -> Iterable[str] | None:
-    """The words that may come next in a command; ``None`` for the name of a file."""
-    name, *words = typed.lower().split(" ")
-    if not words:
-        return sorted(COMMANDS)
-    if name in COMMANDS and COMMANDS[name].argument == "FILE":
-        return None
-    if name == "/set" and len(words) == 1:
-        return VARIABLES
-    if name == "/set" and len(words) == 2 and canonical_name(words[0]) in VARIABLES:
-        return VARIABLES[canonical_name(words[0])].choices or ()
-    return ()
 
 
 # The commands. Each returns what is said of it in brackets, if anything.

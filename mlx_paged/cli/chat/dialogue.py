@@ -102,7 +102,10 @@ class Dialogue:
             raise
         if response is not None:
             screen.finish_answer()
-            self._say_figures(response, params.max_tokens)
+            figures = describe_answer(self.conversation, response, self.is_verbose)
+            screen.say(figures, is_dim=not self.is_verbose)
+            if response.finish_reason == "length":
+                screen.say(describe_cut(response, params.max_tokens, self.conversation.engine))
         if is_interrupted:
             screen.say("[stopped]")
         return is_interrupted
@@ -176,12 +179,6 @@ class Dialogue:
         for piece in () if splitter is None else splitter.finish():
             show(piece)
         return response, bool(interrupted)
-
-    def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
-        figures = describe_answer(self.conversation, response, self.is_verbose)
-        self.screen.say(figures, is_dim=not self.is_verbose)
-        if response.finish_reason == "length":
-            self.screen.say(describe_cut(response, max_tokens, self.conversation.engine))
 
 
 @contextmanager
