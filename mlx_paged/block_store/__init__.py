@@ -14,7 +14,7 @@ folder's size and the order of eviction are read from the directory entries (cat
 package handles bytes and imports no MLX.
 """
 
-from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
+from mlx_paged.block_store.folder import CacheFolder, Entry, FolderSize, Removed
 from mlx_paged.block_store.layout import (
     STORED_KV_VERSION,
     BlockName,
@@ -33,7 +33,6 @@ __all__ = [
     "BlockStoreError",
     "BlockWorker",
     "CacheFolder",
-    "CheckedFile",
     "Entry",
     "Fingerprint",
     "FolderSize",
