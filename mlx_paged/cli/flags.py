@@ -73,15 +73,12 @@ LAUNCH_OPTIONS = {
     ),
     "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
 }
-# The flags by the library's arguments.
-FLAGS = {
-    **{
-        name: LAUNCH_OPTIONS[name].flag_name(name)
-        for name in ("adapter_path", "draft_model", "dtype", "force", "skip_check")
-    },
+# The flags by the library's arguments; "model" and "tokenizer" are words of many errors.
+FLAGS = {name: each.flag_name(name) for name, each in LAUNCH_OPTIONS.items()} | {
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
 }
+del FLAGS["model"], FLAGS["tokenizer"]
 # The flags of the sampling parameters, which only some programs have, by parameter.
 SAMPLING = {
     **{name: each.flag_name(name) for name, each in SAMPLING_PARAMS.items() if each.flag},
@@ -173,8 +170,8 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
         own: what the model's ``generation_config.json`` recommends, by field.
     """
     # The model decides neither the length of an answer nor its seed.
-    names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
-    given = {name: getattr(args, name, None) for name in names}
+    names = SAMPLING.keys() - {"max_tokens", "seed"}
+    given = {name: value for name, value in vars(args).items() if name in names}
     return {**own, **{name: value for name, value in given.items() if value is not None}}
 
 
