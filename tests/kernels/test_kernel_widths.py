@@ -101,7 +101,9 @@ QUANTISED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("widths", "bits", "dtype"), QUANTISED, ids=str)
 def test_quantised_rows_of_every_width_match_the_formula(widths, bits, dtype, metal):
-    problem = quantised(problem_of(widths, DTYPES[dtype], SEQS[:3], poison="large"), *bits)
+    # Runs of several queries with one of each width's two pairs.
+    seqs = SEQS[:3] if bits[0] == 8 else SEQS[:2]
+    problem = quantised(problem_of(widths, DTYPES[dtype], seqs, poison="large"), *bits)
     assert_same_alone(problem, attend_and_compare(problem))
 
 
