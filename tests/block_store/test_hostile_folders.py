@@ -25,16 +25,48 @@ from helpers.block_stores import (
     put,
     put_chain,
 )
-from helpers.owners import ANOTHER, give_away_with
 
 from mlx_paged.block_store import BlockStore, BlockStoreError, CacheFolder
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import encode_header
 
+ANOTHER = 54321
+"""The id of a user that does not exist."""
+
 
 @pytest.fixture
 def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    return give_away_with(monkeypatch)
+    """Gives a file or a folder to ``ANOTHER``: really where the tests run as root, and elsewhere in
+    what the system says of it.
+    """
+    if os.geteuid() == 0:
+        return lambda path: os.chown(path, ANOTHER, -1, follow_symlinks=False)
+    given: set[tuple[int, int]] = set()
+    held: list[int] = []  # open, so that no other file gets the number of one that is removed
+
+    def pretend(name: str) -> None:
+        function = getattr(os, name)
+
+        def status_of(*arguments: object, **options: object) -> os.stat_result:
+            status: os.stat_result = function(*arguments, **options)
+            if (status.st_dev, status.st_ino) not in given:
+                return status
+            values = list(status)
+            values[4] = ANOTHER
+            times = {each: getattr(status, each) for each in dir(status) if "time" in each}
+            return os.stat_result(values, times)
+
+        monkeypatch.setattr(os, name, status_of)
+
+    for name in ("stat", "lstat", "fstat"):
+        pretend(name)
+
+    def give(path: Path) -> None:
+        status = path.lstat()
+        held.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+        given.add((status.st_dev, status.st_ino))
+
+    return give
 
 
 def plant(store: BlockStore, name: str) -> Path:

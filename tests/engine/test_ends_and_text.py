@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_runs import ask_alone, greedy, load_demo, make_engine, prompt, run, sampled
+from helpers.engine_runs import ask_alone, complete, greedy, make_engine, prompt, run, sampled
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM
@@ -17,27 +17,14 @@ from mlx_paged.engine.input_processor import read_token_rules
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 ASK = "Hello, who are you?"
 
 
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, TokenizerWrapper]:
-    return load_demo()
-
-
 def decoded(demo: tuple[Any, TokenizerWrapper], tokens: list[int]) -> str:
     text: str = demo[1].decode(tokens, skip_special_tokens=True)
     return text
-
-
-def complete(engine: Engine, tokens: Any, params: SamplingParams) -> CompletionOutput:
-    engine.add_request("it", tokens, params)
-    output = run(engine)["it"]
-    assert output.error is None
-    return output.outputs[0]
 
 
 def texts_of(engine: Engine, tokens: Any, params: SamplingParams) -> list[str]:

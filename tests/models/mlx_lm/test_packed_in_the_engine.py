@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, tiny_models
+from helpers.engine_runs import CONFIG, tiny_models
 from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
 from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
