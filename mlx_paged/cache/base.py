@@ -318,12 +318,12 @@ class KVCache(ABC):
         shared = self.shared_budget
         return shared is None or shared.make_room_for_states(num_new_seqs)
 
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+    def num_blocks_to_shrink_by(self, num_new_seqs: int) -> int:
         """By how many blocks the pool has to shrink for the recurrent states of more sequences."""
         shared = self.shared_budget
-        return 0 if shared is None else shared.num_blocks_to_give_up(num_new_seqs)
+        return 0 if shared is None else shared.num_blocks_to_shrink_by(num_new_seqs)
 
-    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+    def shrink_slabs(self, copies: Sequence[BlockCopy]) -> None:
         """Shrink the slabs to the pool, after these copies of blocks that have moved."""
         self.copy_blocks(copies)
         self._fit()

@@ -17,7 +17,7 @@ from helpers.engine_runs import (
     sampled,
     tiny_models,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.cache import PromptTooLongError
@@ -176,6 +176,7 @@ def test_an_output_says_what_was_asked_and_when_the_first_token_came(model: qwen
 # Bad requests
 
 
+@in_one_way
 @pytest.mark.parametrize(
     ("tokens", "params", "error", "message"),
     [
@@ -224,6 +225,7 @@ def test_a_bad_request_is_refused_at_once_and_leaves_nothing_behind(
     assert list(run(engine)) == ["bad"]
 
 
+@in_one_way
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,7 +19,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 
 from mlx_paged.engine import steps as steps_module
 from mlx_paged.engine.request import Completion
@@ -70,6 +70,7 @@ def test_each_of_n_completions_is_that_of_a_request_of_its_own(model: qwen3.Mode
     assert len(set(map(tuple, answers))) == 4
 
 
+@in_one_way
 def test_completions_share_the_blocks_of_their_prompt(model: qwen3.Model):
     engine = make_engine_without_drafts(model, run_ahead=False)
     engine.add_request("a", prompt(40), sampled(seed=1, max_tokens=10, n=4))

@@ -20,7 +20,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 from helpers.streaming_reference import streamed_logits, streaming
 from helpers.windowed_models import lively_model_and_options, model_and_options
 from helpers.workloads import Workload, assert_same, assert_same_logprobs
@@ -213,12 +213,11 @@ def test_a_prompt_is_measured_by_what_it_holds_at_a_time(windowed):
         assert len(ask(engine, {"a": (tokens, greedy(5))})["a"]) == 5
 
 
-@in_many_ways
-def test_what_can_not_go_with_windows_is_refused_by_name(windowed):
-    model, options = windowed
-    if "window" in options:
-        with pytest.raises(ArgumentError, match=r"window=.* needs the paged cache"):
-            make_engine(model, kv="basic", **options)
+@in_one_way
+def test_a_basic_cache_refuses_a_window_by_name():
+    model, options = model_and_options("streaming")
+    with pytest.raises(ArgumentError, match=r"window=.* needs the paged cache"):
+        make_engine(model, kv="basic", **options)
 
 
 def logprobs_of(engine, asked: dict) -> dict:

@@ -86,7 +86,7 @@ def test_a_process_that_may_not_have_the_memory_says_so_and_goes_on():
     program = """
 import resource
 from mlx_paged import load, make_kv_cache
-model, _ = load("demo_model")
+model, _ = load("demo")
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 try:
     make_kv_cache(model, kv_cache_bytes="9G", preallocate=True)

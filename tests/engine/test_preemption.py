@@ -22,7 +22,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine.engine import Engine
@@ -55,7 +55,21 @@ def count_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, i
     return counts
 
 
-@mostly_slow(("seed", "prefix_caching"), [(0, True), (1, False), (2, True)])
+# Each way to step meets both.
+@mostly_slow(
+    ("run_ahead", "swap", "seed", "prefix_caching"),
+    [
+        ("ahead", False, 0, True),
+        ("ahead", True, 0, True),
+        ("ahead", True, 1, False),
+        ("waiting", False, 1, False),
+        ("waiting", True, 2, True),
+        ("drafting", False, 2, True),
+        ("drafting", True, 0, False),
+    ],
+    quick=(0, 1),
+    indirect=["run_ahead"],
+)
 def test_preempted_requests_get_the_tokens_of_undisturbed_ones(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, seed: int, prefix_caching: bool
 ):
@@ -108,6 +122,7 @@ def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(
         assert [completion.token_ids for completion in outputs[request_id].outputs] == expected
 
 
+@in_one_way
 def test_what_comes_back_from_the_swap_space_is_what_went_there(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
@@ -183,6 +198,7 @@ def test_what_a_failed_step_was_to_swap_in_is_computed_again(
         assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params)
 
 
+@in_one_way
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtype):
     half = qwen3.Model(model.args)
@@ -237,6 +253,7 @@ def test_a_full_swap_space_sends_the_next_ones_to_be_computed_again(
         assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params)
 
 
+@in_one_way
 def test_by_default_sizes_decide_whether_requests_are_swapped(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
@@ -257,6 +274,7 @@ def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):
     assert engine.scheduler.num_preemptions > 5 and first.num_preemptions == 0
 
 
+@mostly_slow(("run_ahead", "swap"), [("ahead", False), ("waiting", True)], indirect=["run_ahead"])
 def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_within_three_steps(
     model: qwen3.Model, swap: bool
 ):
@@ -286,15 +304,16 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
 
 
 @mostly_slow(
-    ("kind", "swap"),
+    ("run_ahead", "kind", "swap"),
     [
-        ("windowed", False),
-        ("windowed", True),
-        ("recurrent", False),
-        ("recurrent", True),
-        ("basic", False),
+        ("waiting", "windowed", False),
+        ("ahead", "windowed", True),
+        ("ahead", "recurrent", False),
+        ("waiting", "recurrent", True),
+        ("ahead", "basic", False),
     ],
     quick=(1, 4),
+    indirect=["run_ahead"],
 )
 def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim_goes_on(
     model: qwen3.Model, kind: str, swap: bool

@@ -9,7 +9,7 @@ from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.storing.disk_cache import DiskTierStats
+from mlx_paged.engine.storing.tier_cache import TierCacheStats
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def tiered(model: Any, folder: Path, **options: Any) -> Iterator[Engine]:
     assert engine.close(60), "all is written"
 
 
-def tier_stats(engine: Engine) -> DiskTierStats:
+def tier_stats(engine: Engine) -> TierCacheStats:
     stats = engine.stats().disk_tier
     assert stats is not None
     return stats
