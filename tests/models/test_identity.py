@@ -10,8 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model
-from helpers.engine_runs import greedy, make_engine, run
+from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, run
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 from helpers.model_zoo import config_of, make_from_config

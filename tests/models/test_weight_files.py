@@ -16,9 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers.block_stores import open_store
-from helpers.disk_tiers import answer as answer_of
-from helpers.engine_helpers import CONFIG, livelier_model
-from helpers.engine_runs import greedy, make_engine, prompt
+from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, prompt
+from helpers.engine_runs import answer as answer_of
 from helpers.mlx_lm_models import LLAMA, random_model, save_adapters
 from helpers.qwen3_helpers import save_folder
 from mlx.utils import tree_flatten

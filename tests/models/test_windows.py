@@ -11,8 +11,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.engine_helpers import CONFIG
-from helpers.engine_runs import ask, greedy, make_engine
+from helpers.engine_runs import CONFIG, ask, greedy, make_engine
 from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import SCALINGS, all_logits, chunks, float32_tolerance, max_error
 from helpers.streaming_reference import everything, sliding, streamed_logits, streaming

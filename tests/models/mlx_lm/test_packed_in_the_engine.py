@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, tiny_models
+from helpers.engine_runs import CONFIG, tiny_models
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
 from helpers.model_zoo import config_of, make_from_config

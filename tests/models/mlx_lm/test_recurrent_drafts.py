@@ -13,15 +13,17 @@ import mlx.core as mx
 import pytest
 from helpers.adapted_models import WIDE, adapted_model, greedy_answer
 from helpers.adapted_models import config_of as adapted_config_of
-from helpers.disk_tiers import answer, tier_stats, tiered
+from helpers.disk_tiers import tier_stats, tiered
 from helpers.drafting import EagerSpeculation, RandomDrafter, eager_speculation, knows
-from helpers.engine_helpers import CONFIG, livelier_model
 from helpers.engine_runs import (
+    CONFIG,
     VOCAB_SIZE,
+    answer,
     ask,
     ask_alone,
     assert_nothing_held,
     greedy,
+    livelier_model,
     load_demo,
     make_engine,
     prompt,
