@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.catalogue import Catalogue, Written, WrittenBytes
 from mlx_paged.block_store.directory import check_is_ours
 from mlx_paged.block_store.layout import (
@@ -220,7 +220,7 @@ class CacheFolder:
     def _entries(self, digest: str) -> Iterator[Entry]:
         kept = self._files.kept(digest)
         for name, status in self._files.files(digest):
-            used, nbytes = last_use_of(status), nbytes_on_disk(status.st_size)
+            used, nbytes = time_used(status) / 1e9, nbytes_on_disk(status.st_size)
             is_pinned = name[1] in kept
             try:
                 header = self._files.read_header(name)

@@ -113,7 +113,7 @@ class SharedBudget:
 
     def make_room_for_states(self, num_new_seqs: int) -> bool:
         """Evict checkpoints for the states of more sequences. False, without a change, if slabs
-        have to shrink first (:meth:`num_blocks_to_give_up`).
+        have to shrink first (:meth:`num_blocks_to_shrink_by`).
         """
         num_seqs = self._num_seqs(num_new_seqs)
         if self._pool.num_usable_blocks > self.sizes.max_num_blocks(num_seqs):
@@ -124,7 +124,7 @@ class SharedBudget:
                 return False  # States of which the blocks have no hash yet.
         return True
 
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+    def num_blocks_to_shrink_by(self, num_new_seqs: int) -> int:
         """By how many blocks slabs have to shrink for the states of more sequences and for the
         checkpoints that are worth more than cached K/V.
         """

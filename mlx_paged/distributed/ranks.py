@@ -80,7 +80,7 @@ class Ranks:
             RanksError: a receiver has ended.
         """
         for rank, link in self._links.items():
-            if link.is_over:
+            if link.is_closed:
                 raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
 

@@ -29,8 +29,8 @@ from mlx_paged.engine.speculation.draft_model import (
     speculation_of,
 )
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.storing.disk_cache import DiskCache
 from mlx_paged.engine.storing.snapshots import Snapshots
+from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit
@@ -64,7 +64,7 @@ class EngineParts:
     ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
-    disk_tier: DiskCache | None
+    disk_tier: TierCache | None
     swap_space: SwapSpace
     runner: ModelRunner
     scheduler: Scheduler
@@ -205,7 +205,7 @@ def _open_tier(
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
     states: SequenceStates | None,
-) -> DiskCache:
+) -> TierCache:
     """Open the tier of blocks and states.
 
     Raises:
@@ -223,4 +223,4 @@ def _open_tier(
                 "tier",
             )
         tier = GuardedTier(tier)
-    return DiskCache(cache, tier, num_parameters, None if states is None else states.checkpoints)
+    return TierCache(cache, tier, num_parameters, None if states is None else states.checkpoints)

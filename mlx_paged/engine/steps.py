@@ -27,7 +27,7 @@ from mlx_paged.engine.sampling.sampler import (
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
-from mlx_paged.engine.storing.disk_cache import DiskCache
+from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import forget_frames, request_error
 
 # Called with a completion, the number of a token in its answer, from 1, and the row of logits
@@ -49,7 +49,7 @@ class Steps:
         run_ahead: whether a step is launched before the tokens of the previous one are read.
         budgets: chooses the token budgets of steps.
         ranks: rank 0 sends them what they have to replay.
-        disk_tier: keeps full blocks on disk, if given.
+        tier_cache: keeps full blocks in a tier, if given.
 
     Attributes:
         budgets: as given.
@@ -66,7 +66,7 @@ class Steps:
         run_ahead: bool,
         budgets: Budgets,
         ranks: Ranks,
-        disk_tier: DiskCache | None = None,
+        tier_cache: TierCache | None = None,
     ):
         self.row_reader: RowReader | None = None
         self.in_flight: deque[StepInFlight] = deque()
@@ -77,7 +77,7 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
-        self._disk_tier = disk_tier
+        self._tier_cache = tier_cache
         # Requests of a failed step, and how many tokens of each were computed.
         self._retry_alone: deque[tuple[Completion, int]] = deque()
 
@@ -89,7 +89,7 @@ class Steps:
         """
         begin = time.perf_counter()
         self.add_new()
-        steps, tier = self.in_flight, self._disk_tier
+        steps, tier = self.in_flight, self._tier_cache
         if budgets is None:
             planned = self._scheduler
             budgets = self.budgets.begin_step(
@@ -260,8 +260,8 @@ class Steps:
         ):
             if completion not in verified:
                 self._append(completion, result, sampled, entry)
-        if self._disk_tier is not None:
-            self._disk_tier.save(step.batch, [later.batch for later in self.in_flight])
+        if self._tier_cache is not None:
+            self._tier_cache.save(step.batch, [later.batch for later in self.in_flight])
 
     @property
     def _sampler(self) -> Callable[..., SampledTokens]:
@@ -324,13 +324,14 @@ class Steps:
             completion, num_accepted = part.completion, 0
             if completion.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[completion], self._scheduler.speculation.drafter.made(part)
+            drawn, drafts = known[completion], self._scheduler.speculation.drafter.drafts_of(part)
             sampled, first_entry = step.sampled, step.sampled.completions.index(completion)
             verification = self._scheduler.verification
             verification.begin(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
-                    row = step.first_row_of(part) + number
+                    before = step.batch.scheduled[: step.batch.scheduled.index(part)]
+                    row = sum(each.num_logit_rows for each in before) + number
                     with self._device_work():
                         sampled = self._shared(self._sampler(step.logits, [row], [completion]))
                         drawn += self._read(sampled)
@@ -396,7 +397,8 @@ class Steps:
         while self.in_flight:
             step = self.in_flight.pop()
             for completion in step.sampled.completions:
-                completion.forget_awaited_token()
+                if completion.awaits_token:
+                    completion.token_ids.pop()
             for fork in step.forks:
                 if not fork.is_finished:
                     self._scheduler.finish(fork, "abort")

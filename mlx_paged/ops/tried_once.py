@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 T = TypeVar("T")
 
 # How often a wait checks for an interrupt.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 class TrialStoppedError(Exception):
@@ -89,7 +89,7 @@ class TriedOnce(Generic[T]):
 def _wait_for(trial: Future[TrialResult[T]]) -> TrialResult[T]:
     while not trial.done():
         try:
-            trial.exception(LOOK_SECONDS)
+            trial.exception(POLL_SECONDS)
         except TimeoutError:
             continue
     return trial.result()

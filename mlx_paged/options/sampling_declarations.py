@@ -217,7 +217,7 @@ class DeclaredSamplingParams:
         Sequence[int] | None,
         Param(
             "the only tokens that may be drawn; ``None`` allows all.",
-            or_none(Several("token ids, at least one", TOKEN.read, least=1)),
+            or_none(Several("token ids, at least one", TOKEN.read, min_length=1)),
         ),
     ] = None
     bad_words: Annotated[
@@ -431,7 +431,7 @@ class StructuredOutputsParams:
         for name, domain in _DOMAINS.items():
             value = domain.check("structured_outputs", name, getattr(self, name))
             object.__setattr__(self, name, value)
-        given = [name for name in KINDS if getattr(self, name) is not _NOT_GIVEN[name]]
+        given = self._given
         if len(given) != 1:
             raise ArgumentError(
                 f"[structured_outputs] give exactly one of {', '.join(KINDS)}, got "
@@ -445,22 +445,25 @@ class StructuredOutputsParams:
                 "[structured_outputs] reasoning_start needs begin_after, the end of what it opens",
                 "reasoning_start",
             )
-        self._check_length(given[0])
+        value = getattr(self, self.kind)
+        length = sum(map(len, value)) if self.kind == "choice" else len(str(value))
+        if length > MAX_GRAMMAR_LEN:
+            raise ArgumentError(
+                f"[structured_outputs] {self.kind} has {length:,} characters, {MAX_GRAMMAR_LEN:,} "
+                "are allowed",
+                self.kind,
+            )
 
     @property
     def kind(self) -> str:
-        """Which of the five is given."""
-        return next(name for name in KINDS if getattr(self, name) is not _NOT_GIVEN[name])
+        """The first of the five that is given."""
+        return self._given[0]
 
-    def _check_length(self, name: str) -> None:
-        value = getattr(self, name)
-        length = sum(map(len, value)) if name == "choice" else len(str(value))
-        if length > MAX_GRAMMAR_LEN:
-            raise ArgumentError(
-                f"[structured_outputs] {name} has {length:,} characters, {MAX_GRAMMAR_LEN:,} are "
-                "allowed",
-                name,
-            )
+    @property
+    def _given(self) -> list[str]:
+        # What is not given is None, or False for json_object.
+        absent = {**dict.fromkeys(KINDS), "json_object": False}
+        return [name for name in KINDS if getattr(self, name) is not absent[name]]
 
 
 def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
@@ -503,8 +506,6 @@ def _read_choice(value: object) -> tuple[str, ...] | None:
     return tuple(value) or None if is_valid else None  # type: ignore[arg-type]
 
 
-# The value of a kind that is not given.
-_NOT_GIVEN: dict[str, bool | None] = {**dict.fromkeys(KINDS), "json_object": False}
 _TEXT = or_none(such("a text that is not empty", lambda text: _is_unicode(text) and text != ""))
 _DOMAINS: dict[str, Domain[Any]] = {
     "json": or_none(

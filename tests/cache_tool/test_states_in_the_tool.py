@@ -39,9 +39,9 @@ def test_ls_counts_states_and_a_prefix_has_them_beside_its_blocks():
     ends = {line.split()[-1] for line in lines if "state" in line}
     assert len(lines) == 3 and ends == {"state"}
     assert sorted(run.num_states for run in tree.runs()) == [0, 1, 1]
-    last = tree.last_state(tree.blocks[hash_of("abc")])
+    last = tree.blocks[hash_of("abc")].last_state()
     assert last is not None and last.block_hash == hash_of("ab")
-    assert tree.last_state(tree.blocks[hash_of("a")]) is None
+    assert tree.blocks[hash_of("a")].last_state() is None
 
 
 def test_states_of_a_model_without_kv_lack_nothing():

@@ -23,7 +23,7 @@ from paged_testing.integrity import check_scheduler
 
 from mlx_paged.cache import PagedKVCache, PromptTooLongError
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.thread import EngineThread, run_apart
+from mlx_paged.engine.thread import EngineThread, run_in_engine_thread
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
@@ -322,4 +322,4 @@ def test_a_shared_thread_that_is_stopped_after_a_call_does_not_fail_the_call(
 
     monkeypatch.setattr(EngineThread, "_become_idle", stopped)
     with ThreadPoolExecutor(1) as pool:  # The main thread calls by itself.
-        assert pool.submit(run_apart, lambda: 5).result() == 5
+        assert pool.submit(run_in_engine_thread, lambda: 5).result() == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from mlx_paged.block_store import Entry, Fingerprint
-from mlx_paged.cli.cache.prefixes import PrefixTree, as_trees
+from mlx_paged.block_store.prefixes import PrefixTree, as_trees
 
 BLOCK_SIZE = 16
 NOW = 1_000_000.0

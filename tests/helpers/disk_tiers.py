@@ -9,7 +9,7 @@ from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine, run
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.storing.disk_cache import DiskTierStats
+from mlx_paged.engine.storing.tier_cache import TierCacheStats
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 
@@ -31,7 +31,7 @@ def answer(
     return run(engine)["alone"]
 
 
-def tier_stats(engine: Engine) -> DiskTierStats:
+def tier_stats(engine: Engine) -> TierCacheStats:
     stats = engine.stats().disk_tier
     assert stats is not None
     return stats

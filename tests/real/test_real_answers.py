@@ -11,7 +11,7 @@ from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.reader import read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.input_processor import special_token_ids
-from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.loading.tokenizer import read_tokenizer
 
 TOOLS = [
@@ -97,7 +97,7 @@ def test_the_format_of_a_real_tokenizer_is_found(name, calls):
 def test_an_answer_in_real_tokens_is_read(case: Case):
     tokenizer = read_tokenizer(require(case.tokenizer), None, None)
     form = AnswerFormat.of(tokenizer, case.prompt, TOOLS)
-    detokenizer = TokenTexts.of(tokenizer).detokenizer()
+    detokenizer = token_texts_of(tokenizer).detokenizer()
     places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
     token_ids = tokenizer.encode(case.answer, add_special_tokens=False)
     text = "".join(map(places.add, token_ids)) + detokenizer.finish()

@@ -234,6 +234,13 @@ def test_what_tags_would_not_tell_apart_is_json(tokenizer: Any, schema: Any):
         strict_calls(strict, dialect)
 
 
+@pytest.mark.parametrize("reference", ["#", "#/$defs/tree", "#/$defs/none", "elsewhere#/a"])
+def test_a_reference_that_gemmas_notation_can_not_follow_is_json(tokenizer: Any, reference: str):
+    tree = an_object(inner={"$ref": reference})
+    parameters = {**tree, "$defs": {"tree": tree}}
+    assert required_calls([tool("f", parameters)], dialect_of("gemma4", tokenizer)).is_json
+
+
 def test_a_model_without_a_format_writes_a_json_array(tokenizer: Any, compiler: GrammarCompiler):
     rng, counts, dialect = random.Random(5), set(), dialect_of(None, tokenizer)
     for _ in range(8):

@@ -37,8 +37,8 @@ from mlx_paged.options.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.app import ROUTES
-from mlx_paged.server.command_line import setup_arg_parser as server_parser
 from mlx_paged.server.metrics import EngineCollector
+from mlx_paged.server.program import setup_arg_parser as server_parser
 
 ROOT = Path(__file__).parents[2]
 # The columns where all rows are shown, and where some are.

@@ -298,11 +298,11 @@ class RequestQueues:
             num_needed += manager.num_needed_blocks(completion.seq_id, num_new_tokens)
         return num_needed <= num_free
 
-    def num_blocks_to_give_up(self, completion: Completion) -> int:
+    def num_blocks_to_shrink_by(self, completion: Completion) -> int:
         """By how many blocks the pool has to shrink so that a waiting request, which fits, and the
         states of its sequences are admitted; 0 if it does not fit.
         """
-        num_blocks = self._cache.num_blocks_to_give_up(completion.num_seqs)
+        num_blocks = self._cache.num_blocks_to_shrink_by(completion.num_seqs)
         num_places = self.num_places([*self.running, completion])
         if num_blocks <= 0 or num_places > self._config.max_num_seqs:
             return 0

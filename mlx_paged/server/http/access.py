@@ -144,11 +144,10 @@ class OriginGuard(Guard):
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_loopback: bool):
         super().__init__(app)
-        self._origins = frozenset(settings.cors_origins)
-        self._hosts = frozenset(settings.allowed_hosts)
+        self._origins = settings.cors_origins
+        self._hosts = {*settings.allowed_hosts, settings.host.lower()}
         self._is_loopback = is_loopback
-        self._is_any_host = not is_loopback and not self._hosts and bool(settings.api_keys)
-        self._own_host = settings.host.lower()
+        self._is_any_host = not (is_loopback or settings.allowed_hosts or not settings.api_keys)
 
     def refusal(self, scope: Scope) -> ApiError | None:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
@@ -179,7 +178,7 @@ class OriginGuard(Guard):
         if self._is_any_host:
             return True
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name in self._hosts or name == self._own_host or is_loopback_name(name):
+        if name in self._hosts or is_loopback_name(name):
             return True
         return not self._is_loopback and _address(name) is not None
 

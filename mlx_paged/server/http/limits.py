@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import PENDING_TOKEN
-from mlx_paged.server.errors import ApiError, ClientLeftError, error_response
+from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS
 
 BODY_SECONDS = 60.0
@@ -67,7 +68,7 @@ class Limits:
             if scope["method"] in _METHODS_WITH_BODY:
                 receive = _replay(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
-        except ClientLeftError:
+        except ClientDisconnect:
             pass
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
@@ -78,31 +79,30 @@ class Limits:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
+        chunks: list[bytes] = []
+        message: Message = {"more_body": True}
         try:
             async with asyncio.timeout(self._body_seconds):
-                return await self._read(receive, held)
+                while message.get("more_body"):
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunks.append(message.get("body", b""))
+                    self._count(len(chunks[-1]), held)
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body was not complete after {self._body_seconds:g} seconds"
-            ) from error
+            text = f"the body was not complete after {self._body_seconds:g} seconds"
+            raise ApiError(408, text) from error
+        return b"".join(chunks)
 
-    async def _read(self, receive: Receive, held: _Held) -> bytes:
-        chunks: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            held.num_bytes += len(chunk)
-            self._nbytes_held[held.user] += len(chunk)
-            if held.num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
-            if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
-                raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
-            if not message.get("more_body"):
-                return b"".join(chunks)
+    def _count(self, num_bytes: int, held: _Held) -> None:
+        """Add bytes to what is held; raises :class:`ApiError` if that becomes too much."""
+        held.num_bytes += num_bytes
+        self._nbytes_held[held.user] += num_bytes
+        if held.num_bytes > self._max_body_bytes:
+            raise self._too_large()
+        is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
+        if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -30,7 +30,7 @@ from helpers.workloads import Workload, assert_same
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
 from mlx_paged.engine.speculation.speculation import NO_SPECULATION
-from mlx_paged.engine.storing import disk_cache, unsaved
+from mlx_paged.engine.storing import tier_cache, unsaved
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.ops import StateRow, StateStack
@@ -341,7 +341,7 @@ def test_random_workloads_have_the_same_tokens_with_states_on_disk(
     """Evictions, preemptions, aborts, n > 1, drafts: cold, from memory, from disk, and from a
     folder that holds few blocks.
     """
-    monkeypatch.setattr(disk_cache, "is_reading_cheaper", lambda *_: True)
+    monkeypatch.setattr(tier_cache, "is_reading_cheaper", lambda *_: True)
     workload = Workload(900 + seed, 12 if seed else 5, VOCAB_SIZE)
     speculation = options.get("speculation", NO_SPECULATION)
     workload.options |= {name: each for name, each in options.items() if name != "speculation"}

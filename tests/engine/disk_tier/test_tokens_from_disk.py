@@ -18,7 +18,7 @@ from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Run, Workload, assert_same
 from mlx.utils import tree_map
 
-from mlx_paged.engine.storing import disk_cache
+from mlx_paged.engine.storing import tier_cache
 from mlx_paged.models import qwen3
 from mlx_paged.models.mlx_lm import adapt
 
@@ -80,7 +80,7 @@ def test_random_workloads_have_the_same_tokens_in_all_ways(
     run_ahead: bool,
 ):
     # Preempted requests come back from disk, though so small a model computes faster.
-    monkeypatch.setattr(disk_cache, "is_reading_cheaper", lambda *_: True)
+    monkeypatch.setattr(tier_cache, "is_reading_cheaper", lambda *_: True)
     workload = Workload(seed + 600, 16, VOCAB_SIZE)
     runs = in_all_ways(workload, model, tmp_path / "kv", run_ahead=run_ahead)
     assert_all_alike(runs)
