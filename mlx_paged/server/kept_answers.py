@@ -28,7 +28,7 @@ from mlx_paged.answers.reader import Reading, read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
-from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
 
@@ -114,7 +114,7 @@ def _marked_text(
     tokenizer: TokenizerWrapper, prompt: Prompt, token_ids: Sequence[int], form: AnswerFormat
 ) -> str:
     """The text of an answer, in which a mark that is a token differs from one that is text."""
-    detokenizer = TokenTexts.of(tokenizer).detokenizer(prompt.token_ids)
+    detokenizer = token_texts_of(tokenizer).detokenizer(prompt.token_ids)
     places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
     return "".join(map(places.add, token_ids)) + detokenizer.finish()
 

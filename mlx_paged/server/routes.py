@@ -20,7 +20,7 @@ from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.errors import ApiError, until_disconnect
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -46,16 +46,27 @@ class RequestContext(Generic[B]):
         request: its head.
         schema: the class of its body.
         value: its body, as parsed from JSON.
+
+    Attributes:
         principal: the user.
         request_id: used in the log and in headers.
     """
 
     request: Request
-    service: Service
     schema: type[B]
-    value: Any
-    principal: Principal
-    request_id: str
+    value: Any = None
+
+    @property
+    def service(self) -> Service:
+        return self.request.app.state.service  # type: ignore[no-any-return]
+
+    @property
+    def principal(self) -> Principal:
+        return self.request.state.principal  # type: ignore[no-any-return]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.state.request_id  # type: ignore[no-any-return]
 
     def read_body(self, leaves_out: bool = False) -> B:
         """Validate the body. This is slow for large ones, so call it with
@@ -177,43 +188,24 @@ class ApiRoute(Route):
         self._endpoint = endpoint
 
     async def _respond(self, request: Request) -> Response:
+        context = RequestContext[Any](request, self.body or Body)
         if self.body is None:
-            return await self._endpoint(self._context(request, None))
-        try:
-            return await until_disconnect(request.receive, self._answer(request))
-        except ClientLeftError:
-            return Response(status_code=CLIENT_LEFT)
+            return await self._endpoint(context)
+        return await until_disconnect(request.receive, self._answer(context))
 
-    async def _answer(self, request: Request) -> Response:
-        return await self._endpoint(self._context(request, await self._read_json(request)))
-
-    async def _read_json(self, request: Request) -> Any:
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    async def _answer(self, context: RequestContext[Any]) -> Response:
+        encoding = context.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             what = (
                 f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
             )
             raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
-        body, user = await request.body(), request.state.principal.name
+        body = await context.request.body()
         if len(body) <= _SMALL_BODY:
-            return parse_json(body)
-        return await _service_of(request).run_in_tokenizer_pool(user, lambda _: parse_json(body))
-
-    def _context(self, request: Request, value: Any) -> RequestContext[Any]:
-        state = request.state
-        return RequestContext(
-            request,
-            _service_of(request),
-            self.body or Body,
-            value,
-            state.principal,
-            state.request_id,
-        )
-
-
-def _service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+            value = parse_json(body)
+        else:
+            value = await context.run_in_tokenizer_pool(lambda _: parse_json(body))
+        return await self._endpoint(replace(context, value=value))
 
 
 class _WithoutNulls(GenerateJsonSchema):
