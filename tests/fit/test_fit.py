@@ -20,7 +20,7 @@ import pytest
 from helpers.fake_hub import hub, write_model
 from helpers.gguf_files import write_demo
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, random_model
-from helpers.model_zoo.full_size import FULL_SIZE
+from helpers.model_zoo.published import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
 from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory

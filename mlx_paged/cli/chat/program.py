@@ -47,7 +47,8 @@ OPTIONS = {
     "prefill_step_size": Option(
         "prompt tokens computed at a time",
         AT_LEAST_1,
-        says=f"as many as take --prefill-step-seconds, up to {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
+        default_text="as many as take --prefill-step-seconds, up to "
+        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}",
     ),
     "plain": switch(
         "write plain text to a terminal, for screen readers too: no markdown, no dimmed or redrawn "
