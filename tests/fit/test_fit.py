@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
 from mlx_paged.models import memory
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, make_kv_cache
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.memory import format_nbytes
 from mlx_paged.options.config import KVBits
 
@@ -45,8 +47,14 @@ QWEN3_30B_A3B: Config = FULL_SIZE["Qwen3-235B-A22B"] | {
 }
 
 
+@cache
+def model_of(folder: Path) -> LanguageModel:
+    """The model of a folder, which is outlined once for all tests of it."""
+    return read_outline(folder).model
+
+
 def footprint(folder: Path, bits: KVBits | None = None) -> Footprint:
-    return Footprint(read_outline(folder).model, bits)
+    return Footprint(model_of(folder), bits)
 
 
 @pytest.fixture(scope="module")

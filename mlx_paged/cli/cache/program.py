@@ -325,7 +325,8 @@ def _size(args: argparse.Namespace) -> int:
     if args.json:
         sizes = {"nbytes": held.nbytes, "num_files": held.num_blocks, "limit": limit}
         models = [_as_json(tree) for tree in trees]
-        print_json(sizes | {"written": written._asdict(), "models": models})
+        by_all = _same(written, "nbytes", "nbytes_last_day", "since")
+        print_json(sizes | {"written": by_all, "models": models})
         return 0
     against, since = "", time.strftime("%Y-%m-%d", time.localtime(written.since))
     if limit is not None and held.nbytes > limit:
