@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import tiny_models
 from helpers.lanes import mark_lanes
 from helpers.mlx_compiler import prepare_compiler
 from metal_emulator.fixtures import compiler

@@ -41,7 +41,7 @@ OPTION = """    dummy_limit: Annotated[
 """
 SETTING = """    dummy_names: Annotated[
         tuple[str, ...],
-        _setting("names that do nothing", such("a name", bool), "--dummy-name"),
+        _setting("names that do nothing", matching("a name", bool), "--dummy-name"),
     ] = ()
 """
 NAMES = """    "dummy_share": "their_share",

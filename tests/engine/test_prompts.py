@@ -133,10 +133,7 @@ def test_what_is_read_is_a_copy():
         ([-1], "token id -1 is outside"),
         ([10**30], "token id 1000000000000000000000000000000 is outside"),
         (range(10**15), "token id 50 is outside the model's vocabulary of 50, given as prompt[50]"),
-        (
-            "A\ud800B",
-            "prompt is not valid Unicode: '\\ud800' at position 1 is half a character",
-        ),
+        ("A\ud800B", "prompt is not valid Unicode: '\\ud800' at position 1 is half a character"),
         ("what!", "the tokenizer can't encode prompt: LookupError: no such letter: !"),
         ("~~~", "token id 61 is outside the model's vocabulary of 50"),
     ],

@@ -9,8 +9,16 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
-from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
+from helpers.engine_runs import (
+    CONFIG,
+    ask_alone,
+    greedy,
+    livelier_model,
+    make_engine,
+    prompt,
+    run,
+    tiny_models,
+)
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
