@@ -28,8 +28,8 @@ from mlx_paged.options.argument_values import (
     Domain,
     is_sequence,
     kind_of,
+    matching,
     or_none,
-    such,
     whole,
 )
 from mlx_paged.options.engine_options import EngineOptions
@@ -424,7 +424,7 @@ def _as_given(prompt: object) -> tuple[str | None, list[int]]:
 _EACH: dict[str, tuple[Domain[Any], str]] = {
     "sampling_params": (
         or_none(
-            such("SamplingParams", lambda value: isinstance(value, SamplingParams)),
+            matching("SamplingParams", lambda value: isinstance(value, SamplingParams)),
             "SamplingParams",
         ),
         "SamplingParams, one for all or a list with one for each prompt",

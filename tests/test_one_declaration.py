@@ -41,7 +41,7 @@ OPTION = """    dummy_limit: Annotated[
 """
 SETTING = """    dummy_names: Annotated[
         tuple[str, ...],
-        _setting("names that do nothing", such("a name", bool), "--dummy-name"),
+        _setting("names that do nothing", matching("a name", bool), "--dummy-name"),
     ] = ()
 """
 NAMES = """    "dummy_share": "their_share",
@@ -192,11 +192,11 @@ def test_a_declared_dummy_is_among_the_further_ones_of_the_guide(copy: Path):
 
 
 @pytest.mark.slow
-def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
+def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path, mypy_cache: Path):
     pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
     (copy / "mypy.ini").write_text(CONFIG)
     (copy / "user.py").write_text(USER)
-    words = ("-m", "mypy", "--no-error-summary", "--cache-dir", "cache", "user.py")
+    words = ("-m", "mypy", "--no-error-summary", "--cache-dir", str(mypy_cache), "user.py")
     errors = [line for line in run(copy, *words).splitlines() if line.startswith("user.py")]
     assert [(line.split(":")[1], line.rpartition("[")[2]) for line in errors] == [
         ("9", "arg-type]"),

@@ -263,11 +263,6 @@ class Catalogue:
             self._files.note_used((digest, block_hash), now)
         return now
 
-    def wait_for_evictions(self) -> None:
-        """Wait for evictions that have already read the pins. Raises OSError."""
-        with self._files.blocks().locked(fcntl.LOCK_EX):
-            pass
-
     def _list_on(self) -> bool:
         """List some more files; whether the listing goes on."""
         with self._list_lock:
@@ -300,12 +295,14 @@ class Catalogue:
             pinned = self._files.kept(digest)
             fingerprint = self._files.fingerprint(digest)
             is_outdated = fingerprint is not None and fingerprint.is_outdated
-            over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
+            expired_before = (
+                time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
+            )
             for name, status in self._files.files(digest):
                 nbytes_of_file = nbytes_on_disk(status.st_size)
                 block = ListedBlock(name, time_used(status), nbytes_of_file, is_outdated)
                 is_pinned = name[1] in pinned
-                if not is_pinned and block.used < over and self._expire(block):
+                if not is_pinned and block.used < expired_before and self._expire(block):
                     continue
                 num_blocks += 1
                 nbytes += block.nbytes

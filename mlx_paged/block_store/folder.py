@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -147,7 +148,8 @@ class CacheFolder:
             return False
         with refusals(self._folder):
             self._files.pin(digest, chain)
-            self._catalogue.wait_for_evictions()
+            with self._files.blocks().locked(fcntl.LOCK_EX):
+                pass  # Evictions that had read the pins before have ended.
             # It may have been evicted just before the pin was written.
             if self.header(digest, block_hash) is not None:
                 return True

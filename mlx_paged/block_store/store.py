@@ -290,7 +290,7 @@ class BlockStore(Tier):
             if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
         except OSError as error:
-            if not self._is_alone(block_hash, error):
+            if not self._is_only_shard(block_hash, error):
                 self._fail_for("a bad block could not be removed", error)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
@@ -375,11 +375,11 @@ class BlockStore(Tier):
         try:
             yield
         except OSError as error:
-            is_alone = block_hash is not None and self._is_alone(block_hash, error)
-            if error.errno not in _TEMPORARY and not is_alone:
+            is_only_shard = block_hash is not None and self._is_only_shard(block_hash, error)
+            if error.errno not in _TEMPORARY and not is_only_shard:
                 self._fail_for(what, error)
 
-    def _is_alone(self, block_hash: bytes, error: OSError) -> bool:
+    def _is_only_shard(self, block_hash: bytes, error: OSError) -> bool:
         """Whether only the shard of this block can't be used, of which a warning tells once."""
         name = self._name(block_hash)
         if not self.files.is_blocked(name):

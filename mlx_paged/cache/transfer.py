@@ -68,16 +68,16 @@ def load_prefix(
             other cached blocks may have been evicted.
     """
     pool = cache.pool
-    there: list[KVCacheBlock] = []
+    cached: list[KVCacheBlock] = []
     missing: list[BlockHeader] = []
     for header in headers:
         block = pool.get_cached_block(BlockHash(header.block_hash))
         if block is None:
             missing.append(header)
         else:
-            there.append(block)
+            cached.append(block)
     # Held, so that none is evicted for the others, and freed as the most recently used.
-    pool.touch(there)
+    pool.touch(cached)
     try:
         cache.make_room(len(missing))
         if len(missing) > pool.num_free_blocks:
@@ -94,7 +94,7 @@ def load_prefix(
             is_foreign,
         )
     finally:
-        pool.free_blocks(reversed(there))
+        pool.free_blocks(reversed(cached))
     return len(missing)
 
 

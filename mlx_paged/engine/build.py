@@ -13,7 +13,7 @@ from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
-from mlx_paged.distributed import Ranks, join_ranks, least_budget
+from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
@@ -109,7 +109,7 @@ def build(
     ranks = join_ranks(checked, tokenizer, {"swap_bytes": None, **compared})
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
-        cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
+        cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.

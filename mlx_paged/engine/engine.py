@@ -185,7 +185,7 @@ class Engine:
             token_rules=token_rules,
         )
         self.scheduler.check(request)
-        if request.params.has_functions:
+        if request.params.sampler is not None or request.params.logits_processors:
             self._calls_functions = True
         # A single operation, so an interrupt comes before or after it.
         if self.reports.requests.setdefault(request_id, request) is not request:

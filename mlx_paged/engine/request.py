@@ -81,20 +81,6 @@ class Share:
         """Whether the user has requests."""
         return bool(self.num_running or self.waiting)
 
-    @property
-    def admission_turn(self) -> tuple[int, int, int]:
-        """The user for whom it is lowest is the next whose request is admitted: the one of whom the
-        fewest completions run, then the one with the least work.
-        """
-        return self.num_running, self.work, self.number
-
-    @property
-    def step_turn(self) -> tuple[bool, int, int]:
-        """The user for whom it is lowest is the first in a step, and has its tokens for prompts:
-        one of whom nothing runs yet, then the one with the least work.
-        """
-        return self.num_running > 0, self.work, self.number
-
 
 _ARGUMENTS = (
     *("request_id", "prompt_token_ids", "params", "seed"),

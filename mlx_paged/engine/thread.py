@@ -496,7 +496,7 @@ def _watch(native_id: int | None, has_ended: Callable[[], bool]) -> None:
         return
     known = _watched.get(native_id)
     if known is None or known():  # The system uses the id of a thread that has ended again.
-        for each in [each for each in list(_watched) if not _is_there(each)]:
+        for each in [each for each in list(_watched) if not _exists(each)]:
             _watched.pop(each, None)
         _watched[native_id] = has_ended
 
@@ -535,13 +535,13 @@ def _wait_for_native_ends() -> None:
     end = time.monotonic() + SECONDS_TO_STOP
     with contextlib.suppress(KeyboardInterrupt):
         # Threads that have ended for Python and not for the system.
-        while any(_watched[each]() and _is_there(each) for each in list(_watched)):
+        while any(_watched[each]() and _exists(each) for each in list(_watched)):
             if time.monotonic() >= end:
                 break
             time.sleep(0.001)
 
 
-def _is_there(native_id: int) -> bool:
+def _exists(native_id: int) -> bool:
     """Whether the system still has a thread. Systems without this folder are not affected."""
     return Path(f"/proc/self/task/{native_id}").exists()
 

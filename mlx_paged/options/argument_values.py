@@ -162,7 +162,7 @@ def or_none(domain: Domain[Any], what: str = "") -> Domain[Any]:
     return replace(domain, what=what or f"{domain.what}, or None", may_be_none=True)
 
 
-def such(what: str, is_valid: Callable[[Any], bool], **more: Any) -> Domain[Any]:
+def matching(what: str, is_valid: Callable[[Any], bool], **more: Any) -> Domain[Any]:
     """The values for which ``is_valid`` holds, unchanged."""
     return Domain(what, lambda value: value if is_valid(value) else None, **more)
 
@@ -191,13 +191,13 @@ def number(
     def is_valid(value: Any) -> bool:
         return is_number(value) and low <= value <= high and not (is_open and value == low)
 
-    return such(what, is_valid, parse=float, flag_what=flag_what)
+    return matching(what, is_valid, parse=float, flag_what=flag_what)
 
 
 def one_of(*values: T) -> Domain[T]:
     """One of these values."""
     what = f"one of {', '.join(map(str, values))}"
-    return such(what, values.__contains__, parse=type(values[0]), choices=values)
+    return matching(what, values.__contains__, parse=type(values[0]), choices=values)
 
 
 def is_number(value: object) -> bool:
@@ -210,11 +210,11 @@ def is_number(value: object) -> bool:
         return False
 
 
-BOOL = such("True or False", lambda value: isinstance(value, bool), parse=bool)
-TEXT = such("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+BOOL = matching("True or False", lambda value: isinstance(value, bool), parse=bool)
+TEXT = matching("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 TOKEN = whole(0, what="token ids")
 # Of a size or a count in Python or JSON, where numbers of other types are mistakes.
-POSITIVE = such("a positive integer", lambda value: is_plain_integer(value, 1))
+POSITIVE = matching("a positive integer", lambda value: is_plain_integer(value, 1))
 SHARE = number(0, 1, "a number within 0..1", "within 0..1")
 AT_LEAST_0 = whole(0, 2**63, "a whole number, at least 0")
 AT_LEAST_1 = whole(1, 2**63, "a positive integer", "a whole number, at least 1")
@@ -238,7 +238,7 @@ class Flag:
         domain: of the flag's values; by default that of the argument.
         default: of the flag, if it differs from the library's.
         help: of the flag; by default that of the argument.
-        says: what the help says about the default, instead of its value.
+        default_text: what the help says about the default, instead of its value.
     """
 
     programs: tuple[Program, ...] = ("chat", "server")
@@ -247,7 +247,7 @@ class Flag:
     domain: Domain[Any] | None = None
     default: Any = None
     help: str = ""
-    says: str = ""
+    default_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -295,12 +295,12 @@ class Option(Argument):
     Args:
         flag: by default, both programs have one.
         default: of an engine.
-        says: what the help says about the default, instead of its value.
+        default_text: what the help says about the default, instead of its value.
     """
 
     flag: Flag | None = Flag()
     default: Any = None
-    says: str = ""
+    default_text: str = ""
 
 
 def declared(cls: type) -> dict[str, Any]:

@@ -120,27 +120,16 @@ def _marked_text(
 
 
 def upcoming_tokens(
-    kept: ConversationEncoder,
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[Mapping[str, Any]],
-    template_options: Mapping[str, Any],
-    cache_salt: str | None,
-    computed: Sequence[int],
+    encode: Callable[[str], list[int]], computed: Sequence[int]
 ) -> tuple[list[int], int]:
     """The beginning of the prompt of any next question, and how many of its tokens are computed.
 
     Args:
-        messages: the conversation up to the last answer.
+        encode: the tokens of the prompt of a question.
         computed: the tokens of the last prompt and its answer.
     """
-    # Two questions with no common beginning.
-    prompts = [
-        kept.encode(
-            tokenizer, [*messages, {"role": "user", "content": text}], template_options, cache_salt
-        ).token_ids
-        for text in ("?", "Why not")
-    ]
-    return prompts[0][: _num_same(*prompts)], _num_same(prompts[0], computed)
+    first, second = encode("?"), encode("Why not")  # They have no common beginning.
+    return first[: _num_same(first, second)], _num_same(first, computed)
 
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:

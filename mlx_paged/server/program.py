@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
@@ -281,6 +280,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     Raises:
         ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
+    from mlx_paged import SamplingParams, StructuredOutputsParams
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.http.limits import QueueLimit, counts_of
     from mlx_paged.server.service import Service
@@ -289,7 +289,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
-    _prepare_grammars(engine)
+    # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
+    # that supports no grammars fails only the requests that need one.
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    with suppress(ArgumentError):
+        engine.engine.prepare(grammar)
     template = str(tokenizer.chat_template)
     if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
         unknown = ", ".join(KEEPS_REASONING)
@@ -312,16 +316,6 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         ).admit,
         settings=settings,
     )
-
-
-def _prepare_grammars(engine: AsyncEngine) -> None:
-    """Read the vocabulary for grammars now: later, its seconds would delay all requests."""
-    from mlx_paged import SamplingParams, StructuredOutputsParams
-
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    # A tokenizer that supports no grammars fails only the requests that need one.
-    with suppress(ArgumentError):
-        engine.engine.prepare(params)
 
 
 def _model_name(model: str | None) -> str:

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -16,16 +17,19 @@ from starlette.routing import Route
 
 import mlx_paged
 from mlx_paged.errors import shown
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import ApiError, until_disconnect
-from mlx_paged.server.generations import Answer, Generation
+from mlx_paged.server.fields import AnsweredBody
+from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
+A = TypeVar("A", bound=AnsweredBody)
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 J = TypeVar("J", ChatJob, Generation)
@@ -33,17 +37,6 @@ J = TypeVar("J", ChatJob, Generation)
 # Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
 _SMALL_BODY = 2**15
 _PLACE = "#/components/schemas/{model}"
-
-
-class Renderer(Protocol):
-    """Renders the answer to a request as one object or as server-sent events."""
-
-    request_id: str
-    is_streamed: bool
-
-    def whole(self, *outputs: RequestOutput) -> dict[str, Any]: ...
-
-    def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]: ...
 
 
 @dataclass(frozen=True)
@@ -120,13 +113,46 @@ class RequestContext(Generic[B]):
 
         return await self.run_in_tokenizer_pool(prepared)
 
-    async def respond(self, renderer: Renderer, *generations: Generation) -> Response:
-        """Run generations and render their answers."""
-        if renderer.is_streamed:
+    async def respond(self, renderer: Renderer[Any]) -> Response:
+        """Run the generations and render their answers."""
+        generations = renderer.generations
+        if renderer.body.stream:
             answers = await self.service.start_all(generations, renderer.request_id)
             return EventStream(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
+
+
+class Renderer(ABC, Generic[A]):
+    """Renders the answers to a request as one object or as server-sent events.
+
+    Args:
+        generations: what is answered.
+
+    Attributes:
+        request_id: the id in the answer.
+        model: the name of the model in the answer.
+        states: the answers so far.
+    """
+
+    def __init__(self, context: RequestContext[A], body: A, *generations: Generation):
+        self.context, self.body, self.generations = context, body, generations
+        self.request_id = context.request_id
+        self.model = body.model_name(context.service)
+        self.states = [AnswerState(each.answer_format) for each in generations]
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters of all generations."""
+        return self.generations[0].params
+
+    @abstractmethod
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
+        """The answers as one object."""
+
+    @abstractmethod
+    def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
 
 
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]

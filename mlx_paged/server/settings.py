@@ -23,8 +23,8 @@ from mlx_paged.options.argument_values import (
     Flag,
     Option,
     declared,
+    matching,
     one_of,
-    such,
     whole,
 )
 from mlx_paged.options.config import NBYTES
@@ -89,10 +89,10 @@ _ORIGIN = Domain(
     _read_origin,
     metavar="ORIGIN",
 )
-_SECONDS = such(
+_SECONDS = matching(
     "a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"
 )
-_SECONDS_OR_NEVER = such(
+_SECONDS_OR_NEVER = matching(
     "a number, at least 0",
     lambda value: value >= 0,
     parse=lambda text: float(text) or math.inf,
@@ -101,14 +101,16 @@ _SECONDS_OR_NEVER = such(
 _LOG_LEVEL = replace(one_of("debug", "info", "warning", "error"), parse=str.lower)
 
 
-def _setting(help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = "") -> Option:
+def _setting(
+    help: str, domain: Domain[Any] = BOOL, name: str = "", default_text: str = ""
+) -> Option:
     """The declaration of a setting and its flag, as of an engine option.
 
     Args:
         domain: the domain of the value, or of each value of a tuple.
         name: the flag, if it isn't derived from the field's name.
     """
-    return Option(help, domain, Flag(("server",), name), says=says)
+    return Option(help, domain, Flag(("server",), name), default_text=default_text)
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class ServerSettings:
         int, _setting("sequences that may wait; further requests are answered with 503", AT_LEAST_0)
     ] = 256
     max_body_bytes: Annotated[
-        int, _setting("largest request body in bytes (65536, 512K, 16M)", NBYTES, says="16M")
+        int,
+        _setting("largest request body in bytes (65536, 512K, 16M)", NBYTES, default_text="16M"),
     ] = 16 * 2**20
     drain_seconds: Annotated[
         float, _setting("how long running answers may continue after SIGTERM", _SECONDS)

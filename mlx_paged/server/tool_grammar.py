@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from json import dumps
 from typing import Any, NamedTuple, TypeAlias
 
-from mlx_paged.answers.dialect import Dialect
+from mlx_paged.answers.dialect import Dialect, ToolChoice
 from mlx_paged.answers.formats import CallFormat, Headed, Tags
-from mlx_paged.answers.json_schema import Parameters, one_of_as_any_of, target_of
+from mlx_paged.answers.json_schema import Parameters, constants_of, one_of_as_any_of, target_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
 
@@ -43,20 +43,69 @@ class _UnsupportedError(Exception):
 
 
 @dataclass(frozen=True)
-class Function:
+class Tool:
     """A function that a model may call.
 
     Args:
-        path: its place in the request.
-        parameters: the JSON schema of its arguments, which are an object.
-        is_strict: whether a schema with keywords that can't be enforced is refused, instead of
-            ignoring them.
+        form: in OpenAI's form, as chat templates take it.
+        place: the place in the body of the object that has its name.
+        schema_field: the field of that object with the JSON schema of its arguments.
     """
 
-    path: str
-    name: str
-    parameters: Mapping[str, Any]
-    is_strict: bool
+    form: Mapping[str, Any]
+    place: str
+    schema_field: str = "parameters"
+
+    @classmethod
+    def of(
+        cls,
+        place: str,
+        name: str,
+        description: str | None,
+        parameters: Mapping[str, Any],
+        strict: bool | None,
+        schema_field: str = "parameters",
+    ) -> Tool:
+        """The tool of these fields."""
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = parameters
+        if strict:
+            function["strict"] = True
+        return cls({"type": "function", "function": function}, place, schema_field)
+
+    @property
+    def name(self) -> str:
+        return str(self.form["function"]["name"])
+
+    @property
+    def schema_place(self) -> str:
+        """The place of the schema in the body."""
+        return f"{self.place}.{self.schema_field}"
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments, which are an object.
+
+        Raises:
+            ArgumentError: it is not the schema of an object.
+        """
+        schema = self.form["function"].get("parameters")
+        schema = {} if schema is None else schema
+        if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+            raise ArgumentError(
+                f"{self.schema_place} must be the JSON schema of an object, got {shown(schema)}",
+                self.schema_place,
+            )
+        return schema
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema with keywords that can't be enforced is refused, instead of ignoring
+        them.
+        """
+        return self.form["function"].get("strict") is True
 
     @property
     def arguments(self) -> str:
@@ -111,111 +160,101 @@ class ToolGrammar:
     """The grammar of an answer that calls tools; see the module's docstring for its format.
 
     Args:
-        functions: those that it may call.
+        tools: those that it may call.
     """
 
     structured_outputs: StructuredOutputsParams
     is_json: bool
-    functions: Sequence[Function]
+    tools: Sequence[Tool]
 
     def parts(self) -> dict[str, StructuredOutputsParams]:
-        """A grammar for the arguments of each function alone, by the place of their schema."""
+        """A grammar for the arguments of each tool alone, by the place of their schema."""
         return {
-            f"{each.path}.parameters": StructuredOutputsParams(grammar=f"start: {each.arguments}")
-            for each in self.functions
+            each.schema_place: StructuredOutputsParams(grammar=f"start: {each.arguments}")
+            for each in self.tools
         }
 
 
-def required_calls(
-    tools: Sequence[Mapping[str, Any]],
+def grammar_of_calls(
+    tools: Sequence[Tool],
     dialect: Dialect,
-    *,
-    name: str | None = None,
+    tool_choice: ToolChoice = "required",
     parallel_tool_calls: bool = True,
-) -> ToolGrammar:
-    """A grammar for one or more calls: of any tool (OpenAI's ``tool_choice: "required"``), or of
-    the named one.
+    requested: StructuredOutputsParams | None = None,
+) -> ToolGrammar | None:
+    """The grammar of an answer that may or must call tools; ``None`` if none is needed.
+
+    - ``"required"`` or the name of a tool: one or more calls, of any tool or of the named one.
+    - ``"auto"``: text that may contain calls, each of which is valid once begun, if a tool is
+      strict. If a format is requested, the answer is either JSON in that format or calls.
 
     Args:
-        tools: at least one tool in OpenAI's form: ``{"type": "function", "function": {"name",
-            "parameters", "strict"}}``.
         dialect: of the model; JSON is used where it has no format of calls, or the parameters can't
             be written in it.
-        name: the tool that must be called; ``None``: any.
         parallel_tool_calls: whether there may be several calls.
+        requested: the format that the request also asks for.
 
     Raises:
-        ArgumentError: there is no tool, or none with this name, or its parameters are not the
-            schema of an object; its ``argument`` is the field's name.
+        ArgumentError: there is no tool, or none with this name; parameters are not the schema of an
+            object; there is no grammar for the model's format; or the format can't be combined with
+            calls. Its ``argument`` is the place in the body, or the field's name.
     """
-    functions = _functions(tools)
-    if name is not None:
-        functions = [each for each in functions if each.name == name]
-        if not functions:
-            raise ArgumentError(
-                f"tool_choice names {shown(name)}, which is not in tools", "tool_choice"
-            )
-    if not functions:
+    if tool_choice == "none" or (tool_choice == "auto" and not tools):
+        return None
+    if tool_choice != "auto" and requested is not None:
+        raise ArgumentError(
+            "tool_choice requires a call, but the request also asks for an answer in a format; "
+            "send only one of them",
+            "tool_choice",
+        )
+    for tool in tools:
+        _ = tool.parameters  # refused for any tool
+    if tool_choice == "auto" and requested is None:
+        return _strict_calls(tools, dialect, parallel_tool_calls)
+    if tool_choice not in ("auto", "required"):
+        tools = [tool for tool in tools if tool.name == tool_choice]
+        if not tools:
+            words = f"tool_choice names {shown(tool_choice)}, which is not in tools"
+            raise ArgumentError(words, "tool_choice")
+    if not tools:
         raise ArgumentError("tool_choice requires a call, but there are no tools", "tools")
-    rules = _call_rules(dialect, functions, parallel_tool_calls)
+    calls = _required_calls(tools, dialect, parallel_tool_calls)
+    return calls if requested is None else _format_or_calls(requested, calls)
+
+
+def _required_calls(tools: Sequence[Tool], dialect: Dialect, is_parallel: bool) -> ToolGrammar:
+    rules = _call_rules(dialect, tools, is_parallel)
     if rules is None:
-        more = ' (", " object)*' if parallel_tool_calls else ""
-        lark = f'start: "[" object{more} "]"\n{_json_objects(functions)}'
-        return _grammar(lark, functions, is_json=True)
-    more = " (separator call)*" if parallel_tool_calls and not rules.is_group else ""
-    return _grammar(f"start: call{more}\n{rules.lark}", functions)
+        more = ' (", " object)*' if is_parallel else ""
+        return _grammar(f'start: "[" object{more} "]"\n{_json_objects(tools)}', tools, is_json=True)
+    more = " (separator call)*" if is_parallel and not rules.is_group else ""
+    return _grammar(f"start: call{more}\n{rules.lark}", tools)
 
 
-def strict_calls(
-    tools: Sequence[Mapping[str, Any]], dialect: Dialect, *, parallel_tool_calls: bool = True
-) -> ToolGrammar | None:
-    """A grammar for text that may contain calls, each of which is valid once begun: for
-    ``tool_choice: "auto"``. ``None`` if no tool is ``strict``.
-
-    Args:
-        tools, dialect, parallel_tool_calls: as for :func:`required_calls`.
-
-    Raises:
-        ArgumentError: parameters are not the schema of an object, or there is no grammar for the
-            model's format; its ``argument`` is the field's name.
-    """
-    functions = _functions(tools)
-    strict = next((each for each in functions if each.is_strict), None)
+def _strict_calls(tools: Sequence[Tool], dialect: Dialect, is_parallel: bool) -> ToolGrammar | None:
+    strict = next((each for each in tools if each.is_strict), None)
     if strict is None:
         return None
-    calls = dialect.calls
-    rules = _call_rules(dialect, functions, parallel_tool_calls)
+    calls, rules = dialect.calls, _call_rules(dialect, tools, is_parallel)
     if calls is None or rules is None or not calls.start or calls.is_bare:
         how = "that calls no tools" if calls is None else f"that writes {calls.name}"
         raise ArgumentError(
-            f"{strict.path}.strict can't be enforced with tool_choice 'auto', these parameters and "
-            f"a model {how}; send tool_choice 'required', or leave strict out",
-            f"{strict.path}.strict",
+            f"{strict.place}.strict can't be enforced with tool_choice 'auto', these parameters "
+            f"and a model {how}; send tool_choice 'required', or leave strict out",
+            f"{strict.place}.strict",
         )
-    times = "*" if parallel_tool_calls else "?"
+    times = "*" if is_parallel else "?"
     if isinstance(dialect.marks.split(calls.start)[0], int):
         # Text contains no special tokens, so the mark always begins a call.
         group = f"(call TEXT){times}" if calls.end else f"call{times}"
-        return _grammar(f"start: TEXT {group}\nTEXT: /(.|\\n)*/\n{rules.lark}", functions)
+        return _grammar(f"start: TEXT {group}\nTEXT: /(.|\\n)*/\n{rules.lark}", tools)
     mark = re.escape(calls.start).replace("/", "\\/")
     group = f"(text_and_mark rest_of_call){times}"
     start = f"start: {group} text\ntext_and_mark[lazy]: /(.|\\n)*{mark}/\n"
-    return _grammar(f"{start}text: /(.|\\n)*/\n{rules.lark}", functions)
+    return _grammar(f"{start}text: /(.|\\n)*/\n{rules.lark}", tools)
 
 
-def format_or_calls(
-    tools: Sequence[Mapping[str, Any]],
-    dialect: Dialect,
-    requested: StructuredOutputsParams,
-    *,
-    parallel_tool_calls: bool = True,
-) -> ToolGrammar:
-    """A grammar for JSON as described by ``requested``, or calls in the model's own format.
-
-    Raises:
-        ArgumentError: ``requested`` is not JSON, or there is no grammar for the model's format.
-    """
-    calls = required_calls(tools, dialect, parallel_tool_calls=parallel_tool_calls)
+def _format_or_calls(requested: StructuredOutputsParams, calls: ToolGrammar) -> ToolGrammar:
     if requested.kind not in ("json", "json_object") or calls.is_json:
         raise ArgumentError(
             "tools can't be combined with this format of the answer, or for this model with any; "
@@ -225,7 +264,7 @@ def format_or_calls(
     schema = {"type": "object"} if requested.json is None else json.loads(str(requested.json))
     rule = _json_rule(schema if isinstance(schema, dict) else {})
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
-    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.functions)
+    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.tools)
 
 
 def reasoning_before(
@@ -249,24 +288,8 @@ def reasoning_before(
     return {"reasoning_start": start, "begin_after": dialect.reasoning_end}
 
 
-def _grammar(lark: str, functions: Sequence[Function], is_json: bool = False) -> ToolGrammar:
-    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json, functions)
-
-
-def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
-    functions = []
-    for index, tool in enumerate(tools):
-        path, function = f"tools[{index}].function", tool["function"]
-        parameters = function.get("parameters")
-        parameters = {} if parameters is None else parameters
-        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise ArgumentError(
-                f"{path}.parameters must be the JSON schema of an object, got {shown(parameters)}",
-                f"{path}.parameters",
-            )
-        is_strict = function.get("strict") is True
-        functions.append(Function(path, str(function["name"]), parameters, is_strict))
-    return functions
+def _grammar(lark: str, tools: Sequence[Tool], is_json: bool = False) -> ToolGrammar:
+    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json, tools)
 
 
 # Calls in the formats of models
@@ -284,14 +307,12 @@ class _CallRules(NamedTuple):
     is_group: bool
 
 
-def _call_rules(
-    dialect: Dialect, functions: Sequence[Function], may_be_several: bool
-) -> _CallRules | None:
+def _call_rules(dialect: Dialect, tools: Sequence[Tool], may_be_several: bool) -> _CallRules | None:
     """The rules; ``None`` if the format or the parameters are not supported."""
     if dialect.calls is None:
         return None
     try:
-        return _CallWriter(dialect, dialect.calls, functions, may_be_several).rules()
+        return _CallWriter(dialect, dialect.calls, tools, may_be_several).rules()
     except (_UnsupportedError, RecursionError):  # Only JSON can hold what refers to itself.
         return None
 
@@ -302,14 +323,12 @@ def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
     return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": guidance})
 
 
-def _json_objects(
-    functions: Sequence[Function], name: str = "name", arguments: str = "arguments"
-) -> str:
+def _json_objects(tools: Sequence[Tool], name: str = "name", arguments: str = "arguments") -> str:
     """The rule ``object``: the name and the arguments of a call as JSON, formatted as by Python."""
     heads = [
-        f'{{"{name}": {dumps(each.name, ensure_ascii=False)}, "{arguments}": ' for each in functions
+        f'{{"{name}": {dumps(each.name, ensure_ascii=False)}, "{arguments}": ' for each in tools
     ]
-    pairs = zip(heads, functions, strict=True)
+    pairs = zip(heads, tools, strict=True)
     return _choice("object", [f'{dumps(head)} {each.arguments} "}}"' for head, each in pairs])
 
 
@@ -332,12 +351,12 @@ class _CallWriter:
         self,
         dialect: Dialect,
         calls: CallFormat,
-        functions: Sequence[Function],
+        tools: Sequence[Tool],
         may_be_several: bool,
     ):
         self._marks = dialect.marks
         self._calls = calls
-        self._functions = functions
+        self._tools = tools
         self._may_be_several = may_be_several
         self._texts: dict[str, str] = {}  # rules of texts, by what ends them
 
@@ -378,7 +397,7 @@ class _CallWriter:
     def _json(self) -> _Rules:
         """Hermes and Qwen write an object between marks, others a list."""
         end, name = self._term(self._calls.end), self._calls.name
-        objects = _json_objects(self._functions, *_JSON_NAMES.get(name, ()))
+        objects = _json_objects(self._tools, *_JSON_NAMES.get(name, ()))
         if name == "json_tools":
             return f'"\\n" object "\\n" {end}', "\n", objects
         if name == "llama3":
@@ -394,10 +413,10 @@ class _CallWriter:
         end = self._term(shape.end[0].replace("``` ", "\n```")) if shape.end else ""
         is_numbered = self._calls.name == "kimi_k2"
         calls = []
-        for function in self._functions:
-            name = f"functions.{function.name}:" if is_numbered else function.name
+        for tool in self._tools:
+            name = f"functions.{tool.name}:" if is_numbered else tool.name
             begin = self._term(head.replace(" ", "") + name) + " /[0-9]+/" * is_numbered
-            calls.append(f"{begin} {after} {function.arguments} {end}")
+            calls.append(f"{begin} {after} {tool.arguments} {end}")
         rules = _choice("one", calls)
         if not self._calls.is_section:
             return "one", "", rules
@@ -407,57 +426,54 @@ class _CallWriter:
     def _python(self) -> _Rules:
         """A list of calls with keywords, whose values are JSON."""
         calls = []
-        for function in self._functions:
-            if any(letter in '()=,"' for letter in function.name):
+        for tool in self._tools:
+            if any(letter in '()=,"' for letter in tool.name):
                 raise _UnsupportedError
             pairs = [
-                (f"{dumps(f'{key}=')} {function.value(schema)}", is_required)
-                for key, schema, is_required in function.parts()
+                (f"{dumps(f'{key}=')} {tool.value(schema)}", is_required)
+                for key, schema, is_required in tool.parts()
             ]
-            calls.append(f'{dumps(function.name + "(")} {_joined(pairs, ", ")} ")"')
+            calls.append(f'{dumps(tool.name + "(")} {_joined(pairs, ", ")} ")"')
         end = "" if self._calls.is_bare else self._term(self._calls.end)
         return f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls)
 
     def _gemma(self) -> _Rules:
         """A name and an object whose texts are between marks."""
         calls = [
-            f"{dumps(f'call:{function.name}' + '{')} "
-            f'{self._gemma_fields(function, function.parameters)} "}}"'
-            for function in self._functions
+            f'{dumps(f"call:{tool.name}" + "{")} {self._gemma_fields(tool, tool.parameters)} "}}"'
+            for tool in self._tools
         ]
         return f"one {self._term(self._calls.end)}", "", _choice("one", calls)
 
-    def _gemma_fields(self, function: Function, schema: Mapping[str, Any]) -> str:
+    def _gemma_fields(self, tool: Tool, schema: Mapping[str, Any]) -> str:
         if any(letter in ':{}[],"' for key in schema.get("properties", {}) for letter in key):
             raise _UnsupportedError
         return _joined(
             [
-                (f"{dumps(f'{key}:')} {self._gemma_value(function, each)}", is_required)
-                for key, each, is_required in function.parts(schema)
+                (f"{dumps(f'{key}:')} {self._gemma_value(tool, each)}", is_required)
+                for key, each, is_required in tool.parts(schema)
             ],
             ",",
         )
 
-    def _gemma_value(self, function: Function, schema: Any) -> str:
-        schema = function.resolved(schema)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
-            return f"({' | '.join(self._gemma_constant(value) for value in values)})"
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(schema.get(keyword), list) and schema[keyword]:
-                parts = (self._gemma_value(function, each) for each in schema[keyword])
-                return f"({' | '.join(parts)})"
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            parts = (self._gemma_value(function, {**schema, "type": kind}) for kind in kinds)
-            return f"({' | '.join(parts)})"
-        return self._gemma_typed(function, schema, kinds)
+    def _gemma_value(self, tool: Tool, schema: Any) -> str:
+        schema = tool.resolved(schema)
+        kinds, branches = schema.get("type"), [schema.get("anyOf"), schema.get("oneOf")]
+        if isinstance(kinds, list):
+            branches.append([{**schema, "type": kind} for kind in kinds])
+        alternatives = [self._gemma_constant(value) for value in constants_of(schema) or ()]
+        if not alternatives:
+            several = next((each for each in branches if each and isinstance(each, list)), ())
+            alternatives = [self._gemma_value(tool, each) for each in several]
+        if alternatives:
+            return f"({' | '.join(alternatives)})"
+        return self._gemma_typed(tool, schema, kinds)
 
-    def _gemma_typed(self, function: Function, schema: Mapping[str, Any], kind: Any) -> str:
+    def _gemma_typed(self, tool: Tool, schema: Mapping[str, Any], kind: Any) -> str:
         if kind == "object" and schema.keys() <= _OBJECT:
-            return f'"{{" ({self._gemma_fields(function, schema)}) "}}"'
+            return f'"{{" ({self._gemma_fields(tool, schema)}) "}}"'
         if kind == "array" and schema.keys() <= _ARRAY:
-            item = self._gemma_value(function, schema.get("items", {"type": "string"}))
+            item = self._gemma_value(tool, schema.get("items", {"type": "string"}))
             min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
             if max_items == 0:
                 return '"[]"'
@@ -466,7 +482,7 @@ class _CallWriter:
         if kind == "string" and schema.keys() <= _NOTES:
             return f"{self._term(self._calls.quote)} {self._text_before(self._calls.quote)}"
         if kind in ("integer", "number", "boolean", "null"):
-            return f"({function.json(schema)})"
+            return f"({tool.json(schema)})"
         raise _UnsupportedError
 
     def _gemma_constant(self, value: Any) -> str:
@@ -481,11 +497,11 @@ class _CallWriter:
         begin, _, last = tags.call.rpartition("{any}")
         opening = f"{begin}{tags.attributes}{last}".replace("{any}", "") + tags.between
         calls = []
-        for function in self._functions:
-            if not _is_tag_name(function.name):
+        for tool in self._tools:
+            if not _is_tag_name(tool.name):
                 raise _UnsupportedError
-            parts = [self._tagged(tags, function, *part) for part in function.parts()]
-            start = self._numbered(opening.replace("{name}", function.name))
+            parts = [self._tagged(tags, tool, *part) for part in tool.parts()]
+            start = self._numbered(opening.replace("{name}", tool.name))
             calls.append(f"{start} {' '.join(parts)} {self._term(tags.call_end)}")
         end, rules = self._term(self._calls.end), _choice("function", calls)
         if not self._calls.start:
@@ -497,42 +513,38 @@ class _CallWriter:
             return f'"\\n" function "\\n" {end}', "\n", rules
         return f"function {end}", "", rules
 
-    def _tagged(
-        self, tags: Tags, function: Function, key: str, schema: Any, is_required: bool
-    ) -> str:
+    def _tagged(self, tags: Tags, tool: Tool, key: str, schema: Any, is_required: bool) -> str:
         if not _is_tag_name(key):
             raise _UnsupportedError
-        kind = function.kind_of(schema)
+        kind = tool.kind_of(schema)
         has_text, line = kind == "string", "\n" if tags.newline else ""
         begin = tags.argument.replace("{key}", key).replace("{any}", "").replace("> <", "><")
         if "{type}" in begin:
             begin = begin.replace("{type}", _type_of(tags, kind))
         end = line + tags.argument_end
         if has_text:
-            value = self._tagged_text(function.resolved(schema), end, tags)
+            value = self._tagged_text(tool.resolved(schema), end, tags)
         else:
-            value = f"({function.value(schema)}) {self._term(end)}"
+            value = f"({tool.value(schema)}) {self._term(end)}"
         part = f"{self._term(begin + line)} {value} {dumps(tags.between)}"
         return part if is_required else f"({part})?"
 
     def _tagged_text(self, schema: Mapping[str, Any], end: str, tags: Tags) -> str:
         if schema.keys() <= _NOTES:
             return self._text_before(end)
-        words = [schema["const"]] if "const" in schema else schema.get("enum")
-        if not isinstance(words, list) or not schema.keys() <= _NOTES | {"enum", "const"}:
+        words = constants_of(schema)
+        if not words or not schema.keys() <= _NOTES | {"enum", "const"}:
             raise _UnsupportedError
-        if not words or not all(isinstance(word, str) for word in words):
+        if not all(isinstance(word, str) for word in words):
             raise _UnsupportedError
         return f"({' | '.join(self._term(word) for word in words)}) {self._term(end)}"
 
     def _harmony(self) -> _Rules:
-        """A message to the function. The token that ends it ends the answer."""
+        """A message to the tool. The token that ends it ends the answer."""
         calls = []
-        for function in self._functions:
-            head = (
-                f"<|channel|>commentary to=functions.{function.name} <|constrain|>json<|message|>"
-            )
-            calls.append(f"{self._term(head)} {function.arguments}")
+        for tool in self._tools:
+            head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+            calls.append(f"{self._term(head)} {tool.arguments}")
         opening = f"({self._term('<|start|>assistant')})?"
         return f"{opening} one", None, _choice("one", calls)
 

@@ -19,7 +19,7 @@ import pytest
 from helpers.fake_hub import hub, write_model
 from helpers.gguf_files import write_demo
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, random_model
-from helpers.model_zoo.full_size import FULL_SIZE
+from helpers.model_zoo.published import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
 from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory
@@ -179,7 +179,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(large: Path):
 
 
 def fit_of(folder: Path, memory: int, **settings: Any) -> Fit:
-    return Fit.of(read_outline(folder).model, Machine.mac(memory), **settings)
+    return Fit(footprint(folder), Machine.mac(memory), **settings)
 
 
 def test_what_fits_says_yes(large: Path):
@@ -237,7 +237,7 @@ def test_a_budget_that_leaves_memory_for_activations_alone_is_offered_first(tmp_
     assert fit.ways_out() == ["--kv-cache-bytes 6.5G", "--kv-bits 8", "--context 259584"]
     model, step = fit.footprint.model, GIB // 4
     for budget, is_yes in ((6 * GIB + 2 * step, True), (6 * GIB + step, False)):
-        assert Fit.of(model, fit.machine, kv_cache_bytes=budget).is_yes == is_yes
+        assert Fit(Footprint(model), fit.machine, kv_cache_bytes=budget).is_yes == is_yes
     machine = ["--memory", "63.5G", "--kv-cache-bytes", "6.5G"]
     assert main([str(tmp_path / "next"), *machine]) == 0
 

@@ -392,6 +392,16 @@ def test_a_kept_connection_is_told_that_the_server_ends():
         kept.close()
 
 
+def test_a_client_that_leaves_while_the_server_ends_is_not_waited_for():
+    with serving(drain_seconds=60) as served, served.connect() as client:
+        client.sendall(b"GET /slow?1000 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: served.server.server_state.tasks)
+        served.server.should_exit = True
+        wait_until(lambda: is_refused(served.address))
+        client.close()
+        wait_until(lambda: not served.server.server_state.tasks)
+
+
 def is_refused(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=1).close()

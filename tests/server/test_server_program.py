@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -210,6 +211,20 @@ def test_a_step_that_hangs_is_abandoned_with_a_status_of_its_own(is_native: bool
     assert "a step of the engine did not end; it is abandoned" in program.said[-1]
     assert told.status_code == 503
     assert "a step did not end when it was shut down" in told.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_ends_at_once_while_a_step_that_hangs_is_waited_for():
+    patch = HANGING.format(is_native=True) + "http_server.STEP_SECONDS = 600.0\n"
+    with running(patch=patch) as program:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{program.url}/v1/completions", json={"prompt": "a"}, timeout=2)
+        program.wait_for(" disconnected ")
+        program.signal(signal.SIGINT)
+        program.wait_for("shutting down; 0 requests")
+        time.sleep(1)  # By then, the end of the step is waited for.
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def _tables() -> dict[str, dict[str, Row]]:
     options, params = {}, {}
     for name, option in ENGINE_OPTIONS.items():
         default = "none" if option.default is None else f"`{option.default}`"
-        options[name] = _row(name, option, types[name], option.says or default)
+        options[name] = _row(name, option, types[name], option.default_text or default)
     for each in fields(SamplingParams):
         default = f"`{getattr(SamplingParams(), each.name)}`"
         params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], _type_of(each), default)

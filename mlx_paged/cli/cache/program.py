@@ -89,7 +89,7 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     unpin.add_argument("--all", action="store_true", help="unpin everything")
     rm.add_argument("--all", action="store_true", help="remove everything")
     unused = "remove blocks that were not used for this long: 30d, 12h, 90s"
-    rm.add_value("--older-than", DURATION, unused, "AGE")
+    rm.add_value("--older-than", DURATION, unused, metavar="AGE")
     least = "remove the least recently used blocks until at most this is left: 10G"
     rm.add_value("--shrink-to", NBYTES, least)
     size.add_value("--limit", NBYTES, "compare the size with this limit: 20G, 512M")

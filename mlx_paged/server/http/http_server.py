@@ -324,11 +324,14 @@ class HttpServer(uvicorn.Server):
             return True
         self._check_step()
         if counter % _TICKS_PER_CHECK == 0:
-            for connection in list(self.server_state.connections):
-                connection.check()  # type: ignore[union-attr]
+            self._check_connections()
         if self._key_file is not None and counter % _TICKS_PER_REREAD == 0:
             self._key_file.reread_if_changed()
         return await super().on_tick(counter)
+
+    def _check_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.check()  # type: ignore[union-attr]
 
     def _check_step(self) -> None:
         """Log once that a step hangs, and when it ends after all."""
@@ -366,6 +369,7 @@ class HttpServer(uvicorn.Server):
         tasks, end = self.server_state.tasks, time.monotonic() + seconds
         while tasks and time.monotonic() < end:
             before_each_check()
+            self._check_connections()
             await asyncio.sleep(0.05)
 
 
