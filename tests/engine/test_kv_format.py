@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from helpers.engine_runs import VOCAB_SIZE, greedy, make_engine, prompt, run, sampled, small_model
 from helpers.workloads import Workload, assert_all_same
-from paged_testing.soak import Soak, make_request
 
 import mlx_paged
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
@@ -105,26 +104,6 @@ def test_an_engine_holds_the_bytes_of_its_format(model: qwen3.Model, kv_format: 
     assert engine.stats().nbytes_held == engine.cache.nbytes_held == 41 * 16 * per_token
     dense = make_engine(model, kv_cache_bytes=config.nbytes)
     assert dense.cache.config.num_blocks < config.num_blocks // 2
-
-
-@pytest.mark.slow
-def test_a_soak_of_random_formats_leaves_nothing_behind():
-    model = small_model(head_dim=32, num_hidden_layers=4, num_key_value_heads=4)
-    num_preemptions = 0
-    for seed in range(2):
-        rng = random.Random(seed)
-        options = {
-            "kv_format": rng.choice(["8", "K:8,V:4", "K:4,V:8", "4"]),
-            "swap_bytes": rng.choice([0, "60blocks"]),
-            "run_ahead": rng.random() < 0.5,
-        }
-        soak = Soak(model, seed=seed, engine_options=options)
-        soak.run(0, 25)
-        soak.check_end()
-        num_preemptions += soak.engine.stats().num_preemptions
-        for number in rng.sample(range(25), 6):
-            soak.check_tokens(make_request(seed, number, VOCAB_SIZE))
-    assert num_preemptions > 0
 
 
 # The doors
