@@ -71,7 +71,7 @@ class PrefixBlock:
 
     def path(self) -> list[PrefixBlock]:
         """The blocks of the prefix that ends with this one, as far as they are in the folder."""
-        path = [self]
+        path: list[PrefixBlock] = [self]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
         return path[::-1]
