@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import re
@@ -248,12 +249,12 @@ def test_prompt_caches_without_token_ids_are_refused_in_a_line(refused, cached):
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
-    model, tokenizer = load(demo_model_path())
+    loaded, tokenizer = load(demo_model_path())
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": STORY}], continue_final_message=True, tokenize=False
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    engine = Engine(model, tokenizer, kv_cache_bytes="100blocks")
+    engine = Engine(loaded, tokenizer, kv_cache_bytes="100blocks")
     engine.add_request("a", token_ids)
     while engine.has_unfinished_requests():
         engine.step()
@@ -261,8 +262,9 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
     engine.export_prompt_cache(tmp_path / "a.safetensors", token_ids)
     rest = tokenizer.decode(token_ids[num_tokens:])
     _, whole, _ = talk(STORY + "What is my name?", LAST)
-    for name in ("a.snapshot", "a.safetensors"):
-        argv = ("--prompt-cache-file", str(tmp_path / name), "--model", str(demo_model_path()))
+    models = ((), ("--model", "demo"), ("--model", str(demo_model_path())))
+    for name, model in itertools.product(("a.snapshot", "a.safetensors"), models):
+        argv = ("--prompt-cache-file", str(tmp_path / name), *model)
         _, out, err = talk(f"{rest}What is my name?", LAST, argv=argv)
         assert out == whole and reused(err)[0] == num_tokens
         # Its K/V have names, so they are saved, too.
