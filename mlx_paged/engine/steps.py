@@ -77,7 +77,6 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
-        self._sample_rows = sample if ranks.is_leader else sample_nothing
         self._tier_cache = tier_cache
         # Requests of a failed step, and how many tokens of each were computed.
         self._to_retry_alone: deque[tuple[Completion, int]] = deque()
@@ -222,7 +221,7 @@ class Steps:
         step = self.in_flight[-1]
         rows, completions, num_before = self._completions(step.batch)
         with self._device_work():
-            sampled = self._sample_rows(step.logits, rows, completions, num_before)
+            sampled = self._sampler(step.logits, rows, completions, num_before)
             step.sampled = self._shared(sampled)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.completions
@@ -263,6 +262,10 @@ class Steps:
                 self._append(completion, result, sampled, entry)
         if self._tier_cache is not None:
             self._tier_cache.save(step.batch, [later.batch for later in self.in_flight])
+
+    @property
+    def _sampler(self) -> Callable[..., SampledTokens]:
+        return sample if self._ranks.is_leader else sample_nothing
 
     def _shared(self, sampled: SampledTokens) -> SampledTokens:
         """The tokens, which followers have from rank 0 before they are read."""
@@ -330,7 +333,7 @@ class Steps:
                     before = step.batch.scheduled[: step.batch.scheduled.index(part)]
                     row = sum(each.num_logit_rows for each in before) + number
                     with self._device_work():
-                        sampled = self._shared(self._sample_rows(step.logits, [row], [completion]))
+                        sampled = self._shared(self._sampler(step.logits, [row], [completion]))
                         drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
