@@ -182,6 +182,10 @@ class PagedKVCache(KVCache):
         slab_of = {
             index: kv for users, kv in zip(self.config.slabs, slabs, strict=True) for index in users
         }
+        boundary = self.config.boundary
+        if boundary is not None:
+            shape = 1, boundary.key_dim, boundary.value_dim
+            slabs.append(KVHandle.allocate(self.pool.num_blocks, 1, *shape, boundary.format))
         self._slabs = slabs
         self._layers = [
             PagedLayerKV(spec, self._backend, slab_of[index])
@@ -337,4 +341,19 @@ class PagedKVCache(KVCache):
             mx.eval(self.arrays)
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
-        return self._slabs[: len(self.config.groups[group].layers)]
+        config = self.config
+        slabs = self._slabs[: len(config.groups[group].layers)]
+        has_rows = config.boundary is not None and group == config.boundary_group
+        return [*slabs, self._slabs[-1]] if has_rows else slabs
+
+    # The rows that a head needs of the last token of each block
+
+    def write_boundaries(self, block_ids: Sequence[int], rows: mx.array) -> None:
+        """Keep rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
+        keys, values = mx.split(rows[:, None], 2, axis=-1)
+        self.backend.update(keys, values, self._slabs[-1], SlotMapping(list(block_ids), 1))
+
+    def read_boundaries(self, block_ids: Sequence[int]) -> mx.array:
+        """The rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
+        parts = self.backend.gather_parts(self._slabs[-1], block_ids, len(block_ids))
+        return mx.concatenate([part.squeeze(0) for (part,) in parts], axis=-1)

@@ -38,6 +38,7 @@ from mlx_paged.models.memory import (
     why_too_large,
 )
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm.draft_head import DraftHead
 from mlx_paged.ops import check_backend_name
 from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, as_integer
 from mlx_paged.options.config import (
@@ -178,14 +179,18 @@ def make_engine_cache(
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    groups = _groups(stored, block_size, streaming, draft_model is not None)
+    groups = _groups(stored, block_size, streaming, draft_model)
+    boundary = None
+    if isinstance(draft_model, DraftHead):
+        half = draft_model.hidden_size // 2
+        boundary = LayerSpec(1, half, half, format=KVFormat.dense(draft_model.dtype))
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
     config = replace(
         KVCacheConfig.within(
-            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
+            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes, boundary
         ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
@@ -215,12 +220,12 @@ def _groups(
     layers: Sequence[LayerSpec],
     block_size: int,
     streaming: StreamingWindow | None,
-    is_beside_drafts: bool,
+    draft_model: Module | None,
 ) -> tuple[LayerGroup, ...]:
     """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
-    need tokens that have left the model's windows.
+    need tokens that have left the model's windows. The layer of a head keeps all tokens anyway.
     """
-    if not is_beside_drafts:
+    if draft_model is None or (isinstance(draft_model, DraftHead) and streaming is None):
         return group_layers(layers, block_size, streaming)
     if streaming is not None:
         raise ArgumentError(
