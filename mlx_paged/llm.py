@@ -132,7 +132,7 @@ class LLM:
             )
             model, loaded_tokenizer = run_apart(load)
             tokenizer = tokenizer or loaded_tokenizer
-        loaded = load_draft_model(draft_model, tokenizer, skip_check=skip_check)
+        loaded = load_draft_model(draft_model, tokenizer, model, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()

@@ -222,5 +222,5 @@ def load_model(
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check)
+    draft_model = load_draft_model(args.draft_model, tokenizer, model, skip_check=args.skip_check)
     return model, tokenizer, {**options, "draft_model": draft_model}

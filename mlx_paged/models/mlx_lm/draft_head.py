@@ -141,6 +141,16 @@ class DraftHead(LanguageModel):
             [value for each in self.modules() for name, value in each.items() if name[0] == "_"]
         )
 
+    def own(self, name: str) -> None:
+        """Give the head an embedding (``embed_tokens``) or an output layer (``lm_head``) of its
+        own, with random weights.
+        """
+        size = self._text.args.hidden_size
+        if name == "embed_tokens":
+            self.embed_tokens = nn.Embedding(self.args.vocab_size, size)
+        else:
+            self.lm_head = nn.Linear(size, self.args.vocab_size, bias=False)
+
     def _recorded(self) -> LayerSpec:
         """The K/V of the layer, from a run whose results are not computed."""
         kv = RecordedKV(None, mx.arange(NUM_TOKENS))
