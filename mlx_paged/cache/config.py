@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mlx_paged.cache.layer import LayerSpec
@@ -27,8 +27,6 @@ class KVCacheConfig:
             and is not part of these blocks.
         state_layout: per recurrent cache, a description of the dtypes and shapes of its arrays.
         keeps_kv: whether the model has any K/V; without them, blocks only count tokens.
-        boundary: a row that each block keeps of its last token, half of it as K and half as V, for
-            a head that makes drafts; ``None`` without one.
 
     Raises:
         ValueError: there are no layers, or a number is out of range.
@@ -41,7 +39,6 @@ class KVCacheConfig:
     state_nbytes: int = 0
     state_layout: tuple[str, ...] = ()
     keeps_kv: bool = True
-    boundary: LayerSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -78,7 +75,6 @@ class KVCacheConfig:
         block_size: int = DEFAULT_BLOCK_SIZE,
         groups: tuple[LayerGroup, ...] = (),
         num_reserved: int = 0,
-        boundary: LayerSpec | None = None,
     ) -> KVCacheConfig:
         """The largest cache within ``budget``.
 
@@ -88,7 +84,7 @@ class KVCacheConfig:
         Raises:
             ArgumentError: not even one block fits; with the sum.
         """
-        one = cls(tuple(layers), block_size, 1, groups, boundary=boundary)
+        one = cls(tuple(layers), block_size, 1, groups)
         if budget.num_blocks is not None:
             num_blocks = budget.num_blocks
         else:
@@ -103,7 +99,7 @@ class KVCacheConfig:
                 f"{one.nbytes + num_reserved}",
                 "kv_cache_bytes",
             )
-        return replace(one, num_blocks=num_blocks)
+        return cls(one.layers, block_size, num_blocks, one.groups)
 
     @cached_property
     def slabs(self) -> tuple[tuple[int, ...], ...]:
@@ -137,22 +133,12 @@ class KVCacheConfig:
     def nbytes_per_block(self) -> int:
         """Bytes of a block in all slabs."""
         nbytes = sum(self.layers[users[0]].nbytes_per_token for users in self.slabs)
-        return nbytes * self.block_size + self._boundary_nbytes
+        return nbytes * self.block_size
 
     def block_nbytes(self, group: int) -> int:
         """Bytes of a block in the slabs that a group of layers uses."""
         layers = self.groups[group].layers
-        nbytes = sum(self.layers[layer].nbytes_per_token for layer in layers) * self.block_size
-        return nbytes + (self._boundary_nbytes if group == self.boundary_group else 0)
-
-    @property
-    def boundary_group(self) -> int:
-        """The group of layers whose blocks keep boundary rows: that of the head, the last layer."""
-        return self.group_of(len(self.layers) - 1)
-
-    @property
-    def _boundary_nbytes(self) -> int:
-        return 0 if self.boundary is None else self.boundary.nbytes_per_token
+        return sum(self.layers[layer].nbytes_per_token for layer in layers) * self.block_size
 
     @property
     def num_slots(self) -> int:

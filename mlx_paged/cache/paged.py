@@ -151,7 +151,8 @@ class PagedKVCache(KVCache):
         if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
             raise ValueError("[paged cache] a streaming window needs the model's rotate_keys")
         self._rotate_keys = rotate_keys
-        shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
+        attended = [spec for spec in config.layers if not spec.holds_hidden_rows]
+        shapes = [spec.attention_shape(config.block_size) for spec in attended]
         self._backend = choose_backend(backend, shapes)
         self._can_trace = not any(shape.why_no_attention for shape in shapes)
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
@@ -182,10 +183,6 @@ class PagedKVCache(KVCache):
         slab_of = {
             index: kv for users, kv in zip(self.config.slabs, slabs, strict=True) for index in users
         }
-        boundary = self.config.boundary
-        if boundary is not None:
-            shape = 1, boundary.key_dim, boundary.value_dim
-            slabs.append(KVHandle.allocate(self.pool.num_blocks, 1, *shape, boundary.format))
         self._slabs = slabs
         self._layers = [
             PagedLayerKV(spec, self._backend, slab_of[index])
@@ -292,6 +289,24 @@ class PagedKVCache(KVCache):
                 mx.eval(k, v)
             self.backend.reshape_and_cache(k, v, kv, slot_mapping)
 
+    # The rows that a head needs of the last token of each block, in the last layer
+
+    def write_hidden_rows(self, block_ids: Sequence[int], rows: mx.array) -> None:
+        """Keep the rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
+        kv = self._layers[-1].kv
+        shape = (len(block_ids), 1, kv.block_size, 2 * kv.key_dim)
+        missing = kv.block_size * shape[-1] - rows.shape[1]
+        spread = mx.pad(rows, [(0, 0), (0, missing)]).reshape(shape).astype(kv.dtype)
+        keys, values = mx.split(spread, 2, axis=-1)
+        self.backend.write_blocks(kv, block_ids, (keys,), (values,))
+
+    def read_hidden_row(self, block_id: int, hidden_size: int) -> mx.array:
+        """The row ``[1, hidden_size]`` of a block's last token."""
+        kv = self._layers[-1].kv
+        parts = self.backend.gather_parts(kv, [block_id], kv.block_size)
+        row = mx.concatenate([part for (part,) in parts], axis=-1).reshape(1, -1)
+        return row[:, :hidden_size]
+
     @property
     def arrays(self) -> list[mx.array]:
         return [array for kv in self._slabs for array in kv.arrays]
@@ -341,19 +356,4 @@ class PagedKVCache(KVCache):
             mx.eval(self.arrays)
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
-        config = self.config
-        slabs = self._slabs[: len(config.groups[group].layers)]
-        has_rows = config.boundary is not None and group == config.boundary_group
-        return [*slabs, self._slabs[-1]] if has_rows else slabs
-
-    # The rows that a head needs of the last token of each block
-
-    def write_boundaries(self, block_ids: Sequence[int], rows: mx.array) -> None:
-        """Keep rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
-        keys, values = mx.split(rows[:, None], 2, axis=-1)
-        self.backend.update(keys, values, self._slabs[-1], SlotMapping(list(block_ids), 1))
-
-    def read_boundaries(self, block_ids: Sequence[int]) -> mx.array:
-        """The rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
-        parts = self.backend.gather_parts(self._slabs[-1], block_ids, len(block_ids))
-        return mx.concatenate([part.squeeze(0) for (part,) in parts], axis=-1)
+        return self._slabs[: len(self.config.groups[group].layers)]

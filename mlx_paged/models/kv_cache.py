@@ -179,18 +179,17 @@ def make_engine_cache(
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    groups = _groups(stored, block_size, streaming, draft_model)
-    boundary = None
     if isinstance(draft_model, DraftHead):
-        half = draft_model.hidden_size // 2
-        boundary = LayerSpec(1, half, half, format=KVFormat.dense(draft_model.dtype))
+        size, dtype = draft_model.hidden_size, draft_model.dtype
+        stored = [*stored, LayerSpec.of_hidden_rows(size, block_size, dtype)]
+    groups = _groups(stored, block_size, streaming, draft_model)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
         rotate_keys = checked.rotate_keys
     config = replace(
         KVCacheConfig.within(
-            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes, boundary
+            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
         ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,

@@ -68,8 +68,8 @@ class HeadDrafter(DraftModel):
 
     Slot i of that layer belongs to the pair (hidden row of token i - 1, token i), so that a block
     depends on the same tokens in all layers: prefix hits, forks, swapping and disks need no rule of
-    their own. The hidden row of each block's last token is kept with the block
-    (``KVCacheConfig.boundary``), for a request that continues after it.
+    their own. The hidden row of each block's last token is in one more layer, for a request that
+    continues after it.
 
     In a step with drafts, the first pass of the head computes the tokens that lack its K/V, each
     further pass one draft. K/V of drafts are computed again from the model's own rows, whether the
@@ -77,7 +77,7 @@ class HeadDrafter(DraftModel):
 
     Args:
         model: the head.
-        cache: has the head's layer last.
+        cache: has the head's layer and that of hidden rows last.
         manager: of the block tables of the cache's sequences.
 
     Attributes:
@@ -92,7 +92,9 @@ class HeadDrafter(DraftModel):
         self.takes_normed = model.layout.takes_normed
         self._no_row = mx.zeros((1, model.hidden_size), model.dtype)
         mx.eval(self._no_row)
-        self._group = cache.config.boundary_group
+        # The last layer holds hidden rows.
+        self._layers = slice(len(cache.layers) - 2, len(cache.layers) - 1)
+        self._group = cache.config.group_of(len(cache.layers) - 1)
 
     def run(self, batch: Batch) -> None:
         """Launch the computation of the drafts of a step, before the model's."""
@@ -142,7 +144,7 @@ class HeadDrafter(DraftModel):
             tokens: ``[num_tokens]``, of the step.
             hidden: ``[num_tokens, hidden_size]``.
         """
-        self._keep_boundaries(batch, hidden)
+        self._keep_last_rows(batch, hidden)
         size = self.cache.config.block_size
         runs: list[Run] = []
         token_ids: list[int] = []
@@ -168,7 +170,7 @@ class HeadDrafter(DraftModel):
         self._catch_up(runs, known, batch.shares_new_blocks)
         self._shorten_rows(runs)
 
-    def _keep_boundaries(self, batch: Batch, hidden: mx.array) -> None:
+    def _keep_last_rows(self, batch: Batch, hidden: mx.array) -> None:
         """Keep the rows of the last tokens of the blocks that a step has filled."""
         size = self.cache.config.block_size
         blocks: list[int] = []
@@ -182,7 +184,7 @@ class HeadDrafter(DraftModel):
                 rows += [row + end - 1 - part.start for end in ends]
             row += part.num_new_tokens
         if blocks:
-            self.cache.write_boundaries(blocks, hidden[mx.array(rows)])
+            self.cache.write_hidden_rows(blocks, hidden[mx.array(rows)])
 
     def _table(self, completion: Completion) -> list[int]:
         return self._manager.groups[completion.seq_id][self._group].block_ids
@@ -211,7 +213,8 @@ class HeadDrafter(DraftModel):
         index, offset = divmod(position, self.cache.config.block_size)
         if offset or not index:
             return self._no_row
-        return self.cache.read_boundaries([self._table(completion)[index - 1]])
+        block_id = self._table(completion)[index - 1]
+        return self.cache.read_hidden_row(block_id, self.model.hidden_size)
 
     def _shorten_rows(self, runs: Sequence[Run]) -> None:
         """Keep the last rows of long runs only: copies, as a slice keeps all rows of its step."""
