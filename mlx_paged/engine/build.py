@@ -139,7 +139,7 @@ def build(
         -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
     )
 
-    drafter = None
+    drafter: DraftModel | None = None
     if isinstance(draft, DraftHead):
         assert isinstance(cache, PagedKVCache), "checked with the draft model"
         drafter = HeadDrafter(draft, cache, manager)

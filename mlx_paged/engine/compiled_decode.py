@@ -92,9 +92,7 @@ class CompiledDecode:
             return None
         for kv, fence in zip(slabs, fences, strict=True):
             kv.fence = fence
-        hidden = wanted_hidden_rows()
-        if hidden is not None:
-            (hidden.rows,) = hidden_rows
+        _put_hidden_rows(hidden_rows)
         if states is not None and before is not None:
             after = StateStack.of_leaves(made, before.num_slots)
             for state, row in zip(states, after.rows(), strict=True):
@@ -158,9 +156,7 @@ class CompiledDecode:
             states = _step_states(stack)
             layers = traced_layers(cache, shape, DecodeArrays(*arrays), states)
             logits = model.copy_on(weights)(tokens, layers)
-            hidden = wanted_hidden_rows()
-            rows = [] if hidden is None else [hidden.rows]
-            return logits, _fences_of(layers), _leaves_after(states), rows
+            return logits, _fences_of(layers), _leaves_after(states), _hidden_rows()
 
         # MLX identifies a traced function by its address, which a later one may reuse, and by its
         # arguments that are not arrays: a unique number for each trace.
@@ -168,6 +164,17 @@ class CompiledDecode:
 
 
 _numbers = itertools.count()
+
+
+def _hidden_rows() -> list[mx.array | None]:
+    hidden = wanted_hidden_rows()
+    return [] if hidden is None else [hidden.rows]
+
+
+def _put_hidden_rows(rows: Sequence[mx.array | None]) -> None:
+    hidden = wanted_hidden_rows()
+    if hidden is not None:
+        (hidden.rows,) = rows
 
 
 def _states_before(states: Sequence[StepState]) -> StateStack | None:

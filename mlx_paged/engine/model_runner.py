@@ -127,12 +127,12 @@ class ModelRunner:
                 logits = None if decode is None else decode.replay(tokens)
                 if logits is None:
                     logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
-            rows = [] if hidden is None else [hidden.rows]
-            mx.async_eval(logits, rows, cache.arrays)
-        if isinstance(self.draft_model, HeadDrafter):
+            rows = None if hidden is None else hidden.rows
+            mx.async_eval(logits, [] if rows is None else rows, cache.arrays)
+        if isinstance(self.draft_model, HeadDrafter) and rows is not None:
             if not cache.can_run_ahead:
                 mx.eval(logits, rows, cache.arrays)
-            self.draft_model.follow(batch, tokens, rows[0])
+            self.draft_model.follow(batch, tokens, rows)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))

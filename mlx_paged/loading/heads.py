@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -337,10 +337,11 @@ def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> 
 def _dense_rows(part: Mapping[str, Any], rows: mx.array, num_inputs: int) -> mx.array:
     weight, scales, biases = part["weight"], part.get("scales"), part.get("biases")
     if scales is None:
-        return weight[rows].astype(mx.float32)
+        return cast(mx.array, weight[rows]).astype(mx.float32)
     form = _format_of(weight, scales, biases is not None, num_inputs)
     chosen = None if biases is None else biases[rows]
-    return mx.dequantize(weight[rows], scales[rows], chosen, **form).astype(mx.float32)
+    dense: mx.array = mx.dequantize(weight[rows], scales[rows], chosen, **form)
+    return dense.astype(mx.float32)
 
 
 def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:

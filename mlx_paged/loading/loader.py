@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Unpack, cast, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import mlx.core as mx
 
@@ -286,20 +286,21 @@ def build_model(
     return model, config, files
 
 
-def _without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], Module], type]:
+def _without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     """As :func:`model_classes`; the models leave out tensors of heads that draft, which not all
     classes of mlx-lm do.
     """
-    model_class, args_class = model_classes(config)
+    classes: tuple[Any, Any] = model_classes(config)
+    model_class, args_class = classes
 
-    def make(args: Any) -> Module:
-        model: Any = model_class(args)
+    def make(args: Any) -> Any:
+        model = model_class(args)
         own = getattr(model, "sanitize", lambda weights: weights)
         last = len(getattr(model, "layers", ()))
         model.sanitize = lambda weights: own(
             {name: each for name, each in weights.items() if not is_of_head(name, last)}
         )
-        return cast(Module, model)
+        return model
 
     return make, args_class
 

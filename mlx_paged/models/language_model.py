@@ -151,6 +151,11 @@ class LanguageModel(Module, ABC):
         """Whether any layer has K/V; otherwise :attr:`layer_specs` has a single unused layer."""
         return True
 
+    @property
+    def gives_hidden_rows(self) -> bool:
+        """Whether it lets :class:`HiddenRows` take the rows of its last norm."""
+        return False
+
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         """The empty caches that mlx-lm makes for this model, each with the index of the layer whose
         K/V it holds; ``None`` for one without K/V.

@@ -241,6 +241,10 @@ class Model(LanguageModel):
         return weights
 
     @property
+    def gives_hidden_rows(self) -> bool:
+        return True
+
+    @property
     def layers(self) -> list[TransformerBlock]:
         return self.model.layers
 

@@ -167,24 +167,34 @@ class DraftHead(LanguageModel):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self._text.model.norm.weight.dtype
+        dtype: mx.Dtype = self._text.model.norm.weight.dtype
+        return dtype
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
         return [self._spec]
+
+    def is_of(self, model: LanguageModel) -> bool:
+        """Whether the head was made for this model."""
+        return text_model(model) is self._text
+
+    @property
+    def num_output_parameters(self) -> int:
+        """Weights of the output layer, which each draft multiplies: those of the model."""
+        return self.args.vocab_size * int(self.hidden_size)
 
     def draft(
         self,
         tokens: mx.array,  # [num_tokens] int32
         hidden: mx.array,  # [num_tokens, hidden_size]: of the token before each
         layers: Sequence[LayerKV],
-        logit_rows: mx.array | None = None,  # [num_rows] int32
     ) -> tuple[mx.array, mx.array]:
         """Run the open step of a cache on the head's layer.
 
         Returns:
             Logits ``[num_rows, vocab_size]`` of the tokens that follow, and the rows
-            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft.
+            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft. The
+            latter in the place of both in a step without logits.
         """
         (kv,) = layers
         pair = [
@@ -195,7 +205,10 @@ class DraftHead(LanguageModel):
             pair.reverse()
         x = self.projection(mx.concatenate(pair, axis=-1))
         x = self.layer(x[:, None], mask=None, cache=PackedKV(kv, kv.step.positions)).squeeze(1)
-        x = x if logit_rows is None else x[logit_rows]
+        if not kv.step.wants_logits:
+            return x, x
+        rows = kv.step.logit_rows
+        x = x if rows is None else x[rows]
         normed = x if self.layout.end_norm is None else self.end_norm(x)
         return self._logits(normed), normed if self.layout.carries_normed else x
 

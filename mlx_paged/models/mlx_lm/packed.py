@@ -131,6 +131,10 @@ class PackedModel(LanguageModel):
         return any(entry is not None for entry in self._recording.entries)
 
     @property
+    def gives_hidden_rows(self) -> bool:
+        return self._recording.keeps_wanted_rows
+
+    @property
     def num_layers(self) -> int:
         return len(self._recurrent.caches)
 
