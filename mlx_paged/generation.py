@@ -21,7 +21,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, as_tokenizer
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.thread import EngineThread, ForkedError, wait_until_idle
-from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, TokenIds, such
+from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, TokenIds, matching
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.engine_options import OneShotOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown
@@ -329,7 +329,7 @@ def _stream(
     step_size = AT_LEAST_1.check("generate", "prefill_step_size", prefill_step_size)
     progress = prompt_progress_callback
     if progress is not None:
-        function = such("a function of 2 numbers", callable)
+        function = matching("a function of 2 numbers", callable)
         function.check("generate", "prompt_progress_callback", progress)
     params = SamplingParams(
         max_tokens=max_tokens,

@@ -6,20 +6,21 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.block_store.worker import SECONDS_AT_EXIT
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.input_processor import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.thread import EngineStoppedError, run_apart
+from mlx_paged.engine.thread import EngineStoppedError, run_in_engine_thread
 from mlx_paged.errors import ArgumentError, forget_frames, shown
 from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.options.argument_values import (
@@ -27,8 +28,8 @@ from mlx_paged.options.argument_values import (
     Domain,
     is_sequence,
     kind_of,
+    matching,
     or_none,
-    such,
     whole,
 )
 from mlx_paged.options.engine_options import EngineOptions
@@ -42,21 +43,13 @@ LONG_BATCH = 10
 Message = Mapping[str, Any]
 
 
-class _Asked(NamedTuple):
+class _PromptRequest(NamedTuple):
     """A prompt, or the error of one that failed before, and its other arguments."""
 
     prompt: Prompt | Exception
     params: SamplingParams | None
     priority: int
     no_store: bool
-
-
-class _PromptBatch(NamedTuple):
-    """The prompts of a call by request id, and its other arguments."""
-
-    requests: dict[str, _Asked]
-    shows_progress: bool
-    raises: bool
 
 
 class LLM:
@@ -69,6 +62,8 @@ class LLM:
 
     Several threads may call :meth:`generate` and :meth:`chat`; their batches run one after the
     other. :class:`mlx_paged.AsyncEngine` batches the requests of all threads together.
+
+    Leaving a ``with LLM(...) as llm:`` block closes it (:meth:`close`).
 
     In a script that ``mlx.launch`` runs on several ranks, a model that is loaded here is split over
     them. All ranks must make the same calls in the same order, from one thread; they use the
@@ -130,7 +125,7 @@ class LLM:
                 skip_check=skip_check,
                 engine_options=engine_options,
             )
-            model, loaded_tokenizer = run_apart(load)
+            model, loaded_tokenizer = run_in_engine_thread(load)
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer, model, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
@@ -139,6 +134,21 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({self.engine!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
+        """Close the engine (:meth:`Engine.close`) and end its thread; returns whether all blocks
+        for ``cache_dir`` were written. Later calls raise ``EngineStoppedError``. Can be called more
+        than once, and need not be called at all: the end of the object or of Python does the same.
+        """
+        is_written = self.engine.close(timeout)
+        self.engine.thread.end()
+        return is_written
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
@@ -195,10 +205,10 @@ class LLM:
         if unknown:
             refuse_unknown(LLM.generate, unknown)
 
-        def ask() -> Sequence[_Asked]:
-            return _asked(split_prompts(prompts), sampling_params, priority, no_store)
+        def read() -> Sequence[_PromptRequest]:
+            return _requests_of(split_prompts(prompts), sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
+        return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
     def chat(
         self,
@@ -231,11 +241,11 @@ class LLM:
         if unknown:
             refuse_unknown(LLM.chat, unknown)
 
-        def ask() -> Sequence[_Asked]:
+        def read() -> Sequence[_PromptRequest]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
-            return _asked(prompts, sampling_params, priority, no_store)
+            return _requests_of(prompts, sampling_params, priority, no_store)
 
-        return self.engine.share(partial(self._complete, ask, use_tqdm, raise_on_error))
+        return self.engine.share(partial(self._complete, read, use_tqdm, raise_on_error))
 
     def stats(self) -> EngineStats:
         """Statistics of the K/V pool, the prefix cache, and running and waiting requests."""
@@ -251,11 +261,10 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(
-        self, asked: Sequence[_Asked], use_tqdm: object, raise_on_error: object
-    ) -> _PromptBatch:
+    def _checked(self, num_prompts: int, use_tqdm: object) -> bool:
+        """Whether to show a progress bar."""
         if use_tqdm is None:
-            use_tqdm = len(asked) >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
+            use_tqdm = num_prompts >= LONG_BATCH and (sys.stderr.isatty() or _is_notebook())
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -265,42 +274,44 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; create a second LLM "
                 "for that"
             )
-        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
-        return _PromptBatch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm, raises)
+        return use_tqdm
 
     def _complete(
-        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object, raise_on_error: object
+        self, read: Callable[[], Sequence[_PromptRequest]], use_tqdm: object, raise_on_error: object
     ) -> list[RequestOutput]:
         self.engine.thread.check_process()  # In a child, the turn may never come.
-        batch = self._checked(ask(), use_tqdm, raise_on_error)
-        requests = batch.requests
+        prompts = read()
+        shows_progress = self._checked(len(prompts), use_tqdm)
+        raises = BOOL.check("generate", "raise_on_error", raise_on_error)
+        requests = dict(zip(self._request_ids, prompts, strict=False))
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
-        bar = _progress_bar(len(requests), batch.shows_progress)
+        bar = _progress_bar(len(requests), shows_progress)
         with self._turn, bar:
             try:
-                for request_id, asked in requests.items():
+                for request_id, each in requests.items():
                     try:
-                        if isinstance(asked.prompt, Exception):
-                            raise asked.prompt
+                        if isinstance(each.prompt, Exception):
+                            raise each.prompt
                         self.engine.add_request(
                             request_id,
-                            asked.prompt,
-                            asked.params,
-                            priority=asked.priority,
-                            no_store=asked.no_store,
+                            each.prompt,
+                            each.params,
+                            priority=each.priority,
+                            no_store=each.no_store,
                         )
                     except EngineStoppedError:
                         raise  # No prompt caused it.
                     except (ValueError, TypeError, RuntimeError) as error:
-                        outputs[request_id] = _failed(error, request_id, batch)
+                        outputs[request_id] = _failed(error, request_id, requests, raises)
                 bar.update(len(outputs))
                 while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
-                            _raise_if_failed(output, batch)
+                            if raises:
+                                _raise_if_failed(output, requests)
                             outputs[output.request_id] = output
-                            num_tokens += sum(len(each.token_ids) for each in output.outputs)
+                            num_tokens += sum(len(one.token_ids) for one in output.outputs)
                             seconds = max(1e-9, bar.format_dict["elapsed"])
                             bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
                             bar.update()
@@ -326,18 +337,18 @@ def _progress_bar(num_prompts: int, is_shown: bool) -> Any:
     return tqdm(total=num_prompts, unit="prompt", disable=not is_shown)
 
 
-def _asked(
+def _requests_of(
     prompts: Sequence[Prompt | Exception],
     sampling_params: object,
     priority: object,
     no_store: object,
-) -> list[_Asked]:
+) -> list[_PromptRequest]:
     """The arguments of a call, by prompt; an exception stands for a prompt that failed before."""
     num_prompts = len(prompts)
     all_params = one_for_each("sampling_params", sampling_params, num_prompts)
     return list(
         map(
-            _Asked,
+            _PromptRequest,
             prompts,
             map(_with_whole_outputs, all_params),
             one_for_each("priority", priority, num_prompts),
@@ -364,19 +375,17 @@ def _render(
     return {"prompt": text, "prompt_token_ids": token_ids}
 
 
-def _raise_if_failed(output: RequestOutput, batch: _PromptBatch) -> None:
-    """Raise the error of a prompt, if the call is to end with it."""
-    if batch.raises:
-        try:
-            output.raise_if_failed()
-        except Exception as error:
-            _say_which(error, output.request_id, batch)
-            raise
+def _raise_if_failed(output: RequestOutput, requests: Collection[str]) -> None:
+    try:
+        output.raise_if_failed()
+    except Exception as error:
+        _say_which(error, output.request_id, requests)
+        raise
 
 
-def _say_which(error: Exception, request_id: str, batch: _PromptBatch) -> None:
+def _say_which(error: Exception, request_id: str, requests: Collection[str]) -> None:
     """Add a note that says which of several prompts failed, and how to get the other answers."""
-    num_prompts, number = len(batch.requests), list(batch.requests).index(request_id) + 1
+    num_prompts, number = len(requests), list(requests).index(request_id) + 1
     if num_prompts > 1:
         error.add_note(
             f"Prompt {number} of {num_prompts} failed; with raise_on_error=False its output holds "
@@ -384,14 +393,16 @@ def _say_which(error: Exception, request_id: str, batch: _PromptBatch) -> None:
         )
 
 
-def _failed(error: Exception, request_id: str, batch: _PromptBatch) -> RequestOutput:
+def _failed(
+    error: Exception, request_id: str, requests: Mapping[str, _PromptRequest], raises: bool
+) -> RequestOutput:
     """The output of a prompt that failed; raises the error if the call is to end with it."""
-    if batch.raises:
-        _say_which(error, request_id, batch)
+    if raises:
+        _say_which(error, request_id, requests)
         raise error
-    prompt, params = batch.requests[request_id][:2]
-    text, token_ids = _as_given(prompt)
-    num_completions = params.n if params is not None else 1
+    request = requests[request_id]
+    text, token_ids = _as_given(request.prompt)
+    num_completions = request.params.n if request.params is not None else 1
     completions = [
         CompletionOutput(index, finish_reason="error") for index in range(num_completions)
     ]
@@ -413,7 +424,7 @@ def _as_given(prompt: object) -> tuple[str | None, list[int]]:
 _EACH: dict[str, tuple[Domain[Any], str]] = {
     "sampling_params": (
         or_none(
-            such("SamplingParams", lambda value: isinstance(value, SamplingParams)),
+            matching("SamplingParams", lambda value: isinstance(value, SamplingParams)),
             "SamplingParams",
         ),
         "SamplingParams, one for all or a list with one for each prompt",

@@ -25,21 +25,8 @@ def _read_text(value: object) -> str | None:
 
 REQUEST_ID = Domain("a text", _read_text)
 PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)
-_NAME = or_none(Domain("a text that is not empty", lambda text: _read_text(text) or None))
-
-
-def check_cache_salt(cache_salt: object) -> str | None:
-    """The salt as a ``str``. Raises ``ArgumentError`` unless it is ``None`` or a text that is not
-    empty.
-    """
-    salt: str | None = _NAME.check("engine", "cache_salt", cache_salt)
-    return salt
-
-
-def check_user(user: object) -> str | None:
-    """The name of a user; errors as :func:`check_cache_salt`."""
-    name: str | None = _NAME.check("engine", "user", user)
-    return name
+# Of a salt, or of a user.
+NAME = or_none(Domain("a text that is not empty", lambda text: _read_text(text) or None))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
-from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import tiny_models
 from helpers.lanes import mark_lanes
 from helpers.mlx_compiler import prepare_compiler
 from metal_emulator.fixtures import compiler
@@ -48,6 +49,14 @@ def pytest_collection_finish() -> None:
     # ask for hundreds, would look at all of them each time: for half a second.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all processes of a run: mypy reads the libraries once and keeps what it found,
+    which it also takes for a copy of a file.
+    """
+    return tmp_path_factory.getbasetemp().parent / "mypy_cache"
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ and that an approach which keeps something wrong is found out."""
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from test_host_benchmarks import line_of
 
 from benchmarks.cache import approach_report, approach_sides, approaches, restart
 from benchmarks.cache.approach_measures import Prediction, TeacherForcing
-from benchmarks.lib.card import COMMAND
 from benchmarks.serving.throughput_scenarios import SampleRequest
 
 NAMES = [
@@ -30,17 +29,9 @@ NAMES = [
 NAMES += ["sharing, window and sinks", "sharing, speculation", "sharing, disk tier", "mlx-lm"]
 
 
-def line_of(name: str, out: Path, *arguments: str) -> Any:
-    command = [*COMMAND, Path(name).stem, "--quick", *arguments, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == out.read_text().strip()
-    return json.loads(out.read_text())
-
-
 @pytest.mark.slow
 def test_a_quick_run_of_approaches_measures_and_checks_each(tmp_path: Path):
-    results = line_of("approaches.py", tmp_path / "approaches.json")["results"]
+    results = line_of("approaches", tmp_path / "approaches.json", "--quick")["results"]
     rows = results["approaches"]
     assert list(rows) == list(results["checks"]) == NAMES
     for name, row in rows.items():
@@ -61,7 +52,7 @@ def test_a_quick_run_of_approaches_measures_and_checks_each(tmp_path: Path):
 
 @pytest.mark.slow
 def test_quick_curves_have_both_sides_at_each_point(tmp_path: Path):
-    results = line_of("throughput_curves.py", tmp_path / "curves.json")["results"]
+    results = line_of("throughput_curves", tmp_path / "curves.json", "--quick")["results"]
     assert [each["num_requests"] for each in results["at_once"]] == [1, 3]
     assert [each["prefix"] for each in results["shared_prefix"]] == [0, 64]
     for each in results["at_once"]:
@@ -71,7 +62,7 @@ def test_quick_curves_have_both_sides_at_each_point(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_quick_run_of_identity_finds_the_same_one_twice(tmp_path: Path):
-    (row,) = line_of("identity.py", tmp_path / "identity.json")["results"]
+    (row,) = line_of("identity", tmp_path / "identity.json", "--quick")["results"]
     assert row["first"]["digest"] == row["next"]["digest"]
     assert row["first"]["num_arrays"] == row["next"]["num_arrays"] == 32
     assert row["kept"] == 64  # one digest, in hexadecimal
@@ -79,7 +70,7 @@ def test_a_quick_run_of_identity_finds_the_same_one_twice(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_quick_restart_finds_the_whole_blocks_of_each_prompt(tmp_path: Path):
-    rows = line_of("restart.py", tmp_path / "restart.json", "--lengths", "33")["results"]
+    rows = line_of("restart", tmp_path / "restart.json", "--quick", "--lengths", "33")["results"]
     assert [(row["length"], row["num_cached_tokens"]) for row in rows] == [(33, 32)]
     assert all(row["seconds"]["computed"] > 0 and row["nbytes_on_disk"] > 0 for row in rows)
 

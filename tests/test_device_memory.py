@@ -97,16 +97,6 @@ WAYS: dict[str, Callable[..., Any]] = {
 in_every_way = pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
 
 
-@pytest.mark.slow
-@in_every_way
-def test_nothing_stays_wired_unless_it_is_asked_for(
-    demo: tuple[Any, Any], limits: list[int], ask: Callable[..., Any]
-):
-    ask(demo)
-    ask(demo, wired_limit=None)
-    assert limits == [7]
-
-
 @in_every_way
 def test_the_limit_that_is_asked_for_is_set_while_there_is_an_engine(
     demo: tuple[Any, Any], limits: list[int], ask: Callable[..., Any]
@@ -117,6 +107,8 @@ def test_the_limit_that_is_asked_for_is_set_while_there_is_an_engine(
 
 
 def test_the_recommended_limit_can_be_asked_for_by_name(demo: tuple[Any, Any], limits: list[int]):
+    Engine(*demo, **BUDGET, wired_limit=None).close()
+    assert limits == [7]
     engine = Engine(*demo, **BUDGET, wired_limit="recommended")
     assert limits == [7, RECOMMENDED]
     engine.close()
@@ -203,11 +195,15 @@ def cache_limits(mac: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @in_every_way
-def test_an_engine_bounds_the_freed_buffers_by_the_activations_of_its_largest_step(
-    demo: tuple[Any, Any], cache_limits: list[int], ask: Callable[..., Any]
+def test_nothing_is_wired_unless_it_is_asked_for_and_freed_buffers_are_bounded_by_activations(
+    demo: tuple[Any, Any],
+    limits: list[int],
+    cache_limits: list[int],
+    ask: Callable[..., Any],
 ):
     ask(demo)
     gc.collect()
+    assert limits == [7]
     before, bound, after = cache_limits
     assert before == after == MLX_DEFAULT and 10**6 < bound < 10**9
 

@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from helpers.engine_helpers import tiny_models
-from helpers.engine_runs import load_demo
+from helpers.engine_runs import load_demo, tiny_models
 from helpers.servers import dictation
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as mlx_lm_batch_generate

@@ -1,32 +1,49 @@
 """The benchmarks of what a step costs on the host run, with each side.
 
-Each runs in a process of its own: the simulated device stays loaded.
+Some run in a process of their own: the simulated device stays loaded, and the memory of a process
+is that of all tests before.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.model_zoo import config_of
 
+from benchmarks.__main__ import main as run_benchmark
 from benchmarks.kernels import decode
 from benchmarks.lib.card import COMMAND
 from benchmarks.lib.models import random_model
 
 
-def results_of(name: str, out: Path, *arguments: str) -> Any:
-    command = [*COMMAND, Path(name).stem, *arguments, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == out.read_text().strip()
-    return json.loads(out.read_text())["results"]
+def line_of(name: str, out: Path, *arguments: str, in_process: bool = True) -> Any:
+    """The JSON line of a benchmark, which it prints last and writes to ``out``."""
+    arguments = (*arguments, "--out", str(out))
+    if in_process:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+            patch.setattr(sys, "argv", ["python -m benchmarks", name, *arguments])
+            assert run_benchmark() == 0
+        printed = said.getvalue()
+    else:
+        command = [*COMMAND, name, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    assert printed.splitlines()[-1] == out.read_text().strip()
+    return json.loads(out.read_text())
+
+
+def results_of(name: str, out: Path, *arguments: str, in_process: bool = True) -> Any:
+    return line_of(name, out, *arguments, in_process=in_process)["results"]
 
 
 @pytest.mark.slow
@@ -36,7 +53,7 @@ def results_of(name: str, out: Path, *arguments: str) -> Any:
 )
 def test_overlap_runs_each_side_beside_the_simulated_device(tmp_path: Path):
     short = ["--turns", "1", "--steps", "2", "--device-ms", "2", "--streams", "1", "3"]
-    results = results_of("overlap.py", tmp_path / "overlap.json", *short)
+    results = results_of("overlap", tmp_path / "overlap.json", *short, in_process=False)
     assert [result["num_streams"] for result in results] == [1, 3]
     for result in results:
         ours = {"ours, waiting", "ours, ahead", "ours, compiled"}
@@ -46,7 +63,7 @@ def test_overlap_runs_each_side_beside_the_simulated_device(tmp_path: Path):
 @pytest.mark.slow
 def test_a_mixed_load_is_run_on_each_machine_with_each_target(tmp_path: Path):
     short = ["--targets", "0.2", "--answers", "4", "--prompt", "1000", "--prompts", "1"]
-    results = results_of("mixed_load.py", tmp_path / "mixed.json", *short)
+    results = results_of("mixed_load", tmp_path / "mixed.json", *short)
     assert len(results) == 5 * 2
     for fixed, clocked in zip(results[::2], results[1::2], strict=True):
         assert (fixed["target"], fixed["throughput_lost"], fixed["budget"]) == (None, 0.0, 512)
@@ -64,7 +81,7 @@ def test_a_mixed_load_is_run_on_each_machine_with_each_target(tmp_path: Path):
 def test_structured_outputs_are_measured_by_themselves_and_in_a_step(tmp_path: Path):
     short = ["--turns", "1", "--steps", "2", "--device-ms", "0", "--tokens", "5", "--batch", "2"]
     out = tmp_path / "structured.json"
-    (result,) = results_of("structured_outputs.py", out, *short, "--vocab", "600")
+    (result,) = results_of("structured_outputs", out, *short, "--vocab", "600", in_process=False)
     assert result["vocab_size"] == 600 and result["batch"] == 2
     assert {"set_up", "compile", "host", "device"} < set(result["masks_us"])
     assert [step["device_ms"] for step in result["steps"]] == [0.0]
@@ -72,14 +89,14 @@ def test_structured_outputs_are_measured_by_themselves_and_in_a_step(tmp_path: P
 
 @pytest.mark.slow
 def test_one_stream_runs_each_side(tmp_path: Path):
-    results = results_of("one_stream.py", tmp_path / "one.json", "--turns", "1", "--steps", "1")
+    results = results_of("one_stream", tmp_path / "one.json", "--turns", "1", "--steps", "1")
     assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}
 
 
 @pytest.mark.slow
 def test_states_on_disk_are_worth_what_they_weigh(tmp_path: Path):
     short = ["--requests", "12", "--seeds", "1", "--states", "3"]
-    results = results_of("states_on_disk.py", tmp_path / "disk.json", *short)
+    results = results_of("states_on_disk", tmp_path / "disk.json", *short)
     for result in results.values():
         assert result["LFM2-8B-A1B, 3 states"]["states_written_per_turn"] > 0.5
         for found in result.values():
@@ -91,7 +108,7 @@ def test_states_on_disk_are_worth_what_they_weigh(tmp_path: Path):
 def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Path):
     out = tmp_path / "policies.json"
     short = ["--requests", "6", "--seeds", "1", "--states", "4", "40"]
-    results = results_of("checkpoint_policies.py", out, *short)
+    results = results_of("checkpoint_policies", out, *short)
     for result in results.values():
         for shares in result["policies"].values():
             assert result["floor"] <= shares["40"] <= shares["4"] <= 1
@@ -104,7 +121,7 @@ def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Pa
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))
     (result,) = results_of(
-        "checkpoint_policies.py", out, "--trace", str(path), "--states", "8"
+        "checkpoint_policies", out, "--trace", str(path), "--states", "8"
     ).values()
     lengths = [
         len("".join(json.dumps(m, sort_keys=True) for m in each["messages"])) for each in trace
@@ -121,7 +138,7 @@ def test_checkpoint_policies_run_on_synthetic_agents_and_on_a_trace(tmp_path: Pa
 @pytest.mark.slow
 def test_state_budgets_run_more_sequences_than_fixed_quarters(tmp_path: Path):
     short = ["--requests", "12", "--seeds", "1", "--budgets", "2", "12"]
-    for result in results_of("state_budgets.py", tmp_path / "budgets.json", *short).values():
+    for result in results_of("state_budgets", tmp_path / "budgets.json", *short).values():
         before, after = (result["budgets"][kind] for kind in ("fixed quarters", "one budget"))
         assert before["2.0"] is None and after["2.0"]["num_running"] == 1
         assert after["12.0"]["num_running"] > before["12.0"]["num_running"]
@@ -143,7 +160,7 @@ def test_decode_measures_models_of_mlx_lm(architecture: str):
 @pytest.mark.slow
 def test_neighbours_are_measured_alone_and_beside_one_who_asks_for_too_much(tmp_path: Path):
     short = ["--only", "messages", "--seconds", "1", "--alone", "3"]
-    (result,) = results_of("neighbours.py", tmp_path / "neighbours.json", *short)
+    (result,) = results_of("neighbours", tmp_path / "neighbours.json", *short, in_process=False)
     assert result["scenario"] == "messages"
     assert result["num_probes"] > 0 and result["num_refused"] == 0
     assert result["alone_ms"]["median"] > 0 and result["beside_ms"]["median"] > 0
@@ -152,7 +169,7 @@ def test_neighbours_are_measured_alone_and_beside_one_who_asks_for_too_much(tmp_
 @pytest.mark.slow
 def test_a_step_is_measured_beside_its_estimate(tmp_path: Path):
     out = tmp_path / "step.json"
-    rows = results_of("step_memory.py", out, "--prompts", "2", "--length", "40")["rows"]
+    rows = results_of("step_memory", out, "--prompts", "2", "--length", "40")["rows"]
     assert [row["max_num_batched_tokens"] for row in rows] == [128, 512, 2048, 4096]
     assert all(row["peak_bytes"] > 0 for row in rows)
 
@@ -160,7 +177,8 @@ def test_a_step_is_measured_beside_its_estimate(tmp_path: Path):
 @pytest.mark.slow
 def test_what_requests_leave_is_looked_at_ten_times(tmp_path: Path):
     short = ["--requests", "100", "--kinds", "token ids", "grammar"]
-    rows = results_of("resident_memory.py", tmp_path / "resident.json", *short)["over_time"]
+    out = tmp_path / "resident.json"
+    rows = results_of("resident_memory", out, *short, in_process=False)["over_time"]
     assert [row["requests"] for row in rows] == list(range(10, 110, 10))
     assert all(row["mlx"] > 0 and row["num_objects"] > 0 for row in rows)
 
@@ -169,7 +187,7 @@ def test_what_requests_leave_is_looked_at_ten_times(tmp_path: Path):
 def test_a_recurrent_model_runs_beside_mlx_lms_batches(tmp_path: Path):
     short = ["--streams", "2", "--contexts", "20", "--turns", "1", "--steps", "2"]
     short += ["--prompt", "10"]
-    results = results_of("recurrent", tmp_path / "recurrent.json", *short)
+    results = results_of("recurrent", tmp_path / "recurrent.json", *short, in_process=False)
     decodes = results["decodes"]
     assert [(each["model"], each["streams"]) for each in decodes] == [
         ("hybrid", 2),

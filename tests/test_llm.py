@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlx_lm.utils import load_model
 
 from mlx_paged import StructuredOutputsParams, demo_model_path
 from mlx_paged.cache import PromptTooLongError
+from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import ArgumentError
 from mlx_paged.llm import LLM
 from mlx_paged.models import qwen3
@@ -534,3 +536,23 @@ def test_an_interrupt_while_requests_are_queued_leaves_none_of_them(
         llm.generate([prompt(5)] * 3, greedy(2))
     assert_nothing_held(llm.engine)
     assert len(llm.generate([prompt(5)] * 3, greedy(2))) == 3
+
+
+def test_a_closed_llm_has_written_its_blocks_and_answers_no_more(
+    model: qwen3.Model, tmp_path: Path
+):
+    with llm_of(model, cache_dir=tmp_path) as llm:
+        (first,) = llm.generate([prompt(64)], greedy(3))
+    assert llm.close()
+    assert llm.engine.thread.join(10)
+    with pytest.raises(EngineStoppedError, match="it was shut down"):
+        llm.generate([prompt(3)])
+    (again,) = llm_of(model, cache_dir=tmp_path).generate([prompt(64)], greedy(3))
+    assert again.num_read_tokens == 48 and first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_an_llm_is_closed_when_its_block_raises(model: qwen3.Model):
+    with pytest.raises(ZeroDivisionError), llm_of(model) as llm:
+        raise ZeroDivisionError
+    with pytest.raises(EngineStoppedError, match="it was shut down"):
+        llm.generate([prompt(3)])

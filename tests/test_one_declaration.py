@@ -41,7 +41,7 @@ OPTION = """    dummy_limit: Annotated[
 """
 SETTING = """    dummy_names: Annotated[
         tuple[str, ...],
-        _setting("names that do nothing", such("a name", bool), "--dummy-name"),
+        _setting("names that do nothing", matching("a name", bool), "--dummy-name"),
     ] = ()
 """
 NAMES = """    "dummy_share": "their_share",
@@ -52,7 +52,7 @@ from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
 from mlx_paged.cli.chat.program import setup_arg_parser as chat_parser
 from mlx_paged.cli.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling.sampling_state import _CROSS_ROW_DEFAULTS
-from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
+from mlx_paged.server.program import read_settings, setup_arg_parser as server_parser
 from mlx_paged.server.fields import SamplingFields
 
 for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):
@@ -192,11 +192,11 @@ def test_a_declared_dummy_is_among_the_further_ones_of_the_guide(copy: Path):
 
 
 @pytest.mark.slow
-def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
+def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path, mypy_cache: Path):
     pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
     (copy / "mypy.ini").write_text(CONFIG)
     (copy / "user.py").write_text(USER)
-    words = ("-m", "mypy", "--no-error-summary", "--cache-dir", "cache", "user.py")
+    words = ("-m", "mypy", "--no-error-summary", "--cache-dir", str(mypy_cache), "user.py")
     errors = [line for line in run(copy, *words).splitlines() if line.startswith("user.py")]
     assert [(line.split(":")[1], line.rpartition("[")[2]) for line in errors] == [
         ("9", "arg-type]"),
@@ -219,7 +219,9 @@ def test_the_tables_of_the_guide_are_those_of_the_declarations():
 def test_everything_that_can_be_given_is_declared():
     assert list(SAMPLING_PARAMS) == [each.name for each in fields(SamplingParams)]
     assert list(ENGINE_OPTIONS) == [*EngineOptions.__annotations__, "draft_model"]
-    assert {each.name for each in fields(SchedulerConfig)} <= ENGINE_OPTIONS.keys()
+    # The scheduler's options have a typed name in its config, and the default in one place.
+    for each in fields(SchedulerConfig):
+        assert ENGINE_OPTIONS[each.name].default in (None, each.default)
     for name, each in {**SAMPLING_PARAMS, **ENGINE_OPTIONS}.items():
         assert each.help.endswith("."), name
         assert f"        {name}: " in (SamplingParams.__doc__ or "") or name in ENGINE_OPTIONS

@@ -55,13 +55,12 @@ def snippets() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_mypy(tmp_path_factory) -> Callable[..., list[str]]:
+def run_mypy(tmp_path_factory, mypy_cache) -> Callable[..., list[str]]:
     """What mypy says about a user's file, one line each: none where it finds nothing."""
     pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
-    # One folder for all tests: mypy reads the libraries once and keeps what it found.
     folder = tmp_path_factory.mktemp("user")
     (folder / "mypy.ini").write_text(CONFIG)
-    mypy = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", "cache"]
+    mypy = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(mypy_cache)]
 
     def run(source: str, file: str = "user.py") -> list[str]:
         (folder / file).write_text(source)

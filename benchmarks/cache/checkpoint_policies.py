@@ -119,8 +119,12 @@ def computed_again(
     requests: Iterable[Request], states: SequenceStates, disk: Disk | None = None
 ) -> float:
     """The share of prompt tokens that are computed."""
-    disk = disk or Disk()
-    manager = KVCacheManager(BlockPool(2**18, BLOCK_SIZE), states=states)
+    disk, requests = disk or Disk(), list(requests)
+    # Room for all K/V, and for the null block.
+    num_blocks = 1 + sum(
+        (len(prompt) + len(answer)) // BLOCK_SIZE + 1 for prompt, answer in requests
+    )
+    manager = KVCacheManager(BlockPool(num_blocks, BLOCK_SIZE), states=states)
     num_prompt_tokens = num_computed = 0
     for number, request in enumerate(requests):
         seq, (prompt, answer) = str(number), request

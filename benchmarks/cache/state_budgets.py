@@ -157,10 +157,10 @@ class Side:
         hashes = hash_token_blocks(tokens, BLOCK_SIZE)
         computed = self._find(hashes, num_prompt)
         num_needed = manager.block_need.num_blocks_to_admit(len(tokens), computed)
-        num_given = min(cache.num_blocks_to_give_up(1), manager.num_free_blocks - num_needed)
+        num_given = min(cache.num_blocks_to_shrink_by(1), manager.num_free_blocks - num_needed)
         num_given = max(num_given, -cache.num_growable_with(1))
         if num_given > 0:
-            manager.give_up_blocks(num_given)
+            manager.shrink_pool(num_given)
             self.nbytes_copied += cache.nbytes_held
             self.num_shrunk += 1
             computed = self._find(hashes, num_prompt)

@@ -449,14 +449,14 @@ class CallParser:
             return
         pattern = regex.compile("|".join([*(each.pattern for each in begins), self._end.pattern]))
         while True:
-            found = pattern.search(cursor.text, begin, partial=not cursor.is_over)
+            found = pattern.search(cursor.text, begin, partial=not cursor.is_complete)
             place = len(cursor.text) if found is None else found.start()
             if limit is not None and place - begin > limit:
                 raise NotACallError
             if found is not None and not found.partial:
                 cursor.place = place
                 return
-            if cursor.is_over:
+            if cursor.is_complete:
                 raise TruncatedError
             yield
 
@@ -469,7 +469,7 @@ class CallParser:
             if cursor.is_cut:
                 raise
             return True
-        if cursor.is_over and not cursor.text[cursor.place :].strip(_AROUND_JSON):
+        if cursor.is_complete and not cursor.text[cursor.place :].strip(_AROUND_JSON):
             if cursor.is_cut:
                 raise TruncatedError
             return True

@@ -44,12 +44,12 @@ class Sought:
         # Most pieces of a text have none of them, which the module ``re`` sees much faster.
         self.first = re.compile(f"[{re.escape(first)}]" if first else "(?!)")
 
-    def search(self, text: str, begin: int, *, is_over: bool) -> Any:
+    def search(self, text: str, begin: int, *, is_complete: bool) -> Any:
         """The first match, or a partial one at the end of a text that is not over."""
         first = self.first.search(text, begin)
         if first is None:
             return None
-        if is_over:
+        if is_complete:
             return self.at_end.search(text, first.start())
         return self.pattern.search(text, first.start(), partial=True)
 
@@ -60,18 +60,18 @@ class Cursor:
     Attributes:
         text: as far as it is known and added.
         place: what is before it was read.
-        is_over: no more text follows.
+        is_complete: no more text follows.
         is_cut: the text is over although the model has not ended it.
         num_held: characters that follow ``text`` and are not added to it yet: none of them begins
             what a parser searches for.
     """
 
-    __slots__ = ("_held", "_sought", "is_cut", "is_over", "num_held", "place", "text")
+    __slots__ = ("_held", "_sought", "is_complete", "is_cut", "num_held", "place", "text")
 
-    def __init__(self, text: str = "", *, is_over: bool = False):
+    def __init__(self, text: str = "", *, is_complete: bool = False):
         self.text = text
         self.place = 0
-        self.is_over = is_over
+        self.is_complete = is_complete
         self.is_cut = False
         self.num_held = 0
         self._held: list[str] = []
@@ -92,7 +92,7 @@ class Cursor:
     def end(self, *, is_cut: bool) -> None:
         """No more text follows."""
         self.stop_search()
-        self.is_over, self.is_cut = True, is_cut
+        self.is_complete, self.is_cut = True, is_cut
 
     def stop_search(self) -> None:
         """Add what is held, and hold nothing more."""
@@ -115,9 +115,9 @@ class Cursor:
     def find(self, pattern: Any) -> Steps[Any]:
         """Read what matches a pattern here; ``None`` if nothing does."""
         while True:
-            found = pattern.match(self.text, self.place, partial=not self.is_over)
+            found = pattern.match(self.text, self.place, partial=not self.is_complete)
             if found is None:
-                if self.is_over and pattern.match(self.text, self.place, partial=True):
+                if self.is_complete and pattern.match(self.text, self.place, partial=True):
                     raise TruncatedError
                 return None
             if not found.partial:
@@ -127,7 +127,7 @@ class Cursor:
 
     def peek(self) -> Steps[str]:
         """The next character; empty at the end of the text."""
-        while self.place == len(self.text) and not self.is_over:
+        while self.place == len(self.text) and not self.is_complete:
             yield
         return self.text[self.place : self.place + 1]
 
@@ -139,16 +139,16 @@ class Cursor:
         """
         begin = self.place
         while True:
-            found = sought.search(self.text, begin, is_over=self.is_over)
+            found = sought.search(self.text, begin, is_complete=self.is_complete)
             if found is not None and not found.partial:
                 self.place = found.end()
                 return found
-            if self.is_over:
+            if self.is_complete:
                 raise TruncatedError
             length = len(self.text)
             begin = length if found is None else found.start()
             self._sought = sought if begin == length else None
-            while len(self.text) == length and not self.is_over:
+            while len(self.text) == length and not self.is_complete:
                 yield
 
 

@@ -124,7 +124,7 @@ def _read_body(
     """Report the text of a message as it comes, up to what ends it."""
     report(message, "", begin, cursor.place, False, 0)
     while True:
-        found = patterns.body_end.search(cursor.text, 0, is_over=cursor.is_over)
+        found = patterns.body_end.search(cursor.text, 0, is_complete=cursor.is_complete)
         end = len(cursor.text) if found is None else found.start()
         is_ended = found is not None and not found.partial
         stop = end
@@ -133,10 +133,10 @@ def _read_body(
         if end or is_ended:
             text = cursor.text[:end] if message.is_shown else ""
             report(message, text, 0, stop, is_ended, stop - end)
-        if is_ended or cursor.is_over:
+        if is_ended or cursor.is_complete:
             return
         length = len(cursor.text)
-        while len(cursor.text) == length and not cursor.is_over:
+        while len(cursor.text) == length and not cursor.is_complete:
             yield
 
 

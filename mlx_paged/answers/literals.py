@@ -96,7 +96,7 @@ def as_json(text: str) -> str | None:
     text = text.strip()
     if is_strict_json(text):
         return text
-    cursor = Cursor(text + ",", is_over=True)  # so that a word has an end
+    cursor = Cursor(text + ",", is_complete=True)  # so that a word has an end
     try:
         value = run(Literals(cursor, JSON).value())
     except NotACallError:
@@ -256,7 +256,7 @@ class Literals:
         if (yield from self._cursor.find(_COMMA)) is not None:
             return True
         if not (yield from self._closes(end)):
-            if self._cursor.is_over and self._cursor.place == len(self._cursor.text):
+            if self._cursor.is_complete and self._cursor.place == len(self._cursor.text):
                 raise TruncatedError
             raise NotACallError
         return False

@@ -81,14 +81,14 @@ class MarkFinder:
         firsts = "".join(sorted({re.escape(mark[0]) for mark in marks}))
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
-    def find(self, text: str, is_over: bool) -> tuple[int, str]:
+    def find(self, text: str, is_complete: bool) -> tuple[int, str]:
         """The position of the first mark, and the mark; or the position where an incomplete mark
         may begin, and ``""``.
         """
         if self._pattern is None or not self._first.search(text):
             return len(text), ""
         found = self._pattern.search(text)
-        if not is_over:
+        if not is_complete:
             limit = len(text) if found is None else found.start() + 1
             for first in self._first.finditer(text, max(0, len(text) - self._longest + 1), limit):
                 if text[first.start() :] in self._beginnings:

@@ -185,7 +185,7 @@ class AnswerReader:
         if not cursor.text:
             return False
         finder = self._rules.finders[self._state]
-        place, mark = finder.find(cursor.text, cursor.is_over)
+        place, mark = finder.find(cursor.text, cursor.is_complete)
         if self._rules.begins_answers and self._is_opening and self._begins_answer(place):
             return True
         if cursor.is_cut and (half := finder.find_half(cursor.text, self._rules.starts)) < (

@@ -14,27 +14,31 @@ folder's size and the order of eviction are read from the directory entries (cat
 package handles bytes and imports no MLX.
 """
 
-from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
+from mlx_paged.block_store.folder import CacheFolder, Entry, FolderSize, Removed
 from mlx_paged.block_store.layout import (
     STORED_KV_VERSION,
     BlockName,
     BlockStoreError,
     Fingerprint,
 )
+from mlx_paged.block_store.prefixes import BlockRun, PrefixBlock, PrefixTree, read_trees
 from mlx_paged.block_store.store import BlockStore
 from mlx_paged.block_store.worker import BlockWorker, Read
 
 __all__ = [
     "STORED_KV_VERSION",
     "BlockName",
+    "BlockRun",
     "BlockStore",
     "BlockStoreError",
     "BlockWorker",
     "CacheFolder",
-    "CheckedFile",
     "Entry",
     "Fingerprint",
     "FolderSize",
+    "PrefixBlock",
+    "PrefixTree",
     "Read",
     "Removed",
+    "read_trees",
 ]

@@ -149,7 +149,7 @@ class BlockFiles:
             OSError: there is no such file, or the system refuses to read it.
         """
         with self.shard(name).opened(file_name_of(name[1])) as (file, status):
-            return *parse_block(file, status.st_size, *name), last_use_of(status)
+            return *parse_block(file, status.st_size, *name), time_used(status) / 1e9
 
     def read_header(self, name: BlockName) -> FileHeader:
         """The header only, without a check of the payload. Raises as ``read``."""
@@ -301,11 +301,6 @@ def time_used(status: os.stat_result) -> int:
     """
     latest = time.time_ns() + MAX_SECONDS_AHEAD * 1_000_000_000
     return 0 if status.st_mtime_ns > latest else status.st_mtime_ns
-
-
-def last_use_of(status: os.stat_result) -> float:
-    """``time_used`` in seconds."""
-    return time_used(status) / 1e9
 
 
 def _blocks_in(shard: Directory, digest: str) -> Iterator[tuple[BlockName, os.stat_result]]:

@@ -263,11 +263,6 @@ class Catalogue:
             self._files.note_used((digest, block_hash), now)
         return now
 
-    def wait_for_evictions(self) -> None:
-        """Wait for evictions that have already read the pins. Raises OSError."""
-        with self._files.blocks().locked(fcntl.LOCK_EX):
-            pass
-
     def _list_on(self) -> bool:
         """List some more files; whether the listing goes on."""
         with self._list_lock:
@@ -300,12 +295,14 @@ class Catalogue:
             pinned = self._files.kept(digest)
             fingerprint = self._files.fingerprint(digest)
             is_outdated = fingerprint is not None and fingerprint.is_outdated
-            over = time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
+            expired_before = (
+                time.time_ns() - self._ttl * 1e9 if self._ttl and digest == self._digest else -1
+            )
             for name, status in self._files.files(digest):
                 nbytes_of_file = nbytes_on_disk(status.st_size)
                 block = ListedBlock(name, time_used(status), nbytes_of_file, is_outdated)
                 is_pinned = name[1] in pinned
-                if not is_pinned and block.used < over and self._expire(block):
+                if not is_pinned and block.used < expired_before and self._expire(block):
                     continue
                 num_blocks += 1
                 nbytes += block.nbytes
@@ -380,27 +377,26 @@ class Written(NamedTuple):
 
     Attributes:
         nbytes: in total.
-        nbytes_last_day: in the last 24 hours, and in up to an hour before.
         since: when the total was 0, in seconds since 1970.
+        hours: bytes of the last day, by hours since 1970.
     """
 
     nbytes: int
-    nbytes_last_day: int
     since: float
+    hours: Counter[int]
 
+    @property
+    def nbytes_last_day(self) -> int:
+        """In the last 24 hours, and in up to an hour before."""
+        return self.hours.total()
 
-class _Sums(NamedTuple):
-    nbytes: int
-    since: float
-    hours: Counter[int]  # bytes of the last day, by hours since 1970
-
-    def plus(self, new: Counter[int]) -> _Sums:
+    def plus(self, new: Counter[int]) -> Written:
         """With bytes that were written meanwhile, and without the hours that are over for a day. A
         time in the future is wrong, and is left out, too.
         """
         hours, now = self.hours + new, _hour()
         last_day = {each: hours[each] for each in hours if 0 <= now - each <= _HOURS_OF_A_DAY}
-        return _Sums(self.nbytes + new.total(), self.since, Counter(last_day))
+        return Written(self.nbytes + new.total(), self.since, Counter(last_day))
 
 
 class WrittenBytes:
@@ -418,7 +414,7 @@ class WrittenBytes:
         self._folder = folder
         self._lock = threading.Lock()
         self._new: Counter[int] = Counter()  # by hour, not in the file yet
-        self._known = _Sums(0, time.time(), Counter())  # what the file had
+        self._known = Written(0, time.time(), Counter())  # what the file had
         self._updated = -float("inf")
         self.nbytes_last_day = 0
         self.update()
@@ -432,9 +428,9 @@ class WrittenBytes:
     def now(self) -> Written:
         """The sums, with those of other processes as of the last update."""
         with self._lock:
-            sums = self._known.plus(self._new)
-            self.nbytes_last_day = sums.hours.total()
-            return Written(sums.nbytes, self.nbytes_last_day, sums.since)
+            written = self._known.plus(self._new)
+            self.nbytes_last_day = written.nbytes_last_day
+            return written
 
     def update(self, is_due: bool = True) -> None:
         """Add the new bytes to the file, and read what others have added.
@@ -457,19 +453,19 @@ class WrittenBytes:
             known = _read(top) or self._known
         else:
             with top.locked(fcntl.LOCK_EX):
-                known = (_read(top) or _Sums(0, self._known.since, Counter())).plus(new)
+                known = (_read(top) or Written(0, self._known.since, Counter())).plus(new)
                 top.write_atomically(WRITTEN_NAME, [json.dumps(known._asdict()).encode()])
         with self._lock:
             self._new -= new
             self._known = known
 
 
-def _read(top: Directory) -> _Sums | None:
+def _read(top: Directory) -> Written | None:
     """The content of the file; ``None`` if there is none, or it is damaged."""
     try:
         fields = json.loads(top.read(WRITTEN_NAME))
         hours = Counter({int(hour): nbytes for hour, nbytes in fields["hours"].items()})
-        sums = _Sums(fields["nbytes"], float(fields["since"]), hours)
+        sums = Written(fields["nbytes"], float(fields["since"]), hours)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, BadBlockFileError):

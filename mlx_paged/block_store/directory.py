@@ -121,11 +121,15 @@ class Directory:
         made._give_to_owner(made._fd)
         return made
 
-    def make_private(self) -> bool:
-        """Remove the permissions of other users; False if the volume has no permissions."""
+    def make_private(self) -> None:
+        """Remove the permissions of other users. Raises BlockStoreError if the volume has none."""
         if os.fstat(self._fd).st_mode & 0o077:
             os.chmod(self._fd, FOLDER_MODE)
-        return not os.fstat(self._fd).st_mode & 0o077
+        if os.fstat(self._fd).st_mode & 0o077:
+            raise BlockStoreError(
+                f"{self.path} can be read by other users, since its volume has no permissions; "
+                "choose a folder on another volume"
+            )
 
     def names(self) -> list[str]:
         """The names of all entries, sorted."""
@@ -317,10 +321,15 @@ def make_folder(folder: Path) -> None:
         top = Directory.at(folder)
         if top.owner != os.geteuid():
             raise _foreign(folder, top.owner, "belongs to", "who could alter what is in it")
-        _check_content(top)
-        _make_private(top)
+        other = [name for name in top.names() if not OWN_NAMES.fullmatch(name)]
+        if other and not _has_tag(top):
+            raise BlockStoreError(
+                f"{folder} holds other things, such as {shown(min(other))}; name a new folder, or "
+                "an empty one"
+            )
+        top.make_private()
         blocks = top.make_folder(BLOCKS_NAME)
-        _make_private(blocks)
+        blocks.make_private()
         probe = temporary_name("probe")
         os.close(blocks.create_file(probe))
         blocks.remove(probe)
@@ -355,28 +364,11 @@ def check_is_ours(folder: Path) -> None:
         raise BlockStoreError(f"{folder} is not a folder of K/V blocks")
 
 
-def _check_content(top: Directory) -> None:
-    other = [name for name in top.names() if not OWN_NAMES.fullmatch(name)]
-    if other and not _has_tag(top):
-        raise BlockStoreError(
-            f"{top.path} holds other things, such as {shown(min(other))}; name a new folder, or an "
-            "empty one"
-        )
-
-
 def _has_tag(top: Directory) -> bool:
     try:
         return top.read(TAG_NAME) == _TAG
     except (OSError, BadBlockFileError):
         return False
-
-
-def _make_private(folder: Directory) -> None:
-    if not folder.make_private():
-        raise BlockStoreError(
-            f"{folder.path} can be read by other users, since its volume has no permissions; "
-            "choose a folder on another volume"
-        )
 
 
 # Temporary files

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.catalogue import Catalogue, Written, WrittenBytes
 from mlx_paged.block_store.directory import check_is_ours
 from mlx_paged.block_store.layout import (
@@ -147,7 +148,8 @@ class CacheFolder:
             return False
         with refusals(self._folder):
             self._files.pin(digest, chain)
-            self._catalogue.wait_for_evictions()
+            with self._files.blocks().locked(fcntl.LOCK_EX):
+                pass  # Evictions that had read the pins before have ended.
             # It may have been evicted just before the pin was written.
             if self.header(digest, block_hash) is not None:
                 return True
@@ -220,7 +222,7 @@ class CacheFolder:
     def _entries(self, digest: str) -> Iterator[Entry]:
         kept = self._files.kept(digest)
         for name, status in self._files.files(digest):
-            used, nbytes = last_use_of(status), nbytes_on_disk(status.st_size)
+            used, nbytes = time_used(status) / 1e9, nbytes_on_disk(status.st_size)
             is_pinned = name[1] in kept
             try:
                 header = self._files.read_header(name)

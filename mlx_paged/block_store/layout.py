@@ -94,8 +94,8 @@ OWN_NAMES = re.compile(
 class BlockStoreError(ArgumentError):
     """The folder can't be used, and was left unchanged."""
 
-    def __init__(self, message: str, argument: str = "cache_dir"):
-        super().__init__(f"[block store] {message}", argument)
+    def __init__(self, message: str):
+        super().__init__(f"[block store] {message}", "cache_dir")
 
 
 class BadBlockFileError(Exception):

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from mlx_paged.block_store.block_files import BlockFiles, last_use_of, nbytes_on_disk
+from mlx_paged.block_store.block_files import BlockFiles, nbytes_on_disk, time_used
 from mlx_paged.block_store.catalogue import Catalogue, Pause, WrittenBytes
 from mlx_paged.block_store.directory import make_folder
 from mlx_paged.block_store.layout import (
@@ -122,7 +122,7 @@ class BlockStore(Tier):
         status = self.files.status(self._name(key))
         if status is None:
             return False
-        return self.ttl is None or not self._is_expired(key, last_use_of(status), None)
+        return self.ttl is None or not self._is_expired(key, time_used(status) / 1e9, None)
 
     def load(self, key: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` for a miss. A bad file is removed."""
@@ -290,13 +290,13 @@ class BlockStore(Tier):
             if self._catalogue.remove(self._name(block_hash)):
                 self.count(counter)
         except OSError as error:
-            if not self._is_alone(block_hash, error):
+            if not self._is_only_shard(block_hash, error):
                 self._fail_for("a bad block could not be removed", error)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
         nbytes = self._probe_nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
-        if nbytes > self.max_nbytes or self._is_over_limit_of_day(nbytes):
+        if nbytes > self.max_nbytes or self._exceeds_limit_of_day(nbytes):
             return False
         self._note_uses()
         self._list_if_due()
@@ -315,7 +315,7 @@ class BlockStore(Tier):
         self.count("nbytes_written", nbytes)
         return True
 
-    def _is_over_limit_of_day(self, nbytes: int) -> bool:
+    def _exceeds_limit_of_day(self, nbytes: int) -> bool:
         """Whether so much more may not be written today, of which a warning tells."""
         limit, written = self.max_nbytes_a_day, self._written.now().nbytes_last_day
         if limit is None or written + nbytes <= limit:
@@ -375,11 +375,11 @@ class BlockStore(Tier):
         try:
             yield
         except OSError as error:
-            is_alone = block_hash is not None and self._is_alone(block_hash, error)
-            if error.errno not in _TEMPORARY and not is_alone:
+            is_only_shard = block_hash is not None and self._is_only_shard(block_hash, error)
+            if error.errno not in _TEMPORARY and not is_only_shard:
                 self._fail_for(what, error)
 
-    def _is_alone(self, block_hash: bytes, error: OSError) -> bool:
+    def _is_only_shard(self, block_hash: bytes, error: OSError) -> bool:
         """Whether only the shard of this block can't be used, of which a warning tells once."""
         name = self._name(block_hash)
         if not self.files.is_blocked(name):

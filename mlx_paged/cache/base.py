@@ -275,19 +275,20 @@ class KVCache(ABC):
         most = self._num_available_blocks
         return num_blocks if most is None else min(num_blocks, most)
 
-    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0, num_found: int = 0) -> None:
         """Grow until ``num_blocks`` can be allocated without an eviction, as far as the budget and
         the device allow.
 
         Args:
             num_new_seqs: sequences that begin with these blocks.
+            num_found: free blocks of the prefix cache that they begin with, too.
         """
         most = self.num_growable_with(num_new_seqs)
         num_missing = min(num_blocks - self.pool.num_empty_blocks, most)
         if num_missing <= 0:
             return
         if self.shared_budget is not None:
-            most = min(most, self.shared_budget.make_room(num_blocks, num_new_seqs))
+            most = min(most, self.shared_budget.make_room(num_blocks + num_found, num_new_seqs))
             num_missing = min(num_missing, most)
             if num_missing <= 0:
                 return
@@ -317,12 +318,12 @@ class KVCache(ABC):
         shared = self.shared_budget
         return shared is None or shared.make_room_for_states(num_new_seqs)
 
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+    def num_blocks_to_shrink_by(self, num_new_seqs: int) -> int:
         """By how many blocks the pool has to shrink for the recurrent states of more sequences."""
         shared = self.shared_budget
-        return 0 if shared is None else shared.num_blocks_to_give_up(num_new_seqs)
+        return 0 if shared is None else shared.num_blocks_to_shrink_by(num_new_seqs)
 
-    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+    def shrink_slabs(self, copies: Sequence[BlockCopy]) -> None:
         """Shrink the slabs to the pool, after these copies of blocks that have moved."""
         self.copy_blocks(copies)
         self._fit()

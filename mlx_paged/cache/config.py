@@ -11,7 +11,7 @@ from mlx_paged.cache.layer_groups import LayerGroup
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import KVFormat
-from mlx_paged.options.argument_values import check_positive
+from mlx_paged.options.argument_values import POSITIVE
 from mlx_paged.options.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
 
 
@@ -44,8 +44,8 @@ class KVCacheConfig:
         if not self.groups:
             everything = LayerGroup(KEEP_ALL, tuple(range(len(self.layers))))
             object.__setattr__(self, "groups", (everything,))
-        check_positive("kv cache", "num_layers", len(self.layers))
-        check_positive("kv cache", "num_blocks", self.num_blocks)
+        POSITIVE.check("kv cache", "num_layers", len(self.layers))
+        POSITIVE.check("kv cache", "num_blocks", self.num_blocks)
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}"
@@ -62,8 +62,8 @@ class KVCacheConfig:
         num_blocks: int = 256,
     ) -> KVCacheConfig:
         """A cache with equal layers, and K and V rows of the same width."""
-        check_positive("kv cache", "num_layers", num_layers)
-        check_positive("kv cache", "head_dim", head_dim)
+        POSITIVE.check("kv cache", "num_layers", num_layers)
+        POSITIVE.check("kv cache", "head_dim", head_dim)
         spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=KVFormat.dense(dtype))
         return cls((spec,) * num_layers, block_size, num_blocks)
 

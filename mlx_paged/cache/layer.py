@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_paged.core import BlockTable
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.ops import AttentionMetadata, AttentionShape, KVFormat, Parts, device
-from mlx_paged.options.argument_values import check_positive, is_number
+from mlx_paged.options.argument_values import POSITIVE, is_number
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LayerSpec:
         names = ["num_kv_heads", "key_dim", "value_dim"]
         names += [name for name in ("window", "num_heads") if getattr(self, name) is not None]
         for name in names:
-            check_positive("kv cache", name, getattr(self, name))
+            POSITIVE.check("kv cache", name, getattr(self, name))
         if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
             raise ArgumentError(
                 f"[kv cache] softcap must be a positive number, got {shown(self.softcap)}"

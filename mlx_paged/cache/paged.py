@@ -5,12 +5,12 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
-from mlx_paged.cache.block_bytes import read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, OpenDecode, PlanShape
@@ -341,8 +341,18 @@ class PagedKVCache(KVCache):
             kv.leave_chain()
 
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
-        """Copies of blocks of a group of layers. No step that writes them may be in flight."""
-        return read_blocks(self._slabs_of(group), block_ids)
+        """Copies of blocks of a group of layers, as bytes: those of its layers' slabs in turn, for
+        each layer the parts of K, then those of V, ``[num_kv_heads, block_size, width]`` each, as
+        stored. No step that writes them may be in flight: kernels are not waited for.
+        """
+        # Views of the slabs, without a copy. None may outlive this call: a write would then copy
+        # its slab.
+        windows = [
+            np.frombuffer(cast(Any, slab), dtype=np.uint8).reshape(slab.shape[0], -1)
+            for kv in self._slabs_of(group)
+            for slab in kv.slabs
+        ]
+        return [b"".join([window[block_id].data for window in windows]) for block_id in block_ids]
 
     def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill blocks of a group of layers with the result of :meth:`read_blocks`, from a cache
@@ -351,7 +361,26 @@ class PagedKVCache(KVCache):
         Raises:
             ValueError: contents of the wrong size.
         """
-        write_blocks(self.backend, self._slabs_of(group), block_ids, contents)
+        slabs = self._slabs_of(group)
+        expected = sum(slab.nbytes // slab.shape[0] for kv in slabs for slab in kv.slabs)
+        for content in contents:
+            if len(content) != expected:
+                raise ValueError(
+                    f"[paged cache] a block of these layers has {expected} bytes, got "
+                    f"{len(content)}"
+                )
+        offset = 0
+        for kv in slabs:
+            parts = []
+            for slab in kv.slabs:
+                shape, nbytes = slab.shape[1:], slab.nbytes // slab.shape[0]
+                # Unsigned integers: numpy has no bfloat16.
+                dtype, count = f"u{slab.itemsize}", nbytes // slab.itemsize
+                rows = [np.frombuffer(each, dtype, count, offset) for each in contents]
+                parts.append(mx.array(np.stack(rows)).view(slab.dtype).reshape(-1, *shape))
+                offset += nbytes
+            k, v = tuple(parts[: len(kv.k)]), tuple(parts[len(kv.k) :])
+            self.backend.write_blocks(kv, block_ids, k, v)
         if not self.backend.writes_in_place:
             mx.eval(self.arrays)
 

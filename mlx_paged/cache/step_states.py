@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mlx_paged.core import Cut, KVCacheManager, SequenceState, SequenceStates
+from mlx_paged.core import KVCacheManager, SequenceState
 from mlx_paged.ops import StateStack, StepState, separate_states
 from mlx_paged.request import SeqId
 
@@ -38,16 +38,6 @@ def states_before(
     return made
 
 
-def _planned_cuts(
-    manager: KVCacheManager, states: SequenceStates, seq: SeqId, num_new: int, state: StepState
-) -> list[Cut]:
-    """The cuts of :func:`states_before`, which may have left out some."""
-    end = manager.num_tokens(seq)
-    begin = end - num_new
-    cuts = states.cuts(seq, begin, end - state.num_drafts, manager.pool.block_size)
-    return [cut for cut in cuts if cut.num_tokens - begin in state.cuts]
-
-
 def put_states(
     manager: KVCacheManager,
     seq_ids: Sequence[SeqId],
@@ -74,7 +64,11 @@ def put_states(
     at_block_ends, drafted = {}, []
     for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True):
         if state.cuts:
-            cuts = _planned_cuts(manager, states, seq, num_new, state)
+            end = manager.num_tokens(seq)
+            begin = end - num_new
+            cuts = states.cuts(seq, begin, end - state.num_drafts, manager.pool.block_size)
+            # Some may have been left out when the step was planned.
+            cuts = [cut for cut in cuts if cut.num_tokens - begin in state.cuts]
             at_block_ends[seq] = list(zip(cuts, state.at_cuts, strict=True))
         if state.num_drafts:
             drafted.append(seq)

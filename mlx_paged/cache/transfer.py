@@ -33,7 +33,12 @@ def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
         LostBlockError: a block is not in the tier.
     """
     for group, part in _parts(cache, blocks):
-        contents = [_loaded(tier, header) for header, _ in part]
+        contents = []
+        for header, _ in part:
+            content = tier.load(header.block_hash)
+            if content is None:
+                raise LostBlockError(f"[tier] no block {header.block_hash.hex()}")
+            contents.append(content)
         cache.write_blocks(group, [block_id for _, block_id in part], contents)
 
 
@@ -44,14 +49,6 @@ def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
         size = max(1, MAX_NBYTES // cache.config.block_nbytes(group))
         for begin in range(0, len(of_group), size):
             yield group, of_group[begin : begin + size]
-
-
-def _loaded(tier: Tier, header: BlockHeader) -> bytes:
-    """The bytes of a block in a tier; raises ``LostBlockError`` if it is not there."""
-    content = tier.load(header.block_hash)
-    if content is None:
-        raise LostBlockError(f"[tier] no block {header.block_hash.hex()}")
-    return content
 
 
 def load_prefix(
@@ -71,16 +68,16 @@ def load_prefix(
             other cached blocks may have been evicted.
     """
     pool = cache.pool
-    there: list[KVCacheBlock] = []
+    cached: list[KVCacheBlock] = []
     missing: list[BlockHeader] = []
     for header in headers:
         block = pool.get_cached_block(BlockHash(header.block_hash))
         if block is None:
             missing.append(header)
         else:
-            there.append(block)
+            cached.append(block)
     # Held, so that none is evicted for the others, and freed as the most recently used.
-    pool.touch(there)
+    pool.touch(cached)
     try:
         cache.make_room(len(missing))
         if len(missing) > pool.num_free_blocks:
@@ -97,7 +94,7 @@ def load_prefix(
             is_foreign,
         )
     finally:
-        pool.free_blocks(reversed(there))
+        pool.free_blocks(reversed(cached))
     return len(missing)
 
 

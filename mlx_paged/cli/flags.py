@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.options.argument_values import BOOL, Argument, Domain, Option, Program, one_of, such
+from mlx_paged.options.argument_values import (
+    BOOL,
+    Argument,
+    Domain,
+    Option,
+    Program,
+    matching,
+    one_of,
+)
 from mlx_paged.options.engine_options import ENGINE_OPTIONS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 
-TEXT: Domain[str] = such("a text", lambda value: isinstance(value, str))
+TEXT: Domain[str] = matching("a text", lambda value: isinstance(value, str))
 
 
 def switch(help: str) -> Option:
@@ -34,17 +42,18 @@ LAUNCH_OPTIONS = {
     "model": Option(
         f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
         TEXT,
-        says="the bundled demo model",
+        default_text="the bundled demo model",
     ),
     "tokenizer": Option(
         "folder or Hugging Face repo with the tokenizer",
         replace(TEXT, metavar="FOLDER"),
-        says="the model's own",
+        default_text="the model's own",
     ),
     "dtype": Option(
         "dtype of a GGUF file's scales, activations and K/V",
         one_of("float32", "float16", "bfloat16"),
-        says="that of its matrices, or float32 if they are quantised, so that nothing is lost",
+        default_text="that of its matrices, or float32 if they are quantised, so that nothing is "
+        "lost",
     ),
     "adapter_path": Option(
         "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", TEXT
@@ -53,7 +62,7 @@ LAUNCH_OPTIONS = {
         "folder or Hugging Face repo of a small model with the same tokenizer, which generates "
         "drafts",
         TEXT,
-        says="none: drafts are looked up in the conversation",
+        default_text="none: drafts are looked up in the conversation",
     ),
     "no_generation_config": switch(
         "ignore the model's generation_config.json: greedy, unless flags say otherwise"
@@ -64,15 +73,12 @@ LAUNCH_OPTIONS = {
     ),
     "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
 }
-# The flags by the library's arguments.
-FLAGS = {
-    **{
-        name: LAUNCH_OPTIONS[name].flag_name(name)
-        for name in ("adapter_path", "draft_model", "dtype", "force", "skip_check")
-    },
+# The flags by the library's arguments; "model" and "tokenizer" are words of many errors.
+FLAGS = {name: each.flag_name(name) for name, each in LAUNCH_OPTIONS.items()} | {
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
 }
+del FLAGS["model"], FLAGS["tokenizer"]
 # The flags of the sampling parameters, which only some programs have, by parameter.
 SAMPLING = {
     **{name: each.flag_name(name) for name, each in SAMPLING_PARAMS.items() if each.flag},
@@ -114,11 +120,11 @@ def add_flags(
     for name, option in {**LAUNCH_OPTIONS, **own, **engine}.items():
         given = option.flag and option.flag.default
         default = option.default if given is None else given
-        _add_flag(group_of(name), name, option, default, option.says or default)
+        _add_flag(group_of(name), name, option, default, option.default_text or default)
     for name, param in SAMPLING_PARAMS.items():
         if param.flag is not None and program in param.flag.programs:
             # A parameter that the model may set is None if its flag is not given.
-            says = param.flag.says or getattr(SamplingParams(), name)
+            says = param.flag.default_text or getattr(SamplingParams(), name)
             _add_flag(groups["answers"], name, param, param.flag.default, says)
     return groups[program]
 
@@ -133,7 +139,7 @@ def _add_flag(
 
     Args:
         default: the value without the flag.
-        says: what the help says about the default.
+        default_text: what the help says about the default.
     """
     flag = argument.flag
     assert flag is not None
@@ -164,8 +170,8 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
         own: what the model's ``generation_config.json`` recommends, by field.
     """
     # The model decides neither the length of an answer nor its seed.
-    names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
-    given = {name: getattr(args, name, None) for name in names}
+    names = SAMPLING.keys() - {"max_tokens", "seed"}
+    given = {name: value for name, value in vars(args).items() if name in names}
     return {**own, **{name: value for name, value in given.items() if value is not None}}
 
 

@@ -16,18 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
-from mlx_paged.cli.streams import (
-    OutputLostError,
-    discard_output,
-    prepare_streams,
-    say,
-    write,
-)
+from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
 from mlx_paged.errors import one_line
 from mlx_paged.options.argument_values import Domain
 from mlx_paged.options.foreign_arguments import INSTEAD
 
 _MAX_ERROR = 2000  # characters
+_UNKNOWN = "unrecognized arguments: "  # argparse's words
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
 
 
@@ -49,12 +44,10 @@ class Parser(argparse.ArgumentParser):
         self.report: Callable[[str], object] = lambda text: None
         self._flags = {} if flags is None else flags
 
-    def add_value(
-        self, flag: str, domain: Domain[Any], help: str, metavar: str = "N", default: object = None
-    ) -> None:
-        """Add a flag whose value is one of a domain."""
-        read = domain.read_flag
-        self.add_argument(flag, type=read, metavar=metavar, default=default, help=help)
+    def add_value(self, flag: str, domain: Domain[Any], help: str, **options: Any) -> None:
+        """Add a flag whose value is one of a domain; ``options`` of ``add_argument``."""
+        options = {"metavar": "N", "help": help, **options}
+        self.add_argument(flag, type=domain.read_flag, **options)
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -72,14 +65,6 @@ class Parser(argparse.ArgumentParser):
             if flag := _DASHES_AS_VALUE.fullmatch(word):
                 self.error(f"argument {flag[1] or flag[2]}: the value can't be '--'")
         return super().parse_known_args(words, namespace)
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
-        known, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._advice(rest[0])}")
-        return known  # type: ignore[no-any-return]
 
     def _advice(self, word: str) -> str:
         """What to use instead of another project's flag."""
@@ -99,6 +84,8 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(_UNKNOWN):
+            message += self._advice(message.removeprefix(_UNKNOWN).partition(" ")[0])
         # The values in the message are the user's, and may contain line breaks.
         message = one_line(message, _MAX_ERROR)
         self.report(message)
@@ -163,13 +150,12 @@ def run_program(
             parser.report("interrupted")
             say("")
             return 130
-    except OutputLostError as error:
+    except (OutputLostError, BrokenPipeError) as error:
         discard_output()
-        say(f"{name}: error: {error}")
-    except BrokenPipeError:
-        # The reader of the output has left (| head).
-        discard_output()
-    return lost
+        # A reader of the output that has left (| head) is no error.
+        if isinstance(error, OutputLostError):
+            say(f"{name}: error: {error}")
+        return lost
 
 
 def is_follower() -> bool:

@@ -15,12 +15,11 @@ The method is PagedAttention's (Kwon et al. 2023); the names are those of vLLM's
 
 from mlx_paged.core.block_hash import (
     BlockHash,
-    ExtraKey,
     extend_block_hashes,
     hash_block_tokens,
     hash_token_blocks,
 )
-from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.block_pool import BlockPool, PrefixIndex
 from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
 from mlx_paged.core.checkpoints import Checkpoint, Checkpoints
 from mlx_paged.core.computed_blocks import BlockLoad, ComputedBlocks, SequenceTables
@@ -36,7 +35,6 @@ from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.kv_cache_manager import KVCacheManager
 from mlx_paged.core.manager_stats import KVCacheManagerStats
-from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, state_key
 from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
 from mlx_paged.core.sequence_states import Cut, SequenceState, SequenceStates
@@ -59,7 +57,6 @@ __all__ = [
     "ComputedBlocks",
     "Cut",
     "DoubleFreeError",
-    "ExtraKey",
     "ForeignBlockError",
     "FreeKVCacheBlockQueue",
     "FrozenBlockError",

@@ -44,7 +44,7 @@ class BlockNeed:
     def num_blocks_to_begin(self, computed: ComputedBlocks, num_new_tokens: int) -> int:
         """Free blocks that a request takes for its first step, including those of ``computed``."""
         block_size = self._block_size
-        num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
+        num_blocks = computed.num_free_blocks - len(computed.blocks)
         if computed.resumed is not None:
             for retention, table in zip(self._retentions, computed.resumed.tables, strict=True):
                 num_moved = retention.num_moved_sink_tokens(computed.num_tokens)
@@ -61,8 +61,8 @@ class BlockNeed:
         """The most free blocks that a new request takes until it has ``num_tokens`` tokens,
         including those of ``computed``.
         """
-        num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
-        return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+        num_new = max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+        return computed.num_free_blocks + num_new
 
     def copied_blocks(self, computed: ComputedBlocks) -> list[KVCacheBlock]:
         """The blocks of a prefix hit that a step copies before it writes any rows: sinks whose keys

@@ -320,7 +320,7 @@ class BlockTable:
             self.num_cached_blocks += num_evicted // self.block_size
 
     def renumber(self) -> None:
-        """Read the ids of its blocks again, after some have moved (:meth:`BlockPool.give_up`)."""
+        """Read the ids of its blocks again, after some have moved (:meth:`BlockPool.shrink_by`)."""
         self._block_ids = array("i", [block.block_id for block in self._blocks])
 
     def state(self) -> TableState:

@@ -94,10 +94,6 @@ class Checkpoints:
         """Whether junctions and answers are kept as well."""
         return self.num_checkpoints >= MANY
 
-    @property
-    def keeps_everywhere(self) -> bool:
-        return self.num_checkpoints >= EVERYWHERE
-
     def __len__(self) -> int:
         return len(self._kept)
 

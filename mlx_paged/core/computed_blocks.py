@@ -71,5 +71,10 @@ class ComputedBlocks(NamedTuple):
         """New blocks that have to be filled from a tier."""
         return self.resumed.num_blocks - len(self.blocks) if self.resumed else 0
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the pool that a request takes when it begins with these."""
+        return sum(block.ref_cnt == 0 for block in self.blocks)
+
 
 NOTHING_COMPUTED = ComputedBlocks()

@@ -138,8 +138,6 @@ class KeyPositions:
 
     def take_shifts(self) -> list[KeyShift]:
         """The shifts to apply before a step reads the table; each is returned once."""
-        if not self._shifts:
-            return []
         shifts, self._shifts = self._shifts, []
         return shifts
 

@@ -460,13 +460,13 @@ class KVCacheManager:
             self.states.checkpoints.remove(filter(None, hashes))
         self.pool.evict_blocks(block_ids)
 
-    def give_up_blocks(self, num_blocks: int) -> list[BlockCopy]:
+    def shrink_pool(self, num_blocks: int) -> list[BlockCopy]:
         """Drop free blocks from the pool, those that would be taken next. No step may be in flight.
 
         Returns:
             Copies of blocks that have moved to lower ids, to be made before the slabs shrink.
         """
-        copies = self.pool.give_up(num_blocks)
+        copies = self.pool.shrink_by(num_blocks)
         if copies:
             for table in itertools.chain.from_iterable(self._groups.values()):
                 table.renumber()

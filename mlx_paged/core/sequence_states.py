@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_table import BlockTable
-from mlx_paged.core.checkpoints import INTERVAL, Checkpoint, Checkpoints
+from mlx_paged.core.checkpoints import EVERYWHERE, INTERVAL, Checkpoint, Checkpoints
 from mlx_paged.core.errors import BlockTableError
 
 
@@ -229,7 +229,7 @@ class SequenceStates:
             return []
         of_prompt = beginning.num_prompt_tokens // block_size * block_size
         cuts = {}
-        if self.checkpoints.keeps_everywhere:
+        if self.checkpoints.num_checkpoints >= EVERYWHERE:
             first = -(-(begin + 1) // INTERVAL) * INTERVAL
             cuts = {place: Cut(place) for place in range(first, of_prompt, INTERVAL)}
         cuts[of_prompt] = Cut(of_prompt)
@@ -252,7 +252,11 @@ class SequenceStates:
             num_planned: of the other sequences of the step.
         """
         planned: list[Cut] = []
-        for cut in sorted(self.cuts(seq, begin, end, block_size), key=_by_use):
+        # Ends of prompts, the last one first, and junctions before answers.
+        for cut in sorted(
+            self.cuts(seq, begin, end, block_size),
+            key=lambda cut: (cut.is_of_answer, cut.is_junction, -cut.num_tokens),
+        ):
             beginning = self._beginnings[seq]
             num_new = num_planned + len(planned) + 1
             num_lost = cut.num_tokens - self._newest(beginning)[1]
@@ -300,10 +304,3 @@ class SequenceStates:
         """The newest checkpoint of a sequence that is kept, and the number of its tokens."""
         there = (each for each in beginning.kept if each[0] in self.checkpoints)
         return next(there, (None, 0))
-
-
-def _by_use(cut: Cut) -> tuple[bool, bool, int]:
-    """The order in which memory is found for the cuts of a step: ends of prompts, the last one
-    first, and junctions before answers.
-    """
-    return cut.is_of_answer, cut.is_junction, -cut.num_tokens

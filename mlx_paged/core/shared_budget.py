@@ -73,8 +73,8 @@ class SharedBudget:
         self.count_seqs: Callable[[], int] = states.__len__
         self._pool = pool
         self._states = states
-        self._most_seqs = 1  # that have run at once; cached K/V leave their states free
-        states.checkpoints.num_free = self._num_free_states
+        self._max_num_seqs = 1  # that have run at once; cached K/V leave their states free
+        states.checkpoints.num_free = lambda: self._num_free_bytes(self._num_seqs()) // sizes.state
         pool.on_eviction = states.checkpoints.drop
 
     def _num_seqs(self, num_new: int = 0) -> int:
@@ -101,30 +101,30 @@ class SharedBudget:
         num_lacking = num_blocks - self._pool.num_free_blocks
         num_seqs = self._num_seqs(num_new_seqs)
         if num_lacking > 0:  # These blocks are not for the prefix cache.
-            self._most_seqs = num_seqs
-        self._most_seqs = max(self._most_seqs, num_seqs)
+            self._max_num_seqs = num_seqs
+        self._max_num_seqs = max(self._max_num_seqs, num_seqs)
         checkpoints, block = self._states.checkpoints, self.sizes.block
         while self._num_free_bytes(num_seqs) < num_lacking * block and checkpoints.evict():
             pass
-        num_free = self._num_free_bytes(self._most_seqs)
-        num_free -= self._num_wanted(self._most_seqs) * self.sizes.state
+        num_free = self._num_free_bytes(self._max_num_seqs)
+        num_free -= self._num_wanted(self._max_num_seqs) * self.sizes.state
         needed = min(self._num_free_bytes(num_seqs) // block, num_lacking)
         return max(0, num_free // block, needed)
 
     def make_room_for_states(self, num_new_seqs: int) -> bool:
         """Evict checkpoints for the states of more sequences. False, without a change, if slabs
-        have to shrink first (:meth:`num_blocks_to_give_up`).
+        have to shrink first (:meth:`num_blocks_to_shrink_by`).
         """
         num_seqs = self._num_seqs(num_new_seqs)
         if self._pool.num_usable_blocks > self.sizes.max_num_blocks(num_seqs):
             return False
-        self._most_seqs = max(self._most_seqs, num_seqs)
+        self._max_num_seqs = max(self._max_num_seqs, num_seqs)
         while self._num_free_bytes(num_seqs) < 0:
             if not self._states.checkpoints.evict():
                 return False  # States of which the blocks have no hash yet.
         return True
 
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+    def num_blocks_to_shrink_by(self, num_new_seqs: int) -> int:
         """By how many blocks slabs have to shrink for the states of more sequences and for the
         checkpoints that are worth more than cached K/V.
         """
@@ -147,7 +147,3 @@ class SharedBudget:
         """Bytes that nothing uses while these sequences run; negative if too much is used."""
         num_free = self.sizes.budget - self._pool.num_blocks * self.sizes.block
         return num_free - num_seqs * self.sizes.sequence - self._num_states * self.sizes.state
-
-    def _num_free_states(self) -> int:
-        """How many more checkpoints there is memory for; negative if there are too many."""
-        return self._num_free_bytes(self._num_seqs()) // self.sizes.state

@@ -15,7 +15,7 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 
 T = TypeVar("T")
 
-MOST_HASH_BYTES = 64
+MAX_HASH_NBYTES = 64
 STATES = 0xFFFF
 """The group of the recurrent layers. Their state after a block is stored under a separate key."""
 ANSWERS = 0xFFFE
@@ -48,9 +48,9 @@ class BlockHeader:
 
     def __post_init__(self) -> None:
         for block_hash in (self.block_hash, self.parent_hash or b"."):
-            if not 1 <= len(block_hash) <= MOST_HASH_BYTES:
+            if not 1 <= len(block_hash) <= MAX_HASH_NBYTES:
                 raise ValueError(
-                    f"[tier] a hash must have 1 to {MOST_HASH_BYTES} bytes, got {len(block_hash)}"
+                    f"[tier] a hash must have 1 to {MAX_HASH_NBYTES} bytes, got {len(block_hash)}"
                 )
         if self.block_hash == self.parent_hash:
             raise ValueError(f"[tier] block {self.block_hash.hex()} is its own parent")

@@ -6,7 +6,7 @@ through MLX's own collectives. Rank 0 sends everything else over separate connec
 """
 
 from mlx_paged.distributed.links import RanksError
-from mlx_paged.distributed.ranks import Ranks, connect, join_ranks, launched_ranks, least_budget
+from mlx_paged.distributed.ranks import Ranks, connect, join_ranks, launched_ranks, smallest_budget
 from mlx_paged.distributed.values import as_json, from_json
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "from_json",
     "join_ranks",
     "launched_ranks",
-    "least_budget",
+    "smallest_budget",
 ]

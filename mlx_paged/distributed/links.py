@@ -71,11 +71,11 @@ class Link:
             goodbye, stops accepting messages or sends an invalid one; in the thread that noticed.
 
     Attributes:
-        is_over: this end was closed, or the peer sends nothing more.
+        is_closed: this end was closed, or the peer sends nothing more.
     """
 
     def __init__(self, sock: socket.socket, peer: int, lost: Callable[[str], object]) -> None:
-        self.is_over = False
+        self.is_closed = False
         self._peer, self._lost = peer, lost
         self._socket, self._connection = sock, connection_over(sock)
         self._sending = threading.RLock()
@@ -106,7 +106,7 @@ class Link:
 
     def close(self, reason: str | None = None) -> None:
         """Say goodbye, with a reason if this rank failed. Can be called more than once."""
-        self.is_over = True
+        self.is_closed = True
         # Without the lock, another thread is in the middle of a frame: the reason can't be sent.
         if self._sending.acquire(timeout=GOODBYE_SECONDS):
             _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
@@ -119,7 +119,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _ping(self) -> None:
-        while not self.is_over:
+        while not self.is_closed:
             self.send("ping")
             time.sleep(PING_SECONDS)
 
@@ -141,11 +141,11 @@ class Link:
         except Exception:  # The bytes can be anything.
             self._ended("sent an invalid message")
         finally:
-            self.is_over = True
+            self.is_closed = True
             self._received.put(None)
 
     def _ended(self, how: str) -> None:
-        if not self.is_over:
+        if not self.is_closed:
             self._lost(f"rank {self._peer} {how}")
 
 

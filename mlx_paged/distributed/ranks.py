@@ -80,7 +80,7 @@ class Ranks:
             RanksError: a receiver has ended.
         """
         for rank, link in self._links.items():
-            if link.is_over:
+            if link.is_closed:
                 raise RanksError(f"[ranks] rank {rank} has ended")
             link.send(kind, value)
 
@@ -247,7 +247,9 @@ def join_ranks(
     return ranks
 
 
-def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: LanguageModel) -> str | int:
+def smallest_budget(
+    ranks: Ranks, kv_cache_bytes: str | int | None, model: LanguageModel
+) -> str | int:
     """The largest K/V budget that fits on every rank. A token takes the same number of bytes on
     each of them, so equal bytes are equal numbers of blocks.
     """

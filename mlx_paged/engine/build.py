@@ -13,7 +13,7 @@ from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 from mlx_paged.core import KVCacheManager, SequenceStates
 from mlx_paged.core.tier import GuardedTier, Tier
-from mlx_paged.distributed import Ranks, join_ranks, least_budget
+from mlx_paged.distributed import Ranks, join_ranks, smallest_budget
 from mlx_paged.engine.input_processor import as_tokenizer
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import DiskTierOptions, split_options, tier_of
@@ -30,8 +30,8 @@ from mlx_paged.engine.speculation.draft_model import (
 )
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.storing.disk_cache import DiskCache
 from mlx_paged.engine.storing.snapshots import Snapshots
+from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length, context_limit
@@ -66,7 +66,7 @@ class EngineParts:
     ranks: Ranks
     cache: KVCache
     manager: KVCacheManager
-    disk_tier: DiskCache | None
+    disk_tier: TierCache | None
     swap_space: SwapSpace
     runner: ModelRunner
     scheduler: Scheduler
@@ -111,7 +111,7 @@ def build(
     ranks = join_ranks(checked, tokenizer, {"swap_bytes": None, **compared})
     if ranks.size > 1:
         given = cache_options.get("kv_cache_bytes")
-        cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
+        cache_options["kv_cache_bytes"] = smallest_budget(ranks, given, checked)
 
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model, draft_model)
     # Whether the cache can run ahead is not known yet.
@@ -212,7 +212,7 @@ def _open_tier(
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
     states: SequenceStates | None,
-) -> DiskCache:
+) -> TierCache:
     """Open the tier of blocks and states.
 
     Raises:
@@ -230,4 +230,4 @@ def _open_tier(
                 "tier",
             )
         tier = GuardedTier(tier)
-    return DiskCache(cache, tier, num_parameters, None if states is None else states.checkpoints)
+    return TierCache(cache, tier, num_parameters, None if states is None else states.checkpoints)

@@ -156,7 +156,9 @@ class CompiledDecode:
             states = _step_states(stack)
             layers = traced_layers(cache, shape, DecodeArrays(*arrays), states)
             logits = model.copy_on(weights)(tokens, layers)
-            return logits, _fences_of(layers), _leaves_after(states), _hidden_rows()
+            after = None if states is None else states[0].after
+            leaves_after = [] if after is None else after.stack.leaves
+            return logits, _fences_of(layers), leaves_after, _hidden_rows()
 
         # MLX identifies a traced function by its address, which a later one may reuse, and by its
         # arguments that are not arrays: a unique number for each trace.
@@ -190,12 +192,6 @@ def _states_before(states: Sequence[StepState]) -> StateStack | None:
 
 def _step_states(before: StateStack | None) -> list[StepState] | None:
     return None if before is None else [StepState(row) for row in before.rows()]
-
-
-def _leaves_after(states: Sequence[StepState] | None) -> list[mx.array]:
-    """The arrays of the states after a decode."""
-    after = None if states is None else states[0].after
-    return [] if after is None else after.stack.leaves
 
 
 def traced_layers(

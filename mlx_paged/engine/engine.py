@@ -33,7 +33,7 @@ from mlx_paged.engine.thread import (
     EngineThread,
     ForkedError,
     random_key,
-    run_apart,
+    run_in_engine_thread,
 )
 from mlx_paged.errors import REMOVED, ArgumentError
 from mlx_paged.models.language_model import model_type_of
@@ -90,7 +90,7 @@ class Engine:
         own, options = split_own_options(options)
         wired_nbytes = read_wired_limit(own.wired_limit)
         _evaluate_arrays(model, draft_model)
-        parts = run_apart(
+        parts = run_in_engine_thread(
             partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
         )
         self.model, self.tokenizer, self.max_model_len = model, parts.tokenizer, parts.max_model_len
@@ -185,7 +185,7 @@ class Engine:
             token_rules=token_rules,
         )
         self.scheduler.check(request)
-        if request.params.has_functions:
+        if request.params.sampler is not None or request.params.logits_processors:
             self._calls_functions = True
         # A single operation, so an interrupt comes before or after it.
         if self.reports.requests.setdefault(request_id, request) is not request:
@@ -436,7 +436,7 @@ class Engine:
             replays = self.steps.replays(self.input_processor.with_texts)
             following = self.thread.submit(partial(ranks.follow, replays))
             # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 handles it.
-            following.outlast()
+            following.wait_uninterrupted()
             followed: T = following.result()
             return followed
         try:

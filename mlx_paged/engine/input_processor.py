@@ -5,10 +5,12 @@ supported forms become token ids, and parameters become rules for tokens of this
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,7 +19,7 @@ from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
 from mlx_paged.engine.request import NO_RULES, Request, TokenRules
 from mlx_paged.engine.sampling.grammar import GrammarCompiler
-from mlx_paged.engine.text_stream import TextStream, TokenTexts
+from mlx_paged.engine.text_stream import TextStream, token_texts_of
 from mlx_paged.errors import ArgumentError, reason, shown
 from mlx_paged.options.argument_values import (
     BOOL,
@@ -29,24 +31,18 @@ from mlx_paged.options.argument_values import (
     read_array,
 )
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import PRIORITY, REQUEST_ID, check_cache_salt, check_user
+from mlx_paged.request import NAME, PRIORITY, REQUEST_ID
 
 # A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
 # unions such as this one.
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
 
 
-class EncodedPrompt(NamedTuple):
-    """A prompt as the engine processes it."""
-
-    text: str | None  # as the user gave it; None if there were only token ids
-    token_ids: list[int]  # at least one, each in the model's vocabulary
-
-
 def read_prompt(
     prompt: object, tokenizer: TokenizerWrapper | None, vocab_size: int, name: str = "prompt"
-) -> EncodedPrompt:
-    """Check a prompt and return its text and token ids. Any thread may call it.
+) -> tuple[str | None, list[int]]:
+    """Check a prompt and return its text, ``None`` if there are only token ids, and its token ids:
+    at least one, each in the model's vocabulary. Any thread may call it.
 
     Args:
         prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's
@@ -66,7 +62,7 @@ def read_prompt(
     ids = check_token_ids(token_ids, vocab_size, name)
     if not ids:
         raise ArgumentError(f"[prompt] the prompt is empty; give at least one token as {name}")
-    return EncodedPrompt(text, ids)
+    return text, ids
 
 
 def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
@@ -80,10 +76,8 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
             "[tokenizer] tokenizer must be one that mlx_paged.load returns, got "
             f"{kind_of(tokenizer)}"
         )
-    try:
+    with _foreign_code("[tokenizer] tokenizer can't be used"):
         return TokenizerWrapper(tokenizer)
-    except Exception as error:
-        raise ArgumentError(f"[tokenizer] tokenizer can't be used: {reason(error)}") from error
 
 
 def split_prompts(prompts: object) -> list[Any]:
@@ -110,7 +104,9 @@ def split_prompts(prompts: object) -> list[Any]:
             f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
             f"got {kind_of(prompts)}"
         )
-    return [prompts] if len(prompts) and is_number(prompts[0]) else list(prompts)
+    first = prompts[0] if len(prompts) else None
+    is_token = isinstance(first, numbers.Number) or (is_array(first) and first.ndim == 0)
+    return [prompts] if is_token else list(prompts)
 
 
 def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "prompt") -> list[int]:
@@ -129,19 +125,20 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
             f"{error.start} is half a character; decode the text with errors='replace'"
         ) from error
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    try:
+    with _foreign_code(f"[prompt] the tokenizer can't encode {name}"):
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
-    except Exception as error:
-        # A tokenizer may be third-party code and raise anything.
-        raise ArgumentError(
-            f"[prompt] the tokenizer can't encode {name}: {reason(error)}"
-        ) from error
     return token_ids
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a single number of any type, including those of NumPy and MLX."""
-    return isinstance(value, numbers.Number) or (is_array(value) and value.ndim == 0)
+@contextmanager
+def _foreign_code(message: str, argument: str | None = None) -> Iterator[None]:
+    """Turn whatever a tokenizer raises, which may be third-party code, into an ``ArgumentError``
+    that begins with this message.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ArgumentError(f"{message}: {reason(error)}", argument) from error
 
 
 def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None, object]:
@@ -178,10 +175,11 @@ def read_token_rules(
         ArgumentError: a token id is outside the vocabulary, a text needs a tokenizer and there is
             none, or a bad word has no tokens; the message names the argument.
     """
+    stops = ([stop] if isinstance(stop, int) else stop for stop in params.stop_token_ids)
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
         ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("stop_token_ids", _flat(params.stop_token_ids)),
+        ("stop_token_ids", itertools.chain.from_iterable(stops)),
         ("xtc_special_tokens", params.xtc_special_tokens),
     ):
         _check_in_vocabulary(name, token_ids, vocab_size)
@@ -219,7 +217,12 @@ def _bad_words(texts: Iterable[str], tokenizer: TokenizerWrapper) -> list[tuple[
     """
     words: dict[tuple[int, ...], None] = {}
     for text in texts:
-        forms = [_encode(tokenizer, space + text.lstrip()) for space in ("", " ")]
+        name = f"[engine] bad_words has {shown(text)}, which the tokenizer can't encode"
+        with _foreign_code(name, "bad_words"):
+            forms = [
+                tuple(tokenizer.encode(space + text.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            ]
         if not forms[0]:
             raise ArgumentError(
                 f"[engine] bad_words has {shown(text)}, for which the tokenizer has no tokens; "
@@ -228,22 +231,6 @@ def _bad_words(texts: Iterable[str], tokenizer: TokenizerWrapper) -> list[tuple[
             )
         words.update((form, None) for form in forms if form)
     return list(words)
-
-
-def _encode(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-    except Exception as error:
-        # A tokenizer may be third-party code and raise anything.
-        raise ArgumentError(
-            f"[engine] bad_words has {shown(text)}, which the tokenizer can't encode: "
-            f"{reason(error)}",
-            "bad_words",
-        ) from error
-
-
-def _flat(stops: Iterable[int | Sequence[int]]) -> list[int]:
-    return [token for stop in stops for token in ([stop] if isinstance(stop, int) else stop)]
 
 
 def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -269,7 +256,7 @@ class InputProcessor:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, vocab_size: int, seed: int | None):
-        self.token_texts = None if tokenizer is None else TokenTexts.of(tokenizer)
+        self.token_texts = None if tokenizer is None else token_texts_of(tokenizer)
         self.special_token_ids = special_token_ids(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -291,9 +278,9 @@ class InputProcessor:
         """Make a request; arguments and errors are those of :meth:`Engine.add_request`."""
         request_id = REQUEST_ID.check("engine", "request_id", request_id)
         priority = PRIORITY.check("engine", "priority", priority)
-        cache_salt = check_cache_salt(cache_salt)
+        cache_salt = NAME.check("engine", "cache_salt", cache_salt)
         no_store = BOOL.check("engine", "no_store", no_store)
-        user = check_user(user)
+        user = NAME.check("engine", "user", user)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(

@@ -19,7 +19,6 @@ from mlx_paged.engine.sampling.sampler import NO_TOKENS, LogprobReport, SampledT
 from mlx_paged.engine.scheduling.batch import (
     Batch,
     CopyBlocks,
-    Scheduled,
     ShiftKeys,
     SwapOut,
     Transfer,
@@ -48,11 +47,6 @@ class StepInFlight:
     sampled: SampledTokens = NO_TOKENS
     scored: list[tuple[Completion, LogprobReport]] = field(default_factory=list)
     forks: list[Completion] = field(default_factory=list)
-
-    def first_row_of(self, part: Scheduled) -> int:
-        """The row of ``logits`` from which the first token of a part is sampled."""
-        parts = itertools.takewhile(lambda each: each is not part, self.batch.scheduled)
-        return sum(each.num_logit_rows for each in parts)
 
 
 class ModelRunner:

@@ -81,20 +81,6 @@ class Share:
         """Whether the user has requests."""
         return bool(self.num_running or self.waiting)
 
-    @property
-    def admission_turn(self) -> tuple[int, int, int]:
-        """The user for whom it is lowest is the next whose request is admitted: the one of whom the
-        fewest completions run, then the one with the least work.
-        """
-        return self.num_running, self.work, self.number
-
-    @property
-    def step_turn(self) -> tuple[bool, int, int]:
-        """The user for whom it is lowest is the first in a step, and has its tokens for prompts:
-        one of whom nothing runs yet, then the one with the least work.
-        """
-        return self.num_running > 0, self.work, self.number
-
 
 _ARGUMENTS = (
     *("request_id", "prompt_token_ids", "params", "seed"),
@@ -348,11 +334,6 @@ class Completion:
                 return sequence
         return None
 
-    def forget_awaited_token(self) -> None:
-        """Drop the pending token, which will not be read."""
-        if self.awaits_token:
-            self.token_ids.pop()
-
     def fork(self, index: int) -> Completion:
         """Another completion of the same prompt, which begins with the tokens of this one. It is
         not in ``request.completions`` yet.
@@ -394,6 +375,10 @@ class Completion:
     def end_output(self) -> None:
         """End the output of a finished completion, and those that it was not forked into yet."""
         request, reasons = self.request, (self.finish_reason, self.stop_reason)
+        # Tokens of the text that belong to the stop sequence: its last one was not added.
+        num_left_out = 0
+        if isinstance(self.stop_reason, tuple) and not request.params.include_stop_str_in_output:
+            num_left_out = len(self.stop_reason) - 1
         ending = [self]
         if len(request.completions) == 1:
             ending += [self.fork(index) for index in range(1, request.params.n)]
@@ -402,22 +387,13 @@ class Completion:
             output, stop_text = each.output, None
             if request.streams:
                 stream = request.streams[each.index]
-                stop_text = stream.finish(self._num_left_out())
+                stop_text = stream.finish(num_left_out)
                 output.text = stream.text
             output.finish_reason, output.stop_reason = (
                 reasons if stop_text is None else ("stop", stop_text)
             )
         request.output.error = request.output.error or self.error
         request.output.finished = all(each.finished for each in request.output.outputs)
-
-    def _num_left_out(self) -> int:
-        """How many tokens of the text belong to the stop sequence that ended it: all but the last
-        one, which was not added to the text.
-        """
-        reason = self.stop_reason
-        if not isinstance(reason, tuple) or self.request.params.include_stop_str_in_output:
-            return 0
-        return len(reason) - 1
 
     def has_news(self) -> bool:
         """Whether the output has changed since it was last reported."""

@@ -19,7 +19,7 @@ from mlx_paged.core.block_table import BlockTable
 from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduling.scheduler import Scheduler
-from mlx_paged.engine.storing.disk_cache import DiskCache, DiskTierStats
+from mlx_paged.engine.storing.tier_cache import TierCache, TierCacheStats
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     nbytes_activations: int  # peak of a step, on top of weights and K/V; an estimate
     nbytes_checkpoints: int  # of recurrent states kept for prefix hits, on top of K/V
-    disk_tier: DiskTierStats | None = None
+    disk_tier: TierCacheStats | None = None
 
 
 def stats_of(
     scheduler: Scheduler,
     cache: KVCache,
     latencies: Latencies,
-    disk_tier: DiskCache | None,
+    disk_tier: TierCache | None,
     nbytes_activations: int,
 ) -> EngineStats:
     """Memory, requests and counters, from any thread."""

@@ -27,7 +27,7 @@ from mlx_paged.engine.sampling.sampler import (
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.scheduling.step_budget import Budgets, TokenBudgets
-from mlx_paged.engine.storing.disk_cache import DiskCache
+from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.errors import forget_frames, request_error
 
 # Called with a completion, the number of a token in its answer, from 1, and the row of logits
@@ -49,7 +49,7 @@ class Steps:
         run_ahead: whether a step is launched before the tokens of the previous one are read.
         budgets: chooses the token budgets of steps.
         ranks: rank 0 sends them what they have to replay.
-        disk_tier: keeps full blocks on disk, if given.
+        tier_cache: keeps full blocks in a tier, if given.
 
     Attributes:
         budgets: as given.
@@ -66,7 +66,7 @@ class Steps:
         run_ahead: bool,
         budgets: Budgets,
         ranks: Ranks,
-        disk_tier: DiskCache | None = None,
+        tier_cache: TierCache | None = None,
     ):
         self.row_reader: RowReader | None = None
         self.in_flight: deque[StepInFlight] = deque()
@@ -77,9 +77,10 @@ class Steps:
         self._run_ahead = run_ahead
         self.budgets = budgets
         self._ranks = ranks
-        self._disk_tier = disk_tier
+        self._sample_rows = sample if ranks.is_leader else sample_nothing
+        self._tier_cache = tier_cache
         # Requests of a failed step, and how many tokens of each were computed.
-        self._retry_alone: deque[tuple[Completion, int]] = deque()
+        self._to_retry_alone: deque[tuple[Completion, int]] = deque()
 
     def run(self, budgets: TokenBudgets | None = None) -> None:
         """Run one step: read the oldest step in flight, after launching the next one if possible.
@@ -89,7 +90,7 @@ class Steps:
         """
         begin = time.perf_counter()
         self.add_new()
-        steps, tier = self.in_flight, self._disk_tier
+        steps, tier = self.in_flight, self._tier_cache
         if budgets is None:
             planned = self._scheduler
             budgets = self.budgets.begin_step(
@@ -189,7 +190,7 @@ class Steps:
         scheduler = self._scheduler
         return (
             self._run_ahead
-            and not self._retry_alone
+            and not self._to_retry_alone
             and not step.batch.drafted
             and not scheduler.speculation.is_likely(scheduler.running)
         )
@@ -205,8 +206,8 @@ class Steps:
         if not batch.scheduled:
             # The planned swap-outs are dropped, and a request to retry does not fit.
             self._scheduler.discard(batch)
-            if self._retry_alone:
-                self._retry_alone.popleft()
+            if self._to_retry_alone:
+                self._to_retry_alone.popleft()
             return
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
@@ -221,7 +222,7 @@ class Steps:
         step = self.in_flight[-1]
         rows, completions, num_before = self._completions(step.batch)
         with self._device_work():
-            sampled = self._sampler(step.logits, rows, completions, num_before)
+            sampled = self._sample_rows(step.logits, rows, completions, num_before)
             step.sampled = self._shared(sampled)
             step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.completions
@@ -260,12 +261,8 @@ class Steps:
         ):
             if completion not in verified:
                 self._append(completion, result, sampled, entry)
-        if self._disk_tier is not None:
-            self._disk_tier.save(step.batch, [later.batch for later in self.in_flight])
-
-    @property
-    def _sampler(self) -> Callable[..., SampledTokens]:
-        return sample if self._ranks.is_leader else sample_nothing
+        if self._tier_cache is not None:
+            self._tier_cache.save(step.batch, [later.batch for later in self.in_flight])
 
     def _shared(self, sampled: SampledTokens) -> SampledTokens:
         """The tokens, which followers have from rank 0 before they are read."""
@@ -324,15 +321,16 @@ class Steps:
             completion, num_accepted = part.completion, 0
             if completion.is_finished:
                 continue  # Since it was launched.
-            drawn, drafts = known[completion], self._scheduler.speculation.drafter.made(part)
+            drawn, drafts = known[completion], self._scheduler.speculation.drafter.drafts_of(part)
             sampled, first_entry = step.sampled, step.sampled.completions.index(completion)
             verification = self._scheduler.verification
             verification.begin(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
-                    row = step.first_row_of(part) + number
+                    before = step.batch.scheduled[: step.batch.scheduled.index(part)]
+                    row = sum(each.num_logit_rows for each in before) + number
                     with self._device_work():
-                        sampled = self._shared(self._sampler(step.logits, [row], [completion]))
+                        sampled = self._shared(self._sample_rows(step.logits, [row], [completion]))
                         drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
@@ -389,14 +387,15 @@ class Steps:
         if len(steps) == len(completions) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.completions[0], "error", error)
         else:
-            self._retry_alone.extend(completions.items())
+            self._to_retry_alone.extend(completions.items())
 
     def _roll_back(self) -> None:
         """Roll back the steps in flight, the newest first."""
         while self.in_flight:
             step = self.in_flight.pop()
             for completion in step.sampled.completions:
-                completion.forget_awaited_token()
+                if completion.awaits_token:
+                    completion.token_ids.pop()
             for fork in step.forks:
                 if not fork.is_finished:
                     self._scheduler.finish(fork, "abort")
@@ -412,11 +411,11 @@ class Steps:
             self._scheduler.start_over()
 
     def _next_to_retry(self) -> Completion | None:
-        while self._retry_alone:
-            completion, num_tokens = self._retry_alone[0]
+        while self._to_retry_alone:
+            completion, num_tokens = self._to_retry_alone[0]
             if not completion.is_finished and completion.num_computed_tokens < num_tokens:
                 return completion
-            self._retry_alone.popleft()
+            self._to_retry_alone.popleft()
         return None
 
     def _completions(self, batch: Batch) -> tuple[list[int], list[Completion], list[int]]:

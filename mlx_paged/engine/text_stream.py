@@ -112,11 +112,6 @@ class TokenTexts:
             self._read = None
             self._known_bytes.clear()
 
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> TokenTexts:
-        """The texts of a tokenizer that was asked for before, or new ones."""
-        return _texts_of(tokenizer)
-
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for the text after a prompt, which is ``decode(prompt + answer)`` without
         ``decode(prompt)``: a leading space is part of it.
@@ -211,7 +206,8 @@ class TokenTexts:
         return joined.decode(errors="replace") == decoded
 
 
-_texts_of = lru_cache(maxsize=8)(TokenTexts)
+# Those of a tokenizer are read once.
+token_texts_of = lru_cache(maxsize=8)(TokenTexts)
 
 
 class _FromBytes:
@@ -324,9 +320,7 @@ class TextStream:
             return self._found
         if self._stop_sequences:
             self._last_tokens.append((token_id, len(self._decided) + len(self._held_back)))
-        if token_id in self._marks:
-            found = self._add_mark(token_id)
-        elif token_id in self._skipped:
+        if token_id in self._marks or token_id in self._skipped:
             found = self._add_special(token_id)
         else:
             found = self._add_text(self._detokenizer.add(token_id))
@@ -384,30 +378,23 @@ class TextStream:
             self._num_ignored = len(self._held_back) + len(new_text)
         return True
 
-    def _add_mark(self, token_id: int) -> str | None:
-        """Add a mark of the answer, which ends the text where it is a stop text itself."""
-        counts = self._num_tokens_left <= 0 and (self._reader is None or self._reader.is_text)
-        found = self._add_text(self._detokenizer.finish())
+    def _add_special(self, token_id: int) -> str | None:
+        """Add a special token, which has no text, or a mark of the answer, which has a character.
+        It ends the text where it is a stop text itself.
+        """
+        mark = self._marks.get(token_id)
+        counts = self._num_tokens_left <= 0
+        if mark is not None:
+            counts = counts and (self._reader is None or self._reader.is_text)
+        found = self._add_text("" if mark is None else self._detokenizer.finish())
         if found is None and self._stops and counts:
             name = self._tokenizer.convert_ids_to_tokens(token_id)
             if name in self._stops:
-                self._found = self._end(self._held_back) or name
+                # The text that was held back precedes it.
+                held_back = self._held_back + self._detokenizer.finish()
+                self._found = self._end(held_back) or name
                 return self._found
-        return found if found is not None else self._add_text(self._marks[token_id])
-
-    def _add_special(self, token_id: int) -> str | None:
-        """Add a special token, which has no text, but may be a stop text."""
-        counts = self._num_tokens_left <= 0
-        found = self._add_text("")
-        if not self._stops or not counts or found is not None:
-            return found
-        name = self._tokenizer.convert_ids_to_tokens(token_id)
-        if name not in self._stops:
-            return None
-        # The text that was held back precedes it.
-        found = self._end(self._held_back + self._detokenizer.finish())
-        self._found = found or name
-        return self._found
+        return found if found is not None or mark is None else self._add_text(mark)
 
     def _end(self, tail: str) -> str | None:
         """Add the rest of the text, up to a stop text if it contains one."""

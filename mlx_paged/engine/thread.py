@@ -25,7 +25,7 @@ from mlx_paged.errors import words_for_all
 T = TypeVar("T")
 
 # The longest time for which a wait may miss an interrupt.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 # A second interrupt of the same wait, at least this much later, stops the engine.
 STUCK_SECONDS = 0.5
 # How long the end of Python waits for a call that was told to end.
@@ -59,7 +59,8 @@ class EngineCall(Generic[T]):
     """
 
     def __init__(self, thread: EngineThread, work: Callable[[], T], change: str | None = None):
-        self.is_next = thread.is_idle and not thread.is_current
+        is_idle = thread.running is None and thread._background is None
+        self.is_next = is_idle and not thread.is_current
         self.interrupted: tuple[EngineCall[Any] | None, float] = None, 0.0
         self._thread = thread
         self._work: Callable[[], T] | None = work
@@ -95,13 +96,13 @@ class EngineCall(Generic[T]):
             self._error = error
             self._end()
 
-    def outlast(self) -> None:
+    def wait_uninterrupted(self) -> None:
         """Wait for the end of the work, ignoring interrupts."""
         try:
             while not self._is_done:
-                self._done.acquire(timeout=LOOK_SECONDS)
+                self._done.acquire(timeout=POLL_SECONDS)
         except KeyboardInterrupt:
-            self.outlast()
+            self.wait_uninterrupted()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the end of the work; returns its result or raises its error. Only one thread may
@@ -118,7 +119,7 @@ class EngineCall(Generic[T]):
         try:
             while not self._is_done and (left := end - time.monotonic()) > 0:
                 # A signal that comes just before the system call begins does not end it.
-                self._done.acquire(timeout=min(left, LOOK_SECONDS))
+                self._done.acquire(timeout=min(left, POLL_SECONDS))
         except KeyboardInterrupt:
             self._thread.note_interrupt(self)
             raise
@@ -167,13 +168,13 @@ class EngineThread:
         self.has_ended = self._is_shared = self._is_forked = False
         self._is_changing = False
         self._may_be_cut, self._cutting = True, threading.Lock()
-        self._is_over = threading.Event()  # it has cleared its streams
+        self._has_cleared = threading.Event()  # its streams
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Not in the first call, where an interrupt could leave it half started.
         self._thread.start()
         _threads.add(self)
-        _watch(self._thread.native_id, self._is_over.is_set)
-        # The newest handler is called first: steps end before their K/V are written to disk.
+        _watch(self._thread.native_id, self._has_cleared.is_set)
+        # The newest handler is called first: steps end before their K/V are written to a tier.
         atexit.unregister(_end_with_python)
         atexit.register(_end_with_python)
 
@@ -199,11 +200,6 @@ class EngineThread:
     def is_current(self) -> bool:
         """Whether the caller is in this thread."""
         return threading.get_ident() == self._thread.ident
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether a call would run at once."""
-        return self.running is None and self._background is None
 
     @property
     def has_queued(self) -> bool:
@@ -347,14 +343,14 @@ class EngineThread:
             end = math.inf if timeout is None else time.monotonic() + timeout
             # Thread.join takes a thread for ended if an interrupt ends the wait.
             while self.is_alive() and (left := end - time.monotonic()) > 0:
-                self._is_over.wait(min(left, LOOK_SECONDS))
+                self._has_cleared.wait(min(left, POLL_SECONDS))
             if not self.is_alive():
-                self._thread.join(LOOK_SECONDS)
+                self._thread.join(POLL_SECONDS)
         return not self.is_alive()
 
     def is_alive(self) -> bool:
         """Whether the thread has not ended yet."""
-        return not self._is_over.is_set()
+        return not self._has_cleared.is_set()
 
     def _become_idle(self) -> None:
         self._drop_compiled()
@@ -399,7 +395,7 @@ class EngineThread:
             with contextlib.suppress(Exception):
                 mx.synchronize()
             mx.clear_streams()
-            self._is_over.set()
+            self._has_cleared.set()
 
     def _drop_compiled(self) -> None:
         if self._forget is not None:
@@ -425,8 +421,8 @@ class EngineThread:
 
     def _forked(self) -> None:
         self.has_ended = self._is_forked = True
-        self._is_over = threading.Event()  # Another thread may hold the lock of the old one.
-        self._is_over.set()
+        self._has_cleared = threading.Event()  # Another thread may hold the lock of the old one.
+        self._has_cleared.set()
 
 
 def _nothing() -> None:
@@ -442,7 +438,7 @@ def wait_until_idle(released: EngineCall[None] | None) -> None:
             released.result()
 
 
-def run_apart(work: Callable[[], T]) -> T:
+def run_in_engine_thread(work: Callable[[], T]) -> T:
     """Call ``work``; returns its result or raises its error. Outside of the main thread it runs in
     an :class:`EngineThread`, because MLX's streams, on Linux, abort the process if they outlive
     their thread. So it does in a forked child, where the streams of its main thread don't run.
@@ -500,7 +496,7 @@ def _watch(native_id: int | None, has_ended: Callable[[], bool]) -> None:
         return
     known = _watched.get(native_id)
     if known is None or known():  # The system uses the id of a thread that has ended again.
-        for each in [each for each in list(_watched) if not _is_there(each)]:
+        for each in [each for each in list(_watched) if not _exists(each)]:
             _watched.pop(each, None)
         _watched[native_id] = has_ended
 
@@ -520,34 +516,32 @@ def _end_with_python() -> None:
     except KeyboardInterrupt as interrupt:
         for each in threads:
             each.stop(interrupt)
-        _outlast(threads)
+        _wait_uninterrupted(threads)
     _stuck[:] = [each for each in threads if each.is_alive()]
     _wait_for_native_ends()
 
 
-def _outlast(threads: Iterable[EngineThread]) -> None:
+def _wait_uninterrupted(threads: Iterable[EngineThread]) -> None:
     """Wait for threads that were told to end, ignoring interrupts."""
     end = time.monotonic() + SECONDS_TO_STOP
     while any(each.is_alive() for each in threads) and time.monotonic() < end:
         with contextlib.suppress(KeyboardInterrupt):
             for each in threads:
                 each._cut()  # It may have caught the last one.
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _wait_for_native_ends() -> None:
     end = time.monotonic() + SECONDS_TO_STOP
     with contextlib.suppress(KeyboardInterrupt):
-        while any(map(_is_ending, list(_watched))) and time.monotonic() < end:
+        # Threads that have ended for Python and not for the system.
+        while any(_watched[each]() and _exists(each) for each in list(_watched)):
+            if time.monotonic() >= end:
+                break
             time.sleep(0.001)
 
 
-def _is_ending(native_id: int) -> bool:
-    """Whether a thread has ended for Python and not for the system."""
-    return _watched[native_id]() and _is_there(native_id)
-
-
-def _is_there(native_id: int) -> bool:
+def _exists(native_id: int) -> bool:
     """Whether the system still has a thread. Systems without this folder are not affected."""
     return Path(f"/proc/self/task/{native_id}").exists()
 
@@ -572,6 +566,6 @@ def _forget_in_child() -> None:
         each.clear()
 
 
-# Before the handlers of the disk tier and its writers, which are called first.
+# Before the handlers of tier caches and their writers, which are called first.
 atexit.register(_exit_if_stuck)
 os.register_at_fork(after_in_child=_forget_in_child)

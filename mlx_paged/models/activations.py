@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -47,7 +45,8 @@ def activation_nbytes(
         is_cpu: whether the step runs on a CPU; ``None`` for this process's device.
     """
     is_cpu = device.is_cpu() if is_cpu is None else is_cpu
-    widths = _widths_of(model)
+    hidden, mlp, expert = _widths_of(model)
+    num_experts = num_experts_per_token(model) if expert else 0
     layer_specs = model.layer_specs
     num_heads = [spec.num_heads or spec.num_kv_heads for spec in layer_specs]
     attention = max(
@@ -58,10 +57,10 @@ def activation_nbytes(
         default=0,
     )
     numbers = (
-        HIDDEN_ROWS * widths.hidden
-        + MLP_ROWS * widths.mlp
+        HIDDEN_ROWS * hidden
+        + MLP_ROWS * mlp
         + ATTENTION_ROWS * attention
-        + EXPERT_ROWS * widths.num_experts * (widths.hidden + widths.expert)
+        + EXPERT_ROWS * num_experts * (hidden + expert)
     )
     with_scores = [
         heads
@@ -80,14 +79,10 @@ def default_activation_nbytes(model: LanguageModel, is_cpu: bool | None = None) 
     return activation_nbytes(model, largest, 1, context, is_cpu)
 
 
-class _Widths(NamedTuple):
-    hidden: int  # of the residual stream, that of the embedding
-    mlp: int  # of the widest projection except that to the vocabulary
-    expert: int  # of an expert's widest projection; 0 without experts
-    num_experts: int  # per token
-
-
-def _widths_of(model: LanguageModel) -> _Widths:
+def _widths_of(model: LanguageModel) -> tuple[int, int, int]:
+    """The widths of the residual stream, of the widest projection except that to the vocabulary,
+    and of an expert's widest projection, 0 without experts.
+    """
     hidden = mlp = expert = 0
     for _, module in model.named_modules():
         weight = module.get("weight")
@@ -101,7 +96,7 @@ def _widths_of(model: LanguageModel) -> _Widths:
                 expert = max(expert, width)
             elif width < model.args.vocab_size:
                 mlp = max(mlp, width)
-    return _Widths(hidden, mlp, expert, num_experts_per_token(model) if expert else 0)
+    return hidden, mlp, expert
 
 
 def num_experts_per_token(model: LanguageModel) -> int:

@@ -6,7 +6,7 @@ import inspect
 from typing import Any, ClassVar, Self
 
 from mlx_paged.errors import shown
-from mlx_paged.options.argument_values import check_positive
+from mlx_paged.options.argument_values import POSITIVE
 
 SIZES = (
     "hidden_size",
@@ -90,7 +90,7 @@ class DecoderArgs:
         for name in (*SIZES, "max_position_embeddings"):
             limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
             value = getattr(self, name)
-            check_positive(self.family, f"{name} in config.json", value)
+            POSITIVE.check(self.family, f"{name} in config.json", value)
             if value > limit:
                 raise ValueError(
                     f"[{self.family}] {name} in config.json must be at most {limit:,}, "
@@ -111,7 +111,7 @@ class DecoderArgs:
 
     def _check_windows(self) -> None:
         if self.use_sliding_window:
-            check_positive(self.family, "sliding_window in config.json", self.sliding_window)
+            POSITIVE.check(self.family, "sliding_window in config.json", self.sliding_window)
         number = self.max_window_layers
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise ValueError(

@@ -161,17 +161,13 @@ def _described(model: Module) -> list[str]:
     """Everything but the arrays: the code, and the modules with their plain values."""
     modules = sorted(model.named_modules(), key=lambda pair: pair[0])
     kinds = [f"{type(module).__module__}.{type(module).__qualname__}" for _, module in modules]
-    return [json.dumps(_code_of(model))] + [
+    code = [f"mlx_paged {KV_VERSION}"]
+    if any(kind.startswith("mlx_lm.") for kind in kinds):
+        code.append(f"mlx_lm {mlx_lm.__version__}")
+    return [json.dumps(code)] + [
         json.dumps([path, kind, _plain_values(module)], sort_keys=True)
         for (path, module), kind in zip(modules, kinds, strict=True)
     ]
-
-
-def _code_of(model: Module) -> list[str]:
-    code = [f"mlx_paged {KV_VERSION}"]
-    if any(type(module).__module__.startswith("mlx_lm.") for module in model.modules()):
-        code.append(f"mlx_lm {mlx_lm.__version__}")
-    return code
 
 
 def _plain_values(module: Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ budget with K/V.
 
 from __future__ import annotations
 
+import mmap
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,7 +33,6 @@ from mlx_paged.models.activations import default_activation_nbytes
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.memory import (
-    check_available,
     default_kv_cache_bytes,
     format_nbytes,
     why_too_large,
@@ -257,7 +257,10 @@ def _paged_cache(
     # States of further sequences and checkpoints take the other half.
     num_blocks = -(-config.num_blocks // 2) if config.state_nbytes else config.num_blocks
     try:
-        check_available((num_blocks + 1) * config.nbytes_per_block)
+        # Whether the system grants this much memory. On a CPU, MLX does not check its own
+        # allocations, and the process crashes when it writes.
+        nbytes = (num_blocks + 1) * config.nbytes_per_block
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         return PagedKVCache(config, backend, num_blocks, rotate_keys)
     except (RuntimeError, OSError, OverflowError) as error:  # of MLX or of the system
         raise ArgumentError(

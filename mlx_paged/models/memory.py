@@ -5,7 +5,6 @@ MLX's buffer cache.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import threading
 import warnings
@@ -85,16 +84,6 @@ def memory_size() -> int:
     """This machine's physical memory in bytes."""
     size = _metal_info("memory_size")
     return size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_available(nbytes: int) -> None:
-    """Check that the system grants this much memory in one allocation, which is freed untouched. On
-    a CPU, MLX does not check its own allocations, and the process crashes when it writes.
-
-    Raises:
-        OSError, OverflowError: the system does not grant it.
-    """
-    mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
 
 
 def _metal_info(name: str) -> int:

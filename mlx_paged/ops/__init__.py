@@ -17,7 +17,12 @@ from mlx_paged.ops.formats import (
     dtype_name,
 )
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    SlotMapping,
+    traced_decode,
+)
 from mlx_paged.ops.prefill import attend_to_latents, attend_with_sdpa
 from mlx_paged.ops.states import (
     ReadState,
@@ -28,7 +33,6 @@ from mlx_paged.ops.states import (
     reader_of,
     separate_states,
 )
-from mlx_paged.ops.traced_step import traced_decode
 from mlx_paged.ops.tried_once import TrialStoppedError
 
 __all__ = [

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import operator
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -261,12 +261,11 @@ class AttentionMetadata:
     @property
     def logit_queries(self) -> AttentionMetadata:
         """The step restricted to the queries of :attr:`logit_rows` and their sequences."""
-        return self if self.logit_rows is None else self._logit_queries
-
-    @cached_property
-    def _logit_queries(self) -> AttentionMetadata:
+        if self.logit_rows is None:
+            return self
         counts = self.logit_counts
-        return self._select([seq for seq, count in enumerate(counts) if count], counts)
+        seqs = [seq for seq, count in enumerate(counts) if count]
+        return self.derived("logit_queries", lambda: self._select(seqs, counts))
 
     def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
         """Divide the step by the length of its query runs.
@@ -340,3 +339,54 @@ class AttentionMetadata:
             known_max_block_id=self.known_max_block_id,
             position_offsets=self.position_offsets and [self.position_offsets[seq] for seq in seqs],
         )
+
+
+# A decode step without host values, for tracing
+
+
+def traced_decode(
+    block_size: int,
+    positions: mx.array,  # [num_tokens] int32
+    derived: Mapping[Hashable, object],
+    slots: mx.array | None = None,
+    states: list[StepState] | None = None,
+) -> AttentionMetadata:
+    """A step of single tokens that consists of arrays only.
+
+    A trace is replayed with the arrays of other steps, so any host value that it reads would be
+    baked in. Here lengths, block ids and slots are missing: reading one raises ``RuntimeError``.
+
+    Args:
+        derived: the values that :meth:`AttentionMetadata.derived` returns, by key.
+        slots: :attr:`SlotMapping.packed`, if it is read.
+        states: with arrays of the trace, for a model with recurrent layers.
+    """
+    num_tokens = positions.shape[0]
+    unknown: list[Any] = cast(Any, _Unknown(num_tokens))
+    query_lens = [1] * num_tokens
+    step = AttentionMetadata(
+        unknown, unknown, query_lens, block_size, known_max_block_id=0, states=states
+    )
+    slot_mapping = SlotMapping(unknown, block_size)
+    # Set the cached properties. The values were checked against the slabs when the step was
+    # planned.
+    vars(slot_mapping)["max_slot"] = -1
+    if slots is not None:
+        vars(slot_mapping)["packed"] = slots
+    vars(step).update(positions=positions, slot_mapping=slot_mapping)
+    for key, value in derived.items():
+        step.derived(key, lambda value=value: value)  # type: ignore[misc]
+    return step
+
+
+class _Unknown(Sequence[int]):
+    """A sequence with a length whose items can't be read."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise RuntimeError("[traced step] a trace can't read host values, which change every step")

@@ -93,12 +93,16 @@ def _sdpa(
     values: mx.array,
     params: AttentionParams,
 ) -> mx.array:
+    query_len, context_len = queries.shape[2], keys.shape[2]
+    mask: mx.array | str | None = None if query_len == 1 else "causal"  # a single query sees all
+    if params.window is not None and context_len > params.window:
+        mask = _visible(query_len, context_len, params.window)
     return mx.fast.scaled_dot_product_attention(
         queries,
         keys,
         values,
         scale=params.scale,
-        mask=_causal_mask(queries.shape[2], keys.shape[2], params.window),
+        mask=mask,
         sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
     )
 
@@ -127,12 +131,6 @@ def _attend_capped(
         weights = mx.softmax(scores, axis=-1)[..., :num_keys]
         outputs.append(weights @ values[..., :num_keys, :])
     return mx.concatenate(outputs, axis=3).flatten(1, 2).astype(dtype)
-
-
-def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
-    if window is None or context_len <= window:
-        return None if query_len == 1 else "causal"  # a single query sees all
-    return _visible(query_len, context_len, window)
 
 
 def _visible(query_len: int, context_len: int, window: int | None) -> mx.array:

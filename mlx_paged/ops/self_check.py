@@ -73,10 +73,10 @@ def try_beforehand(shapes: Iterable[AttentionShape], go_on: GoOn) -> None:
 
 
 def _try_kernels(shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKernels]:
-    said: list[str] = []
+    messages: list[str] = []
 
     def warn(name: str, failure: str, instead: str) -> None:
-        said.append(f"[metal] {name} ({shape}) {failure}; {instead}")
+        messages.append(f"[metal] {name} ({shape}) {failure}; {instead}")
 
     def failure_of_moves(writes: bool) -> str | None:
         go_on()
@@ -88,7 +88,7 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKerne
         if not writes or failure_of_moves(False) is not None:
             warn("gather_blocks", failure, "plain MLX operations run instead")
             return TrialResult(
-                WorkingKernels(writes=False, gathers=False, decode_runs=()), tuple(said)
+                WorkingKernels(writes=False, gathers=False, decode_runs=()), tuple(messages)
             )
         writes = False
         instead = "slots are written by donated scatter instead, which is slower"
@@ -105,7 +105,7 @@ def _try_kernels(shape: AttentionShape, go_on: GoOn) -> TrialResult[WorkingKerne
         instead = "MLX's own attention on gathered K/V, or another kernel, runs instead"
         warn(name, next(iter(failed.values())), instead)
     working = tuple(run for run in runs if run not in failed)
-    return TrialResult(WorkingKernels(writes, True, working), tuple(said))
+    return TrialResult(WorkingKernels(writes, True, working), tuple(messages))
 
 
 try_kernels = TriedOnce(_try_kernels)

@@ -78,7 +78,7 @@ class StateStack:
         return [array for slots in self.arrays for array in slots if array is not None]
 
     def rows(self) -> list[StateRow]:
-        """The states one by one. They keep the whole stack, until :meth:`part`."""
+        """The states one by one. They keep the whole stack, until :meth:`split`."""
         return [StateRow(self, index) for index in range(self.num_states)]
 
     @property
@@ -90,7 +90,7 @@ class StateStack:
         """Whether each of its states is still held."""
         return len({row.index for row in self._held}) == self.num_states
 
-    def part(self) -> list[mx.array]:
+    def split(self) -> list[mx.array]:
         """Unless the stack is whole, copy each state that is still held to a separate stack, so
         that this one can be freed.
 
@@ -182,7 +182,7 @@ def separate_states(stacks: Sequence[StateStack]) -> list[StateStack]:
         The stacks of which every state is held: if drafts are rejected, all of their sequences may
         fall back to them.
     """
-    copies = [array for stack in stacks for array in stack.part()]
+    copies = [array for stack in stacks for array in stack.split()]
     if copies:
         mx.async_eval(copies)
     return [stack for stack in stacks if stack.is_whole]

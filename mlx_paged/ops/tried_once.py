@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -11,7 +12,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 T = TypeVar("T")
 
 # How often a wait checks for an interrupt.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 class TrialStoppedError(Exception):
@@ -41,13 +42,13 @@ class TriedOnce(Generic[T]):
         self._attempt = attempt
         self._lock = threading.Lock()
         self._trials: dict[tuple[Hashable, ...], Future[TrialResult[T]]] = {}
-        self._unsaid: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
+        self._unissued: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
 
     def __call__(self, *arguments: Hashable) -> T:
         outcome = self.quietly(*arguments)
         with self._lock:
-            unsaid = self._unsaid.pop(arguments, ())
-        for text in unsaid:
+            unissued = self._unissued.pop(arguments, ())
+        for text in unissued:
             warnings.warn(text, stacklevel=3)
         return outcome
 
@@ -61,15 +62,18 @@ class TriedOnce(Generic[T]):
                     trial = self._trials[arguments] = Future()
             if is_ours:
                 self._run(trial, arguments, go_on)
+            while not trial.done():
+                with contextlib.suppress(TimeoutError, CancelledError):
+                    trial.exception(POLL_SECONDS)
             try:
-                return _wait_for(trial).outcome
+                return trial.result().outcome
             except CancelledError:
                 continue  # The trial was stopped or raised in another thread.
 
     def forget(self) -> None:
         """Drop all outcomes."""
         self._trials.clear()
-        self._unsaid.clear()
+        self._unissued.clear()
 
     def _run(
         self, trial: Future[TrialResult[T]], arguments: tuple[Hashable, ...], go_on: GoOn
@@ -82,14 +86,5 @@ class TriedOnce(Generic[T]):
             trial.cancel()
             raise
         with self._lock:
-            self._unsaid[arguments] = found.warnings
+            self._unissued[arguments] = found.warnings
         trial.set_result(found)
-
-
-def _wait_for(trial: Future[TrialResult[T]]) -> TrialResult[T]:
-    while not trial.done():
-        try:
-            trial.exception(LOOK_SECONDS)
-        except TimeoutError:
-            continue
-    return trial.result()

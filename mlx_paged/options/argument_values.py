@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import (
     TYPE_CHECKING,
@@ -75,12 +75,6 @@ def _scalar_of_an_array(value: object) -> int | None:
     return item if type(item) is int else None
 
 
-def check_positive(part: str, name: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is a Python ``int`` of at least 1."""
-    if not is_plain_integer(value, 1):
-        raise ArgumentError(f"[{part}] {name} must be a positive integer, got {shown(value)}")
-
-
 @dataclass(frozen=True)
 class Domain(Generic[T]):
     """The values that an argument can have.
@@ -136,10 +130,10 @@ class Several(Domain[Any]):
 
     Args:
         what, read: of the elements.
-        least: the minimum length.
+        min_length: of a sequence.
     """
 
-    least: int = 0
+    min_length: int = 0
 
     def check(self, part: str, name: str, value: object) -> Any:
         if value is None:
@@ -149,7 +143,7 @@ class Several(Domain[Any]):
         except Exception:
             # __iter__ of an unknown type may raise anything.
             raise refused(part, name, "a sequence", value) from None
-        if len(values) < self.least:
+        if len(values) < self.min_length:
             raise refused(part, name, self.what, value)
         found = tuple(map(self.read, values))
         for each, read in zip(values, found, strict=True):
@@ -168,7 +162,7 @@ def or_none(domain: Domain[Any], what: str = "") -> Domain[Any]:
     return replace(domain, what=what or f"{domain.what}, or None", may_be_none=True)
 
 
-def such(what: str, is_valid: Callable[[Any], bool], **more: Any) -> Domain[Any]:
+def matching(what: str, is_valid: Callable[[Any], bool], **more: Any) -> Domain[Any]:
     """The values for which ``is_valid`` holds, unchanged."""
     return Domain(what, lambda value: value if is_valid(value) else None, **more)
 
@@ -197,13 +191,13 @@ def number(
     def is_valid(value: Any) -> bool:
         return is_number(value) and low <= value <= high and not (is_open and value == low)
 
-    return such(what, is_valid, parse=float, flag_what=flag_what)
+    return matching(what, is_valid, parse=float, flag_what=flag_what)
 
 
 def one_of(*values: T) -> Domain[T]:
     """One of these values."""
     what = f"one of {', '.join(map(str, values))}"
-    return such(what, values.__contains__, parse=type(values[0]), choices=values)
+    return matching(what, values.__contains__, parse=type(values[0]), choices=values)
 
 
 def is_number(value: object) -> bool:
@@ -216,9 +210,11 @@ def is_number(value: object) -> bool:
         return False
 
 
-BOOL = such("True or False", lambda value: isinstance(value, bool), parse=bool)
-TEXT = such("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+BOOL = matching("True or False", lambda value: isinstance(value, bool), parse=bool)
+TEXT = matching("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 TOKEN = whole(0, what="token ids")
+# Of a size or a count in Python or JSON, where numbers of other types are mistakes.
+POSITIVE = matching("a positive integer", lambda value: is_plain_integer(value, 1))
 SHARE = number(0, 1, "a number within 0..1", "within 0..1")
 AT_LEAST_0 = whole(0, 2**63, "a whole number, at least 0")
 AT_LEAST_1 = whole(1, 2**63, "a positive integer", "a whole number, at least 1")
@@ -242,7 +238,7 @@ class Flag:
         domain: of the flag's values; by default that of the argument.
         default: of the flag, if it differs from the library's.
         help: of the flag; by default that of the argument.
-        says: what the help says about the default, instead of its value.
+        default_text: what the help says about the default, instead of its value.
     """
 
     programs: tuple[Program, ...] = ("chat", "server")
@@ -251,7 +247,7 @@ class Flag:
     domain: Domain[Any] | None = None
     default: Any = None
     help: str = ""
-    says: str = ""
+    default_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -299,12 +295,12 @@ class Option(Argument):
     Args:
         flag: by default, both programs have one.
         default: of an engine.
-        says: what the help says about the default, instead of its value.
+        default_text: what the help says about the default, instead of its value.
     """
 
     flag: Flag | None = Flag()
     default: Any = None
-    says: str = ""
+    default_text: str = ""
 
 
 def declared(cls: type) -> dict[str, Any]:
@@ -322,19 +318,15 @@ def declared(cls: type) -> dict[str, Any]:
 def with_help(doc: str | None, arguments: Mapping[str, Argument]) -> str:
     """A docstring with the help of each argument inserted after its line ``Args:``."""
     before, line, after = (doc or "").partition("    Args:\n")
-    return before + line + "\n".join(_help_lines(arguments)) + "\n" + after
-
-
-def _help_lines(arguments: Mapping[str, Argument]) -> Iterable[str]:
-    for name, argument in arguments.items():
-        yield textwrap.fill(
-            f"{name}: {argument.help}",
-            100,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    wrapper = textwrap.TextWrapper(
+        100,
+        initial_indent=" " * 8,
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = [wrapper.fill(f"{name}: {each.help}") for name, each in arguments.items()]
+    return before + line + "\n".join(lines) + "\n" + after
 
 
 # Token ids

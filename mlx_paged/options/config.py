@@ -202,7 +202,9 @@ class SchedulerConfig:
     Args:
         max_model_len: the most tokens of a prompt and its answer together; with ``None`` the budget
             is the only limit.
-        Others: the engine options of the same names, declared in ``engine_options.py``.
+        Others: the engine options of the same names, as the scheduler takes them. What they mean
+            and which values they have is declared in ``engine_options.py``, whose defaults these
+            are: type checkers can't derive attributes from the keywords that an engine takes.
 
     Raises:
         ArgumentError: a step can't hold a token of each sequence.

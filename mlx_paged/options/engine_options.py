@@ -18,10 +18,10 @@ from mlx_paged.options.argument_values import (
     Flag,
     Option,
     declared,
+    matching,
     number,
     one_of,
     or_none,
-    such,
     whole,
 )
 
@@ -52,8 +52,8 @@ class CacheOptions(TypedDict, total=False):
             "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, not an "
             "allocation.",
             config.BUDGET,
-            says="80% of what the weights leave of Metal's recommendation (elsewhere half, of the "
-            "memory)",
+            default_text="80% of what the weights leave of Metal's recommendation (elsewhere half, "
+            "of the memory)",
         ),
     ]
     preallocate: Annotated[
@@ -74,7 +74,7 @@ class CacheOptions(TypedDict, total=False):
             "accuracy; with 4, some models lose much (docs/guide/memory.md, What fewer bits cost).",
             config.KV_FORMAT,
             Flag(name="--kv-bits"),
-            says="as the model computes them",
+            default_text="as the model computes them",
         ),
     ]
     backend: Annotated[
@@ -93,7 +93,7 @@ class CacheOptions(TypedDict, total=False):
             "can continue without end in bounded memory; paged only. The only context limit is "
             "then max_model_len.",
             config.WINDOW,
-            says="all tokens",
+            default_text="all tokens",
         ),
     ]
     num_sink_tokens: Annotated[
@@ -101,7 +101,7 @@ class CacheOptions(TypedDict, total=False):
         Option(
             "how many of the first tokens are kept in addition to a window.",
             config.NUM_SINK_TOKENS,
-            says=f"`{config.DEFAULT_NUM_SINK_TOKENS}`",
+            default_text=f"`{config.DEFAULT_NUM_SINK_TOKENS}`",
         ),
     ]
 
@@ -122,7 +122,7 @@ class OneShotOptions(CacheOptions, total=False):
         Option(
             "a folder for full blocks of K/V, so that prompts with a common prefix reuse them "
             "after a restart, and in other processes (docs/guide/restarts.md).",
-            such("a folder", lambda folder: True, metavar="FOLDER"),
+            matching("a folder", lambda folder: True, metavar="FOLDER"),
         ),
     ]
     cache_dir_size: Annotated[
@@ -130,7 +130,7 @@ class OneShotOptions(CacheOptions, total=False):
         Option(
             "the size limit of the folder, such as 512M or 20G.",
             config.NBYTES,
-            says=f"`{config.DEFAULT_CACHE_DIR_SIZE}`",
+            default_text=f"`{config.DEFAULT_CACHE_DIR_SIZE}`",
         ),
     ]
     cache_dir_ttl: Annotated[
@@ -138,7 +138,7 @@ class OneShotOptions(CacheOptions, total=False):
         Option(
             "how long an unused block is kept: seconds, or 90s, 30m, 12h, 7d, 2w.",
             config.DURATION,
-            says="until the space is needed",
+            default_text="until the space is needed",
         ),
     ]
     cache_dir_writes: Annotated[
@@ -148,7 +148,7 @@ class OneShotOptions(CacheOptions, total=False):
             "an SSD. When half of them are written, blocks are stored at their second use only, "
             "and at the limit not at all.",
             config.NBYTES_A_DAY,
-            says="no limit",
+            default_text="no limit",
         ),
     ]
     tier: Annotated[
@@ -156,9 +156,9 @@ class OneShotOptions(CacheOptions, total=False):
         Option(
             "a function that returns your own Tier for full blocks of K/V, instead of a folder; "
             "its argument says what their bytes depend on (docs/guide/restarts.md).",
-            such("a function that returns a Tier", callable),
+            matching("a function that returns a Tier", callable),
             flag=None,
-            says="none",
+            default_text="none",
         ),
     ]
     max_model_len: Annotated[
@@ -167,7 +167,7 @@ class OneShotOptions(CacheOptions, total=False):
             "the most tokens of a prompt and its answer together; a longer prompt is refused, and "
             "an answer that reaches the limit ends with finish reason length.",
             or_none(AT_LEAST_1),
-            says="the model's context length, which is also the maximum",
+            default_text="the model's context length, which is also the maximum",
         ),
     ]
     num_draft_tokens: Annotated[
@@ -177,7 +177,7 @@ class OneShotOptions(CacheOptions, total=False):
             f"{config.MAX_DRAFT_TOKENS}. The output is the same with any number "
             "(docs/internals/engine.md, Speculation).",
             whole(0, config.MAX_DRAFT_TOKENS),
-            says=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
+            default_text=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
         ),
     ]
     wired_limit: Annotated[
@@ -213,11 +213,9 @@ class EngineOptions(OneShotOptions, total=False):
             "to 0.",
             or_none(AT_LEAST_1),
             Flag(
-                ("server",),
-                also=("--prefill-step-size",),
-                help="prompt tokens computed at a time",
+                ("server",), also=("--prefill-step-size",), help="prompt tokens computed at a time"
             ),
-            says=f"`{config.SchedulerConfig.max_num_batched_tokens}`",
+            default_text=f"`{config.SchedulerConfig.max_num_batched_tokens}`",
         ),
     ]
     max_num_mixed_tokens: Annotated[
@@ -228,7 +226,7 @@ class EngineOptions(OneShotOptions, total=False):
             "defaults to 0.",
             or_none(AT_LEAST_1),
             _SERVER,
-            says=f"`{config.SchedulerConfig.max_num_mixed_tokens}`",
+            default_text=f"`{config.SchedulerConfig.max_num_mixed_tokens}`",
         ),
     ]
     prefill_step_seconds: Annotated[
@@ -239,8 +237,8 @@ class EngineOptions(OneShotOptions, total=False):
             "0 always allows max_num_batched_tokens, so that runs repeat bit for bit "
             "(docs/internals/engine.md, Budgets of steps).",
             or_none(config.STEP_SECONDS),
-            says=f"{config.DEFAULT_PREFILL_STEP_SECONDS:g} in AsyncEngine, the server and the "
-            "chat, else 0",
+            default_text=f"{config.DEFAULT_PREFILL_STEP_SECONDS:g} in AsyncEngine, the server and "
+            "the chat, else 0",
         ),
     ]
     mixed_step_seconds: Annotated[
@@ -250,7 +248,8 @@ class EngineOptions(OneShotOptions, total=False):
             "max_num_mixed_tokens. A shorter time computes prompts more slowly.",
             or_none(config.STEP_SECONDS),
             _SERVER,
-            says=f"{config.DEFAULT_MIXED_STEP_SECONDS:g} in AsyncEngine and the server, else 0",
+            default_text=f"{config.DEFAULT_MIXED_STEP_SECONDS:g} in AsyncEngine and the server, "
+            "else 0",
         ),
     ]
     token_budgets: Annotated[
@@ -313,13 +312,14 @@ class EngineOptions(OneShotOptions, total=False):
         Option(
             "host memory for the K/V of preempted requests, in addition to the budget and in its "
             "notation; with 0 they are recomputed.",
-            such(
+            matching(
                 config.BUDGET.what,
                 lambda text: text.strip() == "0" or config.BUDGET.read(text) is not None,
                 metavar="N",
             ),
             _SERVER,
-            says="an eighth of the budget, if copying a token's K/V is cheaper than computing it",
+            default_text="an eighth of the budget, if copying a token's K/V is cheaper than "
+            "computing it",
         ),
     ]
     seed: Annotated[
@@ -328,7 +328,7 @@ class EngineOptions(OneShotOptions, total=False):
             "the seed for requests that have no seed of their own.",
             or_none(whole(), "a whole number"),
             Flag(("server",), domain=AT_LEAST_0),
-            says="random",
+            default_text="random",
         ),
     ]
     run_ahead: Annotated[
@@ -338,7 +338,7 @@ class EngineOptions(OneShotOptions, total=False):
             "not wait for Python. The tokens are the same.",
             or_none(BOOL, "True, False or None"),
             _SERVER,
-            says="where the cache allows it without copies: on Metal, with paged K/V",
+            default_text="where the cache allows it without copies: on Metal, with paged K/V",
         ),
     ]
 
@@ -347,8 +347,8 @@ ENGINE_OPTIONS: dict[str, Option] = declared(EngineOptions) | {
     "draft_model": Option(
         "a small model with the same vocabulary that generates the drafts. Its K/V count toward "
         "the budget.",
-        such("a model", lambda model: True),
+        matching("a model", lambda model: True),
         flag=None,
-        says="none: drafts are looked up in the request's own tokens",
+        default_text="none: drafts are looked up in the request's own tokens",
     )
 }

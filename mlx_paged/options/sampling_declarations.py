@@ -27,10 +27,10 @@ from mlx_paged.options.argument_values import (
     declared,
     is_number,
     is_sequence,
+    matching,
     number,
     or_none,
     refused,
-    such,
     whole,
 )
 
@@ -77,7 +77,7 @@ class _Biases(Domain[Any]):
         return biases
 
 
-_NUMBER = such("a number", is_number, parse=float)
+_NUMBER = matching("a number", is_number, parse=float)
 _TEXTS = Several("texts that are not empty", TEXT.read)
 _TOKENS = Several("token ids", TOKEN.read)
 _LOGPROBS = or_none(whole(0, MAX_LOGPROBS, f"within 0..{MAX_LOGPROBS}"))
@@ -109,7 +109,7 @@ class DeclaredSamplingParams:
             "sampling temperature; 0 takes the most likely token and ignores top_p, top_k, min_p "
             "and XTC.",
             number(0, math.inf, "a number, at least 0"),
-            Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
+            Flag(name="--temp", default_text=f"{_FROM_MODEL} 0"),
             per_row=True,
         ),
     ] = 0.0
@@ -119,7 +119,7 @@ class DeclaredSamplingParams:
             "keep the most likely tokens that together reach this probability; 1 keeps all, and 0 "
             "only the most likely one.",
             SHARE,
-            Flag(says=f"{_FROM_MODEL} 1"),
+            Flag(default_text=f"{_FROM_MODEL} 1"),
             per_row=True,
         ),
     ] = 1.0
@@ -131,7 +131,7 @@ class DeclaredSamplingParams:
             Flag(
                 domain=AT_LEAST_0,
                 help="keep this many of the most likely tokens; 0 keeps all",
-                says=f"{_FROM_MODEL} 0",
+                default_text=f"{_FROM_MODEL} 0",
             ),
             per_row=True,
         ),
@@ -141,7 +141,7 @@ class DeclaredSamplingParams:
         Param(
             "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
             SHARE,
-            Flag(says=f"{_FROM_MODEL} 0"),
+            Flag(default_text=f"{_FROM_MODEL} 0"),
             per_row=True,
         ),
     ] = 0.0
@@ -169,9 +169,7 @@ class DeclaredSamplingParams:
     xtc_special_tokens: Annotated[
         Sequence[int],
         Param(
-            "token ids that XTC never removes, such as the end of sequence.",
-            _TOKENS,
-            per_row=True,
+            "token ids that XTC never removes, such as the end of sequence.", _TOKENS, per_row=True
         ),
     ] = ()
     seed: Annotated[
@@ -193,17 +191,10 @@ class DeclaredSamplingParams:
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        Param(
-            "subtracted from the logits of tokens that occur in the answer; 0 is off.",
-            _NUMBER,
-        ),
+        Param("subtracted from the logits of tokens that occur in the answer; 0 is off.", _NUMBER),
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        Param(
-            "the same for each occurrence; 0 is off.",
-            _NUMBER,
-        ),
+        float, Param("the same for each occurrence; 0 is off.", _NUMBER)
     ] = 0.0
     logit_bias: Annotated[
         Mapping[int, float],
@@ -217,7 +208,7 @@ class DeclaredSamplingParams:
         Sequence[int] | None,
         Param(
             "the only tokens that may be drawn; ``None`` allows all.",
-            or_none(Several("token ids, at least one", TOKEN.read, least=1)),
+            or_none(Several("token ids, at least one", TOKEN.read, min_length=1)),
         ),
     ] = None
     bad_words: Annotated[
@@ -229,12 +220,7 @@ class DeclaredSamplingParams:
         ),
     ] = ()
     stop: Annotated[
-        str | Sequence[str],
-        Param(
-            "end before the first of these texts.",
-            _TEXTS,
-            per_row=True,
-        ),
+        str | Sequence[str], Param("end before the first of these texts.", _TEXTS, per_row=True)
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int | Sequence[int]],
@@ -254,12 +240,7 @@ class DeclaredSamplingParams:
         ),
     ] = False
     ignore_eos: Annotated[
-        bool,
-        Param(
-            "continue after the model's end-of-sequence tokens.",
-            BOOL,
-            per_row=True,
-        ),
+        bool, Param("continue after the model's end-of-sequence tokens.", BOOL, per_row=True)
     ] = False
     min_tokens: Annotated[
         int,
@@ -279,7 +260,7 @@ class DeclaredSamplingParams:
                 also=("-m",),
                 default=-1,
                 help="tokens per answer",
-                says="-1, up to the context limit",
+                default_text="-1, up to the context limit",
             ),
             per_row=True,
             wire=False,
@@ -298,11 +279,7 @@ class DeclaredSamplingParams:
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Param(
-            "the same for each token of the prompt but the first.",
-            _LOGPROBS,
-            per_row=True,
-        ),
+        Param("the same for each token of the prompt but the first.", _LOGPROBS, per_row=True),
     ] = None
     detokenize: Annotated[
         bool,
@@ -329,7 +306,7 @@ class DeclaredSamplingParams:
             "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
             "vocab_size]``) to new logits, after the penalties. If one raises, only its request "
             "fails.",
-            Several("functions", such("functions", callable).read),
+            Several("functions", matching("functions", callable).read),
             wire=False,
         ),
     ] = ()
@@ -338,7 +315,7 @@ class DeclaredSamplingParams:
         Param(
             "a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the "
             "processors and returns a token ``[1]``. It replaces temperature, filters and seed.",
-            or_none(such("a function, such as make_sampler(...)", callable)),
+            or_none(matching("a function, such as make_sampler(...)", callable)),
             wire=False,
         ),
     ] = None
@@ -348,7 +325,7 @@ class DeclaredSamplingParams:
             "the structure of the answer, such as JSON of a schema; ``None`` is free text. It "
             "can't be combined with ``ignore_eos``.",
             or_none(
-                such(
+                matching(
                     "StructuredOutputsParams",
                     lambda value: isinstance(value, StructuredOutputsParams),
                 ),
@@ -372,7 +349,7 @@ class DeclaredSamplingParams:
             "whether each output has the answer so far or only what is new, or there is only one. "
             "An output with what is new has the completions that continue, and the last one has "
             "all of them; its cost does not grow with the answer.",
-            such(
+            matching(
                 "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
                 lambda value: isinstance(value, RequestOutputKind),
             ),
@@ -431,7 +408,7 @@ class StructuredOutputsParams:
         for name, domain in _DOMAINS.items():
             value = domain.check("structured_outputs", name, getattr(self, name))
             object.__setattr__(self, name, value)
-        given = [name for name in KINDS if getattr(self, name) is not _NOT_GIVEN[name]]
+        given = self._given
         if len(given) != 1:
             raise ArgumentError(
                 f"[structured_outputs] give exactly one of {', '.join(KINDS)}, got "
@@ -445,22 +422,25 @@ class StructuredOutputsParams:
                 "[structured_outputs] reasoning_start needs begin_after, the end of what it opens",
                 "reasoning_start",
             )
-        self._check_length(given[0])
+        value = getattr(self, self.kind)
+        length = sum(map(len, value)) if self.kind == "choice" else len(str(value))
+        if length > MAX_GRAMMAR_LEN:
+            raise ArgumentError(
+                f"[structured_outputs] {self.kind} has {length:,} characters, {MAX_GRAMMAR_LEN:,} "
+                "are allowed",
+                self.kind,
+            )
 
     @property
     def kind(self) -> str:
-        """Which of the five is given."""
-        return next(name for name in KINDS if getattr(self, name) is not _NOT_GIVEN[name])
+        """The first of the five that is given."""
+        return self._given[0]
 
-    def _check_length(self, name: str) -> None:
-        value = getattr(self, name)
-        length = sum(map(len, value)) if name == "choice" else len(str(value))
-        if length > MAX_GRAMMAR_LEN:
-            raise ArgumentError(
-                f"[structured_outputs] {name} has {length:,} characters, {MAX_GRAMMAR_LEN:,} are "
-                "allowed",
-                name,
-            )
+    @property
+    def _given(self) -> list[str]:
+        # What is not given is None, or False for json_object.
+        absent = {**dict.fromkeys(KINDS), "json_object": False}
+        return [name for name in KINDS if getattr(self, name) is not absent[name]]
 
 
 def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
@@ -503,12 +483,10 @@ def _read_choice(value: object) -> tuple[str, ...] | None:
     return tuple(value) or None if is_valid else None  # type: ignore[arg-type]
 
 
-# The value of a kind that is not given.
-_NOT_GIVEN: dict[str, bool | None] = {**dict.fromkeys(KINDS), "json_object": False}
-_TEXT = or_none(such("a text that is not empty", lambda text: _is_unicode(text) and text != ""))
+_TEXT = or_none(matching("a text that is not empty", lambda text: _is_unicode(text) and text != ""))
 _DOMAINS: dict[str, Domain[Any]] = {
     "json": or_none(
-        such(
+        matching(
             "a JSON schema: a mapping, its text, or True",
             lambda value: isinstance(value, str | bool | Mapping),
         )

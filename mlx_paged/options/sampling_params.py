@@ -77,11 +77,6 @@ class SamplingParams(DeclaredSamplingParams):
         return bool(self.bad_words) or self.structured_outputs is not None
 
     @property
-    def has_functions(self) -> bool:
-        """Whether the user's sampler or logits processors are called."""
-        return self.sampler is not None or bool(self.logits_processors)
-
-    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0 or self.top_p == 0

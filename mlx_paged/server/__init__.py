@@ -3,7 +3,6 @@
 Nothing heavy is imported before the arguments have been checked.
 """
 
-from mlx_paged.server.command_line import setup_arg_parser
-from mlx_paged.server.program import main
+from mlx_paged.server.program import main, setup_arg_parser
 
 __all__ = ["main", "setup_arg_parser"]

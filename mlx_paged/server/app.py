@@ -10,17 +10,17 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.server import anthropic, openai, responses
-from mlx_paged.server.errors import FAILED, ApiError, error_response
+from mlx_paged.server.errors import CLIENT_LEFT, FAILED, ApiError, error_response
 from mlx_paged.server.http.access import Access, OriginGuard
 from mlx_paged.server.http.http_server import MAX_CONNECTIONS, Gate
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
-from mlx_paged.server.metrics import count_request, metrics, metrics_of
+from mlx_paged.server.metrics import EngineCollector, count_request, metrics
 from mlx_paged.server.page import cache_report, health, page, pool, version
 from mlx_paged.server.routes import ApiRoute, openapi
 from mlx_paged.server.service import Service
@@ -62,11 +62,14 @@ class App:
     ):
         inner = Starlette(
             routes=ROUTES,
-            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
+            exception_handlers=dict.fromkeys(
+                (ApiError, ClientDisconnect, HTTPException, Exception), _failed
+            ),
         )
         counts: Counter[tuple[str, str, int]] = Counter()
         inner.state.service = service
-        inner.state.metrics = metrics_of(service, counts)
+        engine, model_name = service.engine.engine, service.model_names[0]
+        inner.state.metrics = EngineCollector(engine, model_name, counts)
         shielded = guarded(inner, service.settings, is_loopback, key_file)
         self.gate = Gate(shielded, service.engine, max_connections)
         self._app = RequestLog(self.gate, partial(count_request, counts, ROUTES))
@@ -95,6 +98,8 @@ def guarded(
 
 async def _failed(request: Request, error: Exception) -> Response:
     """The response to a request whose handling raised an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException):
         text = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, text, headers=error.headers)

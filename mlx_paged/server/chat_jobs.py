@@ -25,13 +25,7 @@ from mlx_paged.server.generations import Generation
 from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import (
-    ToolGrammar,
-    format_or_calls,
-    reasoning_before,
-    required_calls,
-    strict_calls,
-)
+from mlx_paged.server.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,6 @@ class ChatJob:
         messages: in the form that chat templates take: a role, a text as content, and for the
             assistant ``tool_calls`` whose arguments are objects, not JSON texts.
         params: sampling parameters.
-        tools: functions in the form of OpenAI's ``tools``, as chat templates take them.
         tool_choice: ``"none"``, ``"auto"``, ``"required"``, or the name of the tool to call.
         parallel_tool_calls: whether an answer may contain several calls.
         template_options: variables of the chat template.
@@ -52,7 +45,7 @@ class ChatJob:
 
     messages: list[dict[str, Any]]
     params: SamplingParams
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +72,7 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
     if job.tools and (job.tool_choice != "none" or TemplateTraits.of(tokenizer).shows_tools):
-        options["tools"] = list(job.tools)
+        options["tools"] = [tool.form for tool in job.tools]
     try:
         check = service.length_limit(work).check
         prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
@@ -88,7 +81,13 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
     dialect = Dialect.of(tokenizer)
     fields = {"grammar": "tools", "structured_outputs": "tool_choice", **job.fields}
     try:
-        calls = _grammar_of_calls(dialect, job)
+        calls = grammar_of_calls(
+            job.tools,
+            dialect,
+            job.tool_choice if job.tools else "none",
+            job.parallel_tool_calls,
+            job.params.structured_outputs,
+        )
     except ArgumentError as error:
         raise api_error(error, fields) from error
     structured = job.params.structured_outputs if calls is None else calls.structured_outputs
@@ -124,33 +123,10 @@ def _parts_of(
     """What the grammar of an answer that calls tools is made of, by the client's fields."""
     if calls is None:
         return {}
-    parts = {fields.get(path, path): part for path, part in calls.parts().items()}
+    parts = calls.parts()
     if job.params.structured_outputs is not None:
         parts[fields["structured_outputs"]] = job.params.structured_outputs
     return parts
-
-
-def _grammar_of_calls(dialect: Dialect, job: ChatJob) -> ToolGrammar | None:
-    """The grammar of an answer that may or must call tools; ``None`` if none is needed. If the
-    request also asks for a format, the answer is either in that format or calls tools.
-    """
-    requested, choice, is_parallel = (
-        job.params.structured_outputs, job.tool_choice, job.parallel_tool_calls,
-    )  # fmt: skip
-    if not job.tools or choice == "none":
-        return None
-    if choice == "auto":
-        if requested is None:
-            return strict_calls(job.tools, dialect, parallel_tool_calls=is_parallel)
-        return format_or_calls(job.tools, dialect, requested, parallel_tool_calls=is_parallel)
-    if requested is not None:
-        raise ArgumentError(
-            "tool_choice requires a call, but the request also asks for an answer in a format; "
-            "send only one of them",
-            "tool_choice",
-        )
-    name = None if choice == "required" else choice
-    return required_calls(job.tools, dialect, name=name, parallel_tool_calls=is_parallel)
 
 
 def _keep(
@@ -166,11 +142,13 @@ def _keep(
     message = keep_answer(kept, tokenizer, prompt, answer_format, completion, job.no_store)
     if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
         return
-    computed = [*prompt.token_ids, *completion.token_ids]
-    messages = [*job.messages, message]
-    salt = job.cache_salt
-    encode = partial(upcoming_tokens, kept, tokenizer, messages, options, salt, computed)
-    upcoming = Upcoming(encode, job.user, salt, job.no_store)
+    computed, salt = [*prompt.token_ids, *completion.token_ids], job.cache_salt
+
+    def encode(question: str) -> list[int]:
+        messages = [*job.messages, message, {"role": "user", "content": question}]
+        return kept.encode(tokenizer, messages, options, salt).token_ids
+
+    upcoming = Upcoming(partial(upcoming_tokens, encode, computed), job.user, salt, job.no_store)
     service.idle_prefill.expect(prompt.key, upcoming)
 
 
@@ -190,7 +168,7 @@ def _limits_of_calls(dialect: Dialect, job: ChatJob) -> dict[str, Any]:
 
 def _format_of(service: Service, job: ChatJob, prompt: Prompt) -> AnswerFormat:
     tokenizer, texts = service.tokenizer, service.token_texts
-    tools = job.tools if job.tool_choice != "none" else ()
+    tools = [tool.form for tool in job.tools if job.tool_choice != "none"]
     if tools and job.tool_choice == "auto" and Dialect.of(tokenizer).calls is None:
         raise ApiError(
             400,

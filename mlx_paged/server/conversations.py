@@ -11,6 +11,7 @@ from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.answers.template_traits import REMINDER
 from mlx_paged.errors import shown
 from mlx_paged.server.schemas import Children, OneOf, Repeated, refused
+from mlx_paged.server.tool_grammar import Tool
 
 # The name of each kind in words, and the way out.
 _OTHERS = {
@@ -141,55 +142,28 @@ class History:
         return self._messages
 
 
-def function_tool(
-    name: str, description: str | None, parameters: dict[str, Any], strict: bool | None
-) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function["parameters"] = parameters
-    if strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}
-
-
-def tool_fields(places: Sequence[str], schema: str) -> dict[str, str]:
-    """The fields of tools by their places in OpenAI's form, as errors name them.
-
-    Args:
-        places: of the tools in the body.
-        schema: the field of a tool that has its schema.
-    """
-    fields: dict[str, str] = {}
-    for index, place in enumerate(places):
-        fields[f"tools[{index}].function.parameters"] = f"{place}.{schema}"
-        fields[f"tools[{index}].function.strict"] = f"{place}.strict"
-    return fields
-
-
-def refuse_second_names(names: Sequence[str], field: str = "name") -> None:
-    """Raise if two tools have the same name; ``field`` is the place of the name in a tool."""
+def refuse_second_names(tools: Sequence[Tool]) -> None:
+    """Raise if two tools have the same name."""
     seen: set[str] = set()
-    for index, name in enumerate(names):
-        if name in seen:
-            raise refused(f"tools[{index}].{field}", f"is {shown(name)}, the name of another tool")
-        seen.add(name)
+    for tool in tools:
+        if tool.name in seen:
+            raise refused(f"{tool.place}.name", f"is {shown(tool.name)}, the name of another tool")
+        seen.add(tool.name)
 
 
-def checked_tool_choice(
-    choice: ToolChoice, place: str, tools: tuple[dict[str, Any], ...]
-) -> ToolChoice:
+def checked_tool_choice(choice: ToolChoice, place: str, tools: Sequence[Tool]) -> ToolChoice:
     """Check a choice of tools.
 
     Args:
+        choice: also ``"any"``, Anthropic's word for ``"required"``.
         place: the place of the tool's name in the body; ``""`` if the choice is not a name.
     """
-    names = [tool["function"]["name"] for tool in tools]
-    if place and choice not in names:
+    if place and all(choice != tool.name for tool in tools):
         raise refused(place, f"is {shown(choice)}, but no tool has this name")
     if place and choice in ("none", "auto", "required"):
         raise refused(place, f"is {choice!r}, which can't be the name of a tool here")
-    if choice == "required" and not tools:
-        raise refused("tool_choice", "is 'required', but there are no tools; send some")
+    if choice in ("required", "any") and not place:
+        if not tools:
+            raise refused("tool_choice", f"is {choice!r}, but there are no tools; send some")
+        return "required"
     return choice

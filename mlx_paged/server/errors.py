@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -151,10 +152,6 @@ class Guard(ABC):
         await app(scope, receive, send)
 
 
-class ClientLeftError(Exception):
-    """The client has disconnected."""
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``; it is cancelled as soon as the client disconnects.
 
@@ -162,14 +159,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         receive: that of a request whose body was read. No other task may call it meanwhile.
 
     Raises:
-        ClientLeftError: the client disconnected before the work was done.
+        ClientDisconnect: the client disconnected before the work was done.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeftError
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

@@ -85,6 +85,12 @@ class StreamOptions(Body):
     include_obfuscation: Any = None
 
 
+def check_stream(options: StreamOptions | None, is_streamed: bool) -> None:
+    """Raise if there are options without a stream."""
+    if options is not None and not is_streamed:
+        raise refused("stream_options", "is given, but stream is not true")
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -193,29 +199,25 @@ def _biases_of(biases: dict[str, float | None]) -> dict[int, float]:
 
 
 class RequestedFormat(NamedTuple):
-    """A structured output, and the place in the body that describes it."""
+    """A structured output, and the place in the body that describes it; by default any text."""
 
-    params: StructuredOutputsParams
-    place: str
+    params: StructuredOutputsParams | None = None
+    place: str = ""
 
-
-def fields_of(requested: RequestedFormat | None) -> dict[str, str]:
-    """The place of a structured output by the names that the engine's errors have for it."""
-    if requested is None:
-        return {}
-    return {requested.params.kind: requested.place, "structured_outputs": requested.place}
+    @property
+    def fields(self) -> dict[str, str]:
+        """The place by the names that the engine's errors have for it."""
+        if self.params is None:
+            return {}
+        return {self.params.kind: self.place, "structured_outputs": self.place}
 
 
 class TextFormat(Body):
     type: Literal["text"]
 
-    def requested(self, place: str) -> RequestedFormat | None:
-        """The structured output for the format; ``None``: any text.
-
-        Args:
-            place: the place of the format in the body.
-        """
-        return None
+    def requested(self, place: str) -> RequestedFormat:
+        """The structured output for the format, whose place in the body is given."""
+        return RequestedFormat()
 
 
 class JsonFormat(Body):
@@ -290,8 +292,8 @@ class FormatFields(Body):
     json_schema: Any = None
     grammar: str | None = None
 
-    def structured(self) -> RequestedFormat | None:
-        """The structured output that is requested; ``None``: any text."""
+    def structured(self) -> RequestedFormat:
+        """The structured output that is requested."""
         found: dict[str, RequestedFormat] = {}
         for name in FormatFields.model_fields:
             value = getattr(self, name)
@@ -303,12 +305,12 @@ class FormatFields(Body):
                 kind = "json" if name == "json_schema" else name.removeprefix("guided_")
                 value = _lark_of(value) if name == "grammar" else value
                 requested = read_format(name, **{kind: value})
-            if requested is not None:
+            if requested.params is not None:
                 found[name] = requested
         if len(found) > 1:
             first, second, *_ = found
             raise refused(second, f"can't be combined with {first}; send only one of them")
-        return next(iter(found.values()), None)
+        return next(iter(found.values()), RequestedFormat())
 
 
 def _lark_of(text: str) -> str:

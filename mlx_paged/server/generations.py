@@ -68,44 +68,62 @@ class Answer:
             await answer.aclose()       # aborts what is not finished
 
     Args:
+        generation: what was requested.
         parts: the engine's output.
         places: places in the queue, released when the first part arrives.
         note: called with each part, and whether it is the first.
-        fields: those of the :class:`Generation`.
     """
 
     def __init__(
         self,
+        generation: Generation,
         parts: AsyncGenerator[RequestOutput, None],
         places: ExitStack,
         note: Callable[[RequestOutput, bool], None],
-        fields: Mapping[str, str],
     ):
+        self._when_finished = generation.when_finished
+        self._fields = generation.fields
         self._rest = parts
         self._places = places
         self._note = note
-        self._fields = fields
         self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(anext(parts))
+        self._token_ids: dict[int, list[int]] = {}  # by completion
+        self._finished: set[int] = set()
 
     def __aiter__(self) -> Answer:
         return self
 
     async def __anext__(self) -> RequestOutput:
         try:
-            if self._first is not None:
-                output = await self._first
+            is_first = self._first is not None
+            output = await (self._first or anext(self._rest))
+            if is_first:
                 self._first = None
                 self._places.close()
-                self._note(output, True)
-            else:
-                output = await anext(self._rest)
-                self._note(output, False)
+            self._note(output, is_first)
+            self._collect(output)
             return _check_end(output, self._fields)
         except StopAsyncIteration:
             raise
         except Exception as error:
             await self.aclose()
             raise api_error(error, self._fields) from error
+
+    def _collect(self, output: RequestOutput) -> None:
+        """Collect the tokens of each completion, and pass it on when it has finished."""
+        if self._when_finished is None:
+            return
+        for completion in output.outputs:
+            token_ids = self._token_ids.setdefault(completion.index, [])
+            token_ids += completion.token_ids
+            # The last part of a request contains all completions.
+            if completion.finish_reason is not None and completion.index not in self._finished:
+                self._finished.add(completion.index)
+                try:
+                    self._when_finished(replace(completion, token_ids=token_ids))
+                except Exception:
+                    # The client still gets the answer.
+                    logger.exception("an answer could not be kept")
 
     async def wait(self, seconds: float) -> None:
         """Wait for the first part for some seconds; raises an :class:`ApiError` if it failed."""
@@ -121,28 +139,6 @@ class Answer:
                 self._first.cancel()
                 await asyncio.gather(self._first, return_exceptions=True)
             await self._rest.aclose()
-
-
-class CompletionCollector:
-    """Collects the tokens of each completion, and passes it on when it has finished."""
-
-    def __init__(self, when_finished: Callable[[CompletionOutput], object]):
-        self._when_finished = when_finished
-        self._token_ids: dict[int, list[int]] = {}
-        self._ended: set[int] = set()
-
-    def add(self, output: RequestOutput) -> None:
-        for completion in output.outputs:
-            token_ids = self._token_ids.setdefault(completion.index, [])
-            token_ids += completion.token_ids
-            # The last part of a request contains all completions.
-            if completion.finish_reason is not None and completion.index not in self._ended:
-                self._ended.add(completion.index)
-                try:
-                    self._when_finished(replace(completion, token_ids=token_ids))
-                except Exception:
-                    # The client still gets the answer.
-                    logger.exception("an answer could not be kept")
 
 
 async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -178,13 +174,13 @@ async def _read(
     index: int, answer: Answer, inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]]
 ) -> None:
     """Put the parts of an answer into an inbox, followed by ``None`` or an error."""
+    end = None
     try:
         async for part in answer:
             await inbox.put((index, part))
     except ApiError as error:
-        await inbox.put((index, error))
-    else:
-        await inbox.put((index, None))
+        end = error
+    await inbox.put((index, end))
 
 
 def _check_end(output: RequestOutput, fields: Mapping[str, str]) -> RequestOutput:

@@ -28,7 +28,7 @@ from mlx_paged.answers.reader import Reading, read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
-from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
 
@@ -114,33 +114,22 @@ def _marked_text(
     tokenizer: TokenizerWrapper, prompt: Prompt, token_ids: Sequence[int], form: AnswerFormat
 ) -> str:
     """The text of an answer, in which a mark that is a token differs from one that is text."""
-    detokenizer = TokenTexts.of(tokenizer).detokenizer(prompt.token_ids)
+    detokenizer = token_texts_of(tokenizer).detokenizer(prompt.token_ids)
     places = TokenPlaces(form.marks.characters, detokenizer, special_token_ids(tokenizer))
     return "".join(map(places.add, token_ids)) + detokenizer.finish()
 
 
 def upcoming_tokens(
-    kept: ConversationEncoder,
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[Mapping[str, Any]],
-    template_options: Mapping[str, Any],
-    cache_salt: str | None,
-    computed: Sequence[int],
+    encode: Callable[[str], list[int]], computed: Sequence[int]
 ) -> tuple[list[int], int]:
     """The beginning of the prompt of any next question, and how many of its tokens are computed.
 
     Args:
-        messages: the conversation up to the last answer.
+        encode: the tokens of the prompt of a question.
         computed: the tokens of the last prompt and its answer.
     """
-    # Two questions with no common beginning.
-    prompts = [
-        kept.encode(
-            tokenizer, [*messages, {"role": "user", "content": text}], template_options, cache_salt
-        ).token_ids
-        for text in ("?", "Why not")
-    ]
-    return prompts[0][: _num_same(*prompts)], _num_same(prompts[0], computed)
+    first, second = encode("?"), encode("Why not")  # They have no common beginning.
+    return first[: _num_same(first, second)], _num_same(first, computed)
 
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -30,10 +30,9 @@ from starlette.types import Scope
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.storing.disk_cache import DiskTierStats
+from mlx_paged.engine.storing.tier_cache import TierCacheStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
-from mlx_paged.server.service import Service
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER = "other"
@@ -75,10 +74,6 @@ class EngineCollector(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self._gauge = partial(self._metric, GaugeMetricFamily)
         self._counter = partial(self._metric, CounterMetricFamily)
-
-    def describe(self) -> list[Metric]:
-        # Otherwise the registry collects once to find out the names.
-        return []
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -209,7 +204,7 @@ class EngineCollector(Collector):
             stats.num_swapped_tokens,
         )
 
-    def _disk_tier(self, stats: EngineStats, tier: DiskTierStats) -> Iterator[Metric]:
+    def _disk_tier(self, stats: EngineStats, tier: TierCacheStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
         num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
         yield counter(
@@ -294,19 +289,6 @@ class EngineCollector(Collector):
         return metric
 
 
-def metrics_of(
-    service: Service, http_counts: Mapping[tuple[str, str, int], int]
-) -> CollectorRegistry:
-    """The metrics of a service.
-
-    Args:
-        http_counts: HTTP requests by method, path and status.
-    """
-    registry = CollectorRegistry()  # not the global one, which allows one server per process
-    registry.register(EngineCollector(service.engine.engine, service.model_names[0], http_counts))
-    return registry
-
-
 async def metrics(context: RequestContext[Body]) -> Response:
     """Metrics for Prometheus."""
     request = context.request
@@ -314,7 +296,7 @@ async def metrics(context: RequestContext[Body]) -> Response:
     return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-store"})
 
 
-def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
+def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
     """The metrics and their content type: OpenMetrics if ``Accept`` contains it, otherwise
     Prometheus's text format.
     """
@@ -322,6 +304,6 @@ def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
         # prometheus_client's default, UNDERSCORES, replaces the colons in names although they need
         # no escaping (its issue 1177).
         generate: Callable[..., bytes] = openmetrics.generate_latest
-        body = generate(registry, escaping=openmetrics.ALLOWUTF8)
+        body = generate(collector, escaping=openmetrics.ALLOWUTF8)
         return body, f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
-    return generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8"
+    return generate_latest(collector), "text/plain; version=0.0.4; charset=utf-8"

@@ -7,11 +7,23 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.request import REASONS, PrefixReport
+from mlx_paged.request import REASONS, PrefixReport, Reason
 
 # Tokens to show of each text, from the position on where a prompt differs from the cached one.
 NUM_TEXT_TOKENS = 48
 
+# The rest of a sentence, by the reason.
+_EXPLANATIONS: dict[Reason, str] = {
+    "hit": "all whole blocks",
+    "new": REASONS["new"],
+    "continued": "it goes on where {other} ended, at token {position}",
+    "changed": "it left {other} at token {position}: {change}",
+    "no_state": "from token {position} on its K/V are there, and the recurrent state was not kept; "
+    "a larger --kv-cache-bytes keeps more",
+    "pending": "from token {position} on, {other} is being computed",
+    "evicted": "from token {position} on, what {other} computed was evicted; a larger "
+    "--kv-cache-bytes keeps more",
+}
 _CHANGES = {
     "inserted": "{found} inserted",
     "removed": "{expected} removed",
@@ -23,35 +35,19 @@ _CHANGES = {
 def explanation(report: PrefixReport) -> str:
     """Why no more of a prompt was cached, in a sentence that contains none of its text."""
     cached = f"{report.num_cached_tokens:,} of {_tokens(report.num_prompt_tokens)} cached"
+    why = _EXPLANATIONS[report.reason]
     if report.num_read_tokens:
         cached += f", {report.num_read_tokens:,} of them on disk"
-    other, position = report.other_request_id, f"{report.position:,}"
-    if report.reason == "hit":
-        return f"{cached}: all whole blocks"
-    if report.reason == "new" and report.num_read_tokens:
-        return f"{cached}: the rest is not there"
-    if report.reason == "new":
-        return f"{cached}: {REASONS['new']}"
-    if report.reason == "continued":
-        return f"{cached}: it goes on where {other} ended, at token {position}"
-    if report.reason == "changed":
-        return f"{cached}: it left {other} at token {position}: {_change(report)}"
-    if report.reason == "no_state":
-        return (
-            f"{cached}: from token {position} on its K/V are there, and the recurrent state was "
-            "not kept; a larger --kv-cache-bytes keeps more"
-        )
-    if report.reason == "pending":
-        return f"{cached}: from token {position} on, {other} is being computed"
-    return (
-        f"{cached}: from token {position} on, what {other} computed was evicted; a larger "
-        "--kv-cache-bytes keeps more"
+        why = "the rest is not there" if report.reason == "new" else why
+    return f"{cached}: " + why.format(
+        other=report.other_request_id, position=f"{report.position:,}", change=_change(report)
     )
 
 
 def _change(report: PrefixReport) -> str:
     change = report.change()
-    assert change is not None, "the report says that it changed"
+    if change is None:
+        return ""
     expected, found = change.num_expected, change.num_found
     is_open = max(expected, found) >= max(len(report.expected), len(report.found))
     if is_open and change.kind == "replaced":

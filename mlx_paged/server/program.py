@@ -1,4 +1,5 @@
-"""The server program, from flags to an exit status.
+"""The server program, from flags, named as in ``mlx_lm.server`` and ``vllm serve``, to an exit
+status.
 
 Nothing heavy is imported before the arguments have been checked.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import logging
 import resource
 import socket
@@ -20,28 +22,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.cli.flags import chosen_sampling, find_model, load_model
-from mlx_paged.cli.program import import_first, is_follower, run_program
+from mlx_paged.cli import flags
+from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
-from mlx_paged.errors import ArgumentError, one_line
-from mlx_paged.server.command_line import (
-    FLAGS,
-    KEEPS_REASONING,
-    read_chat_template,
-    read_settings,
-    setup_arg_parser,
-    take_model,
-    template_options,
+from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
+from mlx_paged.server.settings import (
+    SERVER_SETTINGS,
+    KeyFile,
+    ServerSettings,
+    in_words,
+    read_api_keys,
+    seems_named_by_equals,
 )
-from mlx_paged.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.service import Service
-    from mlx_paged.server.settings import KeyFile
 
 logger = logging.getLogger("mlx_paged.server")
 
@@ -51,7 +49,71 @@ _EXTRA = ("starlette", "uvicorn", "h11", "pydantic", "llguidance", "prometheus_c
 _MAX_FILES = 8192  # open files, a number that macOS lets a process request
 _OTHER_FILES = 128
 SWITCH_SECONDS = 0.0005
-STEP_SECONDS_AT_END = 5.0  # that the end of the server waits for a step
+FLAGS = {
+    **flags.FLAGS,
+    **flags.engine_flags("server"),
+    "api_key": "--api-key",
+    "api_key_file": "--api-key-file",
+    "chat_template": "--chat-template",
+    "chat_template_args": "--chat-template-args",
+}
+# Variables that make chat templates keep the reasoning of earlier answers: of Qwen 3.6 and Kimi
+# K2.6, of GLM since 4.7, and of Nemotron 3.
+KEEPS_REASONING = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
+_OTHER_FLAGS = {
+    "allowed_origins": "--cors-origin",
+    "model_alias": "--served-model-name",
+    "default_chat_template_kwargs": "--chat-template-args",
+}
+
+
+def setup_arg_parser(prog: str | None = None) -> Parser:
+    """The server's argument parser; ``prog`` is the program's name in help and errors."""
+    server = Parser(
+        prog=prog or "python -m mlx_paged.server",
+        description="Serve a model through OpenAI- and Anthropic-compatible APIs.",
+        flags=flags.SAMPLING | FLAGS | _OTHER_FLAGS,
+        usage="%(prog)s [options] [model]",
+    )
+    server.add_argument(
+        "name", nargs="?", metavar="model", help="the model, in the place of --model"
+    )
+    own = flags.add_flags(server, "server", SERVER_SETTINGS)
+    own.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that clients may call the model; '*' is any (default: that of --model)",
+    )
+    own.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="[NAME ]KEY",
+        help="an API key, optionally preceded by a name for the log and a space; other processes "
+        "can see it, so prefer a file; may be given several times",
+    )
+    own.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="a file with KEY or NAME KEY on each line, which only its owner may read",
+    )
+    own.add_argument(
+        "--chat-template", metavar="FILE", help="a chat template to use instead of the model's"
+    )
+    own.add_argument(
+        "--chat-template-args",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="default variables of the chat template",
+    )
+    server.add_version()
+    return server
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
@@ -79,23 +141,25 @@ def _run(args: argparse.Namespace) -> int:
             f"the server needs {', '.join(missing)}; install it with pip install "
             "'mlx-paged[server]'"
         )
-    take_model(args)
+    if args.name is not None and args.model is not None:
+        raise ArgumentError(
+            f"[server] the model is given twice, as --model and as {shown(args.name)}", "model"
+        )
+    args.model = args.model if args.name is None else args.name
     settings = read_settings(args)
     if is_follower():
         follow(args)
         return 0
     import_first("mlx_paged.loading", "mlx_paged.server.app")
-    from mlx_paged.server.http.http_server import bind, close_all
+    from mlx_paged.server.http.http_server import bind, close_all, is_loopback
     from mlx_paged.server.http.logs import setup_logging
-    from mlx_paged.server.settings import KeyFile
 
     # A thread that reads a long request keeps the GIL for up to this long while the event loop and
     # the engine wait, several times per step. Python's default is 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     sockets = bind(settings.host, settings.port)
     try:
-        _check_access(settings, sockets)
-        _note_equals(settings)
+        _check_keys(settings, is_loopback(sockets))
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
         key_file = None
@@ -109,31 +173,70 @@ def _run(args: argparse.Namespace) -> int:
         close_all(sockets)
 
 
-def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> None:
-    from mlx_paged.server.http.http_server import is_loopback
+def _check_keys(settings: ServerSettings, is_loopback: bool) -> None:
+    """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``.
 
-    if settings.api_keys and settings.allow_unauthenticated:
+    Raises:
+        ValueError: there are keys that the flags say are not needed, or none although other
+            machines can reach the server.
+    """
+    keys, is_open = settings.api_keys, settings.allow_unauthenticated
+    if keys and is_open:
         raise ValueError(
             "--allow-unauthenticated is for a server without keys; give either it or keys"
         )
-    if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
-        return
-    raise ValueError(
-        f"other machines can reach {settings.host or 'every address'}, and there is no key; give "
-        "--api-key-file or --api-key, or --allow-unauthenticated to let all clients in"
-    )
-
-
-def _note_equals(settings: ServerSettings) -> None:
-    """Print a note if unnamed keys look as if they were meant as ``NAME=KEY``."""
-    from mlx_paged.server.settings import seems_named_by_equals
-
-    num_keys = sum(map(seems_named_by_equals, settings.api_keys))
+    if not (keys or is_open or is_loopback):
+        raise ValueError(
+            f"other machines can reach {settings.host or 'every address'}, and there is no key; "
+            "give --api-key-file or --api-key, or --allow-unauthenticated to let all clients in"
+        )
+    num_keys = sum(map(seems_named_by_equals, keys))
     if num_keys:
         say(
             f"[{num_keys} of the keys {'contains' if num_keys == 1 else 'contain'} a =, which is "
             "part of the key; a name is separated from its key by a space: NAME KEY]"
         )
+
+
+def read_settings(args: argparse.Namespace) -> ServerSettings:
+    """The settings given by the flags.
+
+    Raises:
+        ArgumentError: an API key is invalid, or the key file can't be used.
+    """
+    given = {name: getattr(args, name) for name in SERVER_SETTINGS}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    keys = read_api_keys(args.api_key, args.api_key_file)
+    return ServerSettings(**{**given, **lists, "api_keys": keys})
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The chat template's variables given by the flags.
+
+    Raises:
+        ArgumentError: two flags contradict each other.
+    """
+    options = {**(KEEPS_REASONING if args.keep_reasoning else {}), **args.chat_template_args}
+    if args.no_thinking and options.setdefault("enable_thinking", False) is not False:
+        raise ArgumentError(
+            "[server] chat_template_args sets enable_thinking to "
+            f"{shown(options['enable_thinking'])}, but --no-thinking sets it to false; give only "
+            "one of them",
+            "chat_template_args",
+        )
+    return options
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object, got {shown(text)}: {one_line(error)}"
+        ) from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+    return value
 
 
 def follow(args: argparse.Namespace) -> None:
@@ -145,18 +248,30 @@ def follow(args: argparse.Namespace) -> None:
     from mlx_paged.engine.engine import Engine
 
     warnings.simplefilter("ignore")  # rank 0 shows them
-    model, tokenizer, options = _load(args, find_model(args)[0])
+    model, tokenizer, options = _load(args, flags.find_model(args)[0])
     Engine(model, tokenizer, **options).follow()
 
 
 def _load(
     args: argparse.Namespace, folder: Path
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """Load the model and the tokenizer of a folder; also returns the engine's options."""
-    template = read_chat_template(args.chat_template)
-    return load_model(
-        args, "server", folder, None if template is None else {"chat_template": template}
-    )
+    """Load the model and the tokenizer of a folder; also returns the engine's options.
+
+    Raises:
+        ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
+            be read.
+    """
+    if args.chat_template is None:
+        return flags.load_model(args, "server", folder, None)
+    try:
+        template = Path(args.chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"[server] chat_template {shown(args.chat_template)} can't be read: "
+            f"{system_reason(error)}",
+            "chat_template",
+        ) from error
+    return flags.load_model(args, "server", folder, {"chat_template": template})
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -165,15 +280,20 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     Raises:
         ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
+    from mlx_paged import SamplingParams, StructuredOutputsParams
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.http.limits import QueueLimit, counts_of
     from mlx_paged.server.service import Service
 
-    options, (folder, own) = template_options(args), find_model(args)
+    options, (folder, own) = template_options(args), flags.find_model(args)
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
-    _prepare_grammars(engine)
+    # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
+    # that supports no grammars fails only the requests that need one.
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    with suppress(ArgumentError):
+        engine.engine.prepare(grammar)
     template = str(tokenizer.chat_template)
     if settings.keep_reasoning and not any(name in template for name in KEEPS_REASONING):
         unknown = ", ".join(KEEPS_REASONING)
@@ -184,7 +304,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         tokenizer,
         model_names=tuple(name for name in names if name != ANY_NAME) or (_model_name(args.model),),
         takes_any_name=ANY_NAME in names,
-        defaults=chosen_sampling(args, own),
+        defaults=flags.chosen_sampling(args, own),
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
@@ -196,16 +316,6 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         ).admit,
         settings=settings,
     )
-
-
-def _prepare_grammars(engine: AsyncEngine) -> None:
-    """Read the vocabulary for grammars now: later, its seconds would delay all requests."""
-    from mlx_paged import SamplingParams, StructuredOutputsParams
-
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    # A tokenizer that supports no grammars fails only the requests that need one.
-    with suppress(ArgumentError):
-        engine.engine.prepare(params)
 
 
 def _model_name(model: str | None) -> str:
@@ -230,7 +340,7 @@ def serve(
     """
     from mlx_paged.engine.thread import STUCK_STATUS
     from mlx_paged.server.app import App
-    from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
+    from mlx_paged.server.http.http_server import HttpServer, is_loopback
 
     # Excludes all objects so far from garbage collections, which then take milliseconds instead of
     # tenths of a second.
@@ -238,18 +348,16 @@ def serve(
     gc.freeze()
     app = App(service, is_loopback(sockets), key_file, _max_connections())
     server = HttpServer(app, app.gate, service.engine, service.settings, announce, key_file)
-    with ended_by_signals(server):
-        server.run(sockets)
-        if server.has_failed:
-            stopped = service.engine.stopped()
-            logger.error(
-                "the engine failed: %s", one_line(stopped), exc_info=stopped and stopped.__cause__
-            )
-            return 1
-        if not service.engine.shutdown(STEP_SECONDS_AT_END):
-            logger.error("a step of the engine did not end; it is abandoned")
-            return STUCK_STATUS
-        logger.info("ended")
+    server.run(sockets)
+    if server.has_failed:
+        stopped = service.engine.stopped()
+        cause = stopped and stopped.__cause__
+        logger.error("the engine failed: %s", one_line(stopped), exc_info=cause)
+        return 1
+    if server.has_abandoned:
+        logger.error("a step of the engine did not end; it is abandoned")
+        return STUCK_STATUS
+    logger.info("ended")
     return 0
 
 
@@ -269,7 +377,6 @@ def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.s
     """Print what is served, how and where."""
     from mlx_paged.cli.descriptions import describe_engine
     from mlx_paged.server.http.http_server import url_of
-    from mlx_paged.server.settings import in_words
 
     engine, settings = service.engine.engine, service.settings
     url = url_of(settings.host, sockets)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -16,16 +17,18 @@ from starlette.routing import Route
 
 import mlx_paged
 from mlx_paged.errors import shown
+from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.errors import CLIENT_LEFT, ApiError, ClientLeftError, until_disconnect
-from mlx_paged.server.generations import Answer, Generation
+from mlx_paged.server.errors import ApiError, until_disconnect
+from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
+A = TypeVar("A", bound="AnsweredBody")
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 J = TypeVar("J", ChatJob, Generation)
@@ -33,17 +36,6 @@ J = TypeVar("J", ChatJob, Generation)
 # Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
 _SMALL_BODY = 2**15
 _PLACE = "#/components/schemas/{model}"
-
-
-class Renderer(Protocol):
-    """Renders the answer to a request as one object or as server-sent events."""
-
-    request_id: str
-    is_streamed: bool
-
-    def whole(self, *outputs: RequestOutput) -> dict[str, Any]: ...
-
-    def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]: ...
 
 
 @dataclass(frozen=True)
@@ -54,16 +46,27 @@ class RequestContext(Generic[B]):
         request: its head.
         schema: the class of its body.
         value: its body, as parsed from JSON.
+
+    Attributes:
         principal: the user.
         request_id: used in the log and in headers.
     """
 
     request: Request
-    service: Service
     schema: type[B]
-    value: Any
-    principal: Principal
-    request_id: str
+    value: Any = None
+
+    @property
+    def service(self) -> Service:
+        return self.request.app.state.service  # type: ignore[no-any-return]
+
+    @property
+    def principal(self) -> Principal:
+        return self.request.state.principal  # type: ignore[no-any-return]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.state.request_id  # type: ignore[no-any-return]
 
     def read_body(self, leaves_out: bool = False) -> B:
         """Validate the body. This is slow for large ones, so call it with
@@ -109,13 +112,54 @@ class RequestContext(Generic[B]):
 
         return await self.run_in_tokenizer_pool(prepared)
 
-    async def respond(self, renderer: Renderer, *generations: Generation) -> Response:
-        """Run generations and render their answers."""
-        if renderer.is_streamed:
+    async def respond(self, renderer: Renderer[Any]) -> Response:
+        """Run the generations and render their answers."""
+        generations = renderer.generations
+        if renderer.body.stream:
             answers = await self.service.start_all(generations, renderer.request_id)
             return EventStream(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
+
+
+class AnsweredBody(Protocol):
+    """A body that is answered as one object or as a stream of events."""
+
+    stream: bool
+
+    def model_name(self, service: Service) -> str: ...
+
+
+class Renderer(ABC, Generic[A]):
+    """Renders the answers to a request as one object or as server-sent events.
+
+    Args:
+        generations: what is answered.
+
+    Attributes:
+        request_id: the id in the answer.
+        model: the name of the model in the answer.
+        states: the answers so far.
+    """
+
+    def __init__(self, context: RequestContext[Any], body: A, *generations: Generation):
+        self.context, self.body, self.generations = context, body, generations
+        self.request_id = context.request_id
+        self.model = body.model_name(context.service)
+        self.states = [AnswerState(each.answer_format) for each in generations]
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters of all generations."""
+        return self.generations[0].params
+
+    @abstractmethod
+    def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
+        """The answers as one object."""
+
+    @abstractmethod
+    def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
 
 
 Endpoint: TypeAlias = Callable[[RequestContext[B]], Coroutine[Any, Any, Response]]
@@ -144,43 +188,24 @@ class ApiRoute(Route):
         self._endpoint = endpoint
 
     async def _respond(self, request: Request) -> Response:
+        context = RequestContext[Any](request, self.body or Body)
         if self.body is None:
-            return await self._endpoint(self._context(request, None))
-        try:
-            return await until_disconnect(request.receive, self._answer(request))
-        except ClientLeftError:
-            return Response(status_code=CLIENT_LEFT)
+            return await self._endpoint(context)
+        return await until_disconnect(request.receive, self._answer(context))
 
-    async def _answer(self, request: Request) -> Response:
-        return await self._endpoint(self._context(request, await self._read_json(request)))
-
-    async def _read_json(self, request: Request) -> Any:
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    async def _answer(self, context: RequestContext[Any]) -> Response:
+        encoding = context.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             what = (
                 f"the content encoding {shown(encoding)} is not supported; send the body unencoded"
             )
             raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
-        body, user = await request.body(), request.state.principal.name
+        body = await context.request.body()
         if len(body) <= _SMALL_BODY:
-            return parse_json(body)
-        return await _service_of(request).run_in_tokenizer_pool(user, lambda _: parse_json(body))
-
-    def _context(self, request: Request, value: Any) -> RequestContext[Any]:
-        state = request.state
-        return RequestContext(
-            request,
-            _service_of(request),
-            self.body or Body,
-            value,
-            state.principal,
-            state.request_id,
-        )
-
-
-def _service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+            value = parse_json(body)
+        else:
+            value = await context.run_in_tokenizer_pool(lambda _: parse_json(body))
+        return await self._endpoint(replace(context, value=value))
 
 
 class _WithoutNulls(GenerateJsonSchema):

@@ -12,7 +12,8 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, get_args, get_origin
 
@@ -298,6 +299,7 @@ def only(*values: object, way_out: str, code: str | None = None) -> AfterValidat
     return AfterValidator(check)
 
 
+@dataclass(frozen=True)
 class OneOf:
     """``Annotated[str | A | B, OneOf("type")]``: a tagged union of texts, lists and objects. The
     field ``type`` of an object selects its class.
@@ -308,10 +310,8 @@ class OneOf:
         default: the value of the field where it is missing.
     """
 
-    def __init__(self, name: str = "", default: str | None = None):
-        self._name = name
-        self._default = default
-        self._tags: frozenset[str] = frozenset()
+    name: str = ""
+    default: str | None = None
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -319,34 +319,33 @@ class OneOf:
         choices: dict[Any, CoreSchema] = {}
         for member in get_args(source):
             schema = handler.generate_schema(member)
-            for tag in self._tags_of(member):
-                choices[MEMBER + tag] = schema
-        self._tags = frozenset(choices)
-        return core_schema.tagged_union_schema(choices, self._tag_of)
+            choices |= {MEMBER + tag: schema for tag in self._tags_of(member)}
+
+        def tag_of(value: Any) -> str:
+            return self._tag_of(value, choices.keys())
+
+        return core_schema.tagged_union_schema(choices, tag_of)
 
     def _tags_of(self, member: Any) -> list[str]:
         if get_origin(member) is Annotated:
             member = get_args(member)[0]
         if isinstance(member, type) and issubclass(member, Body):
-            field = member.model_fields.get(self._name)
+            field = member.model_fields.get(self.name)
             values = () if field is None else get_args(field.annotation)
-            return [f"{self._name}={value}" for value in values] or ["an object"]
+            return [f"{self.name}={value}" for value in values] or ["an object"]
         return ["a list" if get_origin(member) is list else "a text"]
 
-    def _tag_of(self, value: Any) -> str:
-        if isinstance(value, str):
-            return f"{MEMBER}a text"
-        if isinstance(value, list):
-            return f"{MEMBER}a list"
+    def _tag_of(self, value: Any, tags: Collection[str]) -> str:
+        if isinstance(value, str | list):
+            return MEMBER + ("a text" if isinstance(value, str) else "a list")
         if isinstance(value, Body):  # when it is serialised
-            kind = getattr(value, self._name, None)
-        elif isinstance(value, dict):
-            kind = value.get(self._name)
-        else:
+            value = vars(value)
+        if not isinstance(value, dict):
             return MEMBER
-        tag = f"{MEMBER}{self._name}={self._default if kind is None else kind}"
+        kind = value.get(self.name)
+        tag = f"{MEMBER}{self.name}={self.default if kind is None else kind}"
         other = f"{MEMBER}an object"
-        return other if other in self._tags and tag not in self._tags else tag
+        return other if other in tags and tag not in tags else tag
 
 
 # Reading ends at the first invalid entry.

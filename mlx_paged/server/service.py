@@ -16,13 +16,13 @@ from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAn
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
-from mlx_paged.engine.text_stream import TokenTexts
+from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
 from mlx_paged.errors import ArgumentError, PromptTooLongError
-from mlx_paged.options.sampling_declarations import KINDS, StructuredOutputsParams
+from mlx_paged.options.sampling_declarations import KINDS
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import api_error
-from mlx_paged.server.generations import Answer, CompletionCollector, Generation
+from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.kept_answers import IdlePrefill, KeptItems, ReadAnswer
 from mlx_paged.server.prefix_reports import explanation, report_texts
@@ -101,7 +101,7 @@ class Service:
     @property
     def token_texts(self) -> TokenTexts:
         """The bytes of each token."""
-        return TokenTexts.of(self.tokenizer)
+        return token_texts_of(self.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:
@@ -184,21 +184,19 @@ class Service:
         """The token rules. If the grammar is refused, the error is about the part of it that is
         refused alone, if there is one.
         """
+        prepare = self.engine.engine.prepare
         try:
-            return self.engine.engine.prepare(generation.params)
+            return prepare(generation.params)
         except ArgumentError as error:
-            if error.argument in KINDS:
-                for field_of_part, part in generation.parts().items():
-                    self._check_part(field_of_part, part)
+            for name, part in generation.parts().items() if error.argument in KINDS else ():
+                try:
+                    prepare(SamplingParams(structured_outputs=part))
+                except ArgumentError as of_part:
+                    # The client has not written this grammar, so places in it would be no help.
+                    text = PLACE_IN_GRAMMAR.sub("", str(of_part))
+                    words = ArgumentError(text, of_part.argument)
+                    raise api_error(words, {part.kind: name}) from of_part
             raise
-
-    def _check_part(self, field_of_part: str, part: StructuredOutputsParams) -> None:
-        try:
-            self.engine.engine.prepare(SamplingParams(structured_outputs=part))
-        except ArgumentError as error:
-            # The client has not written this grammar, so places in it would be no help.
-            words = ArgumentError(PLACE_IN_GRAMMAR.sub("", str(error)), error.argument)
-            raise api_error(words, {part.kind: field_of_part}) from error
 
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
@@ -217,26 +215,13 @@ class Service:
                 token_rules=rules._replace(answer_format=generation.marked_format),
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
-            note = self._note_of(generation)
-            answer = Answer(outputs, places.pop_all(), note, generation.fields)
+            answer = Answer(generation, outputs, places.pop_all(), self._note)
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:
             await answer.aclose()
             raise
         return answer
-
-    def _note_of(self, generation: Generation) -> Callable[[RequestOutput, bool], None]:
-        """The callback for each part of an answer: it logs, and collects whole completions."""
-        if generation.when_finished is None:
-            return self._note
-        completions = CompletionCollector(generation.when_finished)
-
-        def note(output: RequestOutput, is_first: bool) -> None:
-            self._note(output, is_first)
-            completions.add(output)
-
-        return note
 
     def _note(self, output: RequestOutput, is_first: bool) -> None:
         """Add what a part contains to the log line of its request."""

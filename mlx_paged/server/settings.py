@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from mlx_paged.cli.flags import TEXT
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.options.argument_values import (
     AT_LEAST_0,
@@ -22,8 +23,8 @@ from mlx_paged.options.argument_values import (
     Flag,
     Option,
     declared,
+    matching,
     one_of,
-    such,
     whole,
 )
 from mlx_paged.options.config import NBYTES
@@ -31,6 +32,7 @@ from mlx_paged.options.config import NBYTES
 logger = logging.getLogger("mlx_paged.server")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII without spaces, as headers can contain it
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
 _INNER_EQUALS = re.compile(r"[^=]=+[^=]")
 _MAX_FILE = 2**20  # bytes
 
@@ -61,11 +63,8 @@ class ApiKey:
         return f"ApiKey({self.name!r})"  # no secret in a traceback or a log
 
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
-
-
 def _read_host_name(text: object) -> str | None:
-    return text.lower() if isinstance(text, str) and _HOST_NAME.fullmatch(text) else None
+    return text.lower() if isinstance(text, str) and _HOST.fullmatch(text) else None
 
 
 def _read_origin(text: object) -> str | None:
@@ -81,14 +80,37 @@ def _read_origin(text: object) -> str | None:
     return text.lower() if is_origin or text == "*" else None
 
 
-def _setting(help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = "") -> Option:
+_HOST_NAME = Domain(
+    "a name or an address without a port", _read_host_name, _read_host_name, metavar="NAME"
+)
+_ORIGIN = Domain(
+    "* or an origin without a path, such as http://localhost:3000",
+    _read_origin,
+    _read_origin,
+    metavar="ORIGIN",
+)
+_SECONDS = matching(
+    "a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"
+)
+_SECONDS_OR_NEVER = matching(
+    "a number, at least 0",
+    lambda value: value >= 0,
+    parse=lambda text: float(text) or math.inf,
+    metavar="S",
+)
+_LOG_LEVEL = replace(one_of("debug", "info", "warning", "error"), parse=str.lower)
+
+
+def _setting(
+    help: str, domain: Domain[Any] = BOOL, name: str = "", default_text: str = ""
+) -> Option:
     """The declaration of a setting and its flag, as of an engine option.
 
     Args:
         domain: the domain of the value, or of each value of a tuple.
         name: the flag, if it isn't derived from the field's name.
     """
-    return Option(help, domain, Flag(("server",), name), says=says)
+    return Option(help, domain, Flag(("server",), name), default_text=default_text)
 
 
 @dataclass(frozen=True)
@@ -100,38 +122,18 @@ class ServerSettings:
         Others: see their help.
     """
 
-    host: Annotated[
-        str,
-        _setting(
-            "address to listen on",
-            such("a text", lambda text: isinstance(text, str)),
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        _setting(
-            "port to listen on, 0 for a free one",
-            whole(0, 65535),
-        ),
-    ] = 8000
+    host: Annotated[str, _setting("address to listen on", TEXT)] = "127.0.0.1"
+    port: Annotated[int, _setting("port to listen on, 0 for a free one", whole(0, 65535))] = 8000
     api_keys: tuple[ApiKey, ...] = ()
     allow_unauthenticated: Annotated[
-        bool,
-        _setting(
-            "listen without a key on an address that other machines can reach",
-        ),
+        bool, _setting("listen without a key on an address that other machines can reach")
     ] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
         _setting(
             "a name to accept in the Host header, in addition to addresses and localhost; may be "
             "given several times",
-            Domain(
-                "a name or an address without a port",
-                _read_host_name,
-                _read_host_name,
-                metavar="NAME",
-            ),
+            _HOST_NAME,
             "--allowed-host",
         ),
     ] = ()
@@ -140,100 +142,55 @@ class ServerSettings:
         _setting(
             "a web origin whose pages may use the server, such as http://localhost:3000, or * for "
             "all; may be given several times",
-            Domain(
-                "* or an origin without a path, such as http://localhost:3000",
-                _read_origin,
-                _read_origin,
-                metavar="ORIGIN",
-            ),
+            _ORIGIN,
             "--cors-origin",
         ),
     ] = ()
     share_cache: Annotated[
         bool,
-        _setting(
-            "share cached K/V between users with different keys",
-        ),
+        _setting("share cached K/V between users with different keys"),
     ] = False
     allow_cache_texts: Annotated[
         bool,
-        _setting(
-            "let /v1/cache?text=true show excerpts of prompts to the users who sent them",
-        ),
+        _setting("let /v1/cache?text=true show excerpts of prompts to the users who sent them"),
     ] = False
     max_queue_len: Annotated[
-        int,
-        _setting(
-            "sequences that may wait; further requests are answered with 503",
-            AT_LEAST_0,
-        ),
+        int, _setting("sequences that may wait; further requests are answered with 503", AT_LEAST_0)
     ] = 256
     max_body_bytes: Annotated[
         int,
-        _setting(
-            "largest request body in bytes (65536, 512K, 16M)",
-            NBYTES,
-            says="16M",
-        ),
+        _setting("largest request body in bytes (65536, 512K, 16M)", NBYTES, default_text="16M"),
     ] = 16 * 2**20
     drain_seconds: Annotated[
-        float,
-        _setting(
-            "how long running answers may continue after SIGTERM",
-            such(
-                "a number, at least 0",
-                lambda value: 0 <= value < math.inf,
-                parse=float,
-                metavar="S",
-            ),
-        ),
+        float, _setting("how long running answers may continue after SIGTERM", _SECONDS)
     ] = 30.0
     step_timeout: Annotated[
         float,
         _setting(
             "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
             "for never",
-            such(
-                "a number, at least 0",
-                lambda value: value >= 0,
-                parse=lambda text: float(text) or math.inf,
-                metavar="S",
-            ),
+            _SECONDS_OR_NEVER,
         ),
     ] = 120.0
     no_idle_prefill: Annotated[
         bool,
         _setting(
             "while the server is idle, do not precompute finished conversations as the chat "
-            "template will write them, without reasoning",
+            "template will write them, without reasoning"
         ),
     ] = False
     keep_reasoning: Annotated[
         bool,
         _setting(
             "have the chat template keep the reasoning of all earlier answers, if it supports "
-            "that, so that no history is recomputed for a new question",
+            "that, so that no history is recomputed for a new question"
         ),
     ] = False
-    log_prompts: Annotated[
-        bool,
-        _setting(
-            "log the texts of prompts",
-        ),
-    ] = False
+    log_prompts: Annotated[bool, _setting("log the texts of prompts")] = False
     log_cache: Annotated[
-        bool,
-        _setting(
-            "log for each prompt where its cache hit ended, and why",
-        ),
+        bool, _setting("log for each prompt where its cache hit ended, and why")
     ] = False
-    log_level: Annotated[
-        str,
-        _setting(
-            "the lowest level to log on stderr",
-            replace(one_of("debug", "info", "warning", "error"), parse=str.lower),
-        ),
-    ] = "info"
+    log_level: Annotated[str, _setting("the lowest level to log on stderr", _LOG_LEVEL)] = "info"
 
 
 def num_users(keys: Iterable[ApiKey]) -> int:
@@ -259,17 +216,25 @@ def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey
             accessible to others. No message contains a key.
     """
     given = [("api_key", text) for text in texts]
-    if file is not None:
-        lines = _read_lines(file)
-        if not lines:
-            raise ArgumentError(f"[server] api_key_file {shown(file)} has no key", "api_key_file")
-        given += [("api_key_file", line) for line in lines]
+    given += [("api_key_file", line) for line in _read_lines(file)] if file is not None else []
     keys: list[ApiKey] = []
     for index, (argument, text) in enumerate(given, start=1):
-        key = _parse_key(text, argument, index)
-        if any(key.key == other.key for other in keys):
-            raise ArgumentError(f"[server] {argument}: key {index} is given twice", argument)
-        keys.append(key)
+        words = text.split(maxsplit=1)
+        is_named = len(words) == 2
+        name, key = words if is_named else (f"key#{index}", text.strip())
+        if is_named and not _NAME.fullmatch(name):
+            what = f"the name of key {index} must be 1 to 64 letters, digits, or any of . _ @ -"
+        elif not _KEY.fullmatch(key):
+            what = (
+                f"key {index} must be 1 to 512 ASCII characters without spaces; NAME KEY gives it "
+                "a name"
+            )
+        elif any(key == other.key for other in keys):
+            what = f"key {index} is given twice"
+        else:
+            keys.append(ApiKey(name, key, is_named))
+            continue
+        raise ArgumentError(f"[server] {argument}: {what}", argument)
     return tuple(keys)
 
 
@@ -331,46 +296,22 @@ def seems_named_by_equals(key: ApiKey) -> bool:
     return not key.is_named and _INNER_EQUALS.search(key.key) is not None
 
 
-def _parse_key(text: str, argument: str, index: int) -> ApiKey:
-    words = text.split(maxsplit=1)
-    is_named = len(words) == 2
-    name, key = words if is_named else (f"key#{index}", text.strip())
-    if is_named and not _NAME.fullmatch(name):
-        raise ArgumentError(
-            f"[server] {argument}: the name of key {index} must be 1 to 64 letters, digits, "
-            "or any of . _ @ -",
-            argument,
-        )
-    if not _KEY.fullmatch(key):
-        raise ArgumentError(
-            f"[server] {argument}: key {index} must be 1 to 512 ASCII characters without spaces; "
-            "NAME KEY gives it a name",
-            argument,
-        )
-    return ApiKey(name, key, is_named)
-
-
 def _read_lines(file: str) -> list[str]:
     """The lines of a key file without blank lines and comments; checks the file's mode."""
     try:
         with open(file, encoding="utf-8") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ArgumentError(
-                    f"[server] api_key_file {shown(file)} can be read or written by other users "
-                    f"(mode {stat.S_IMODE(mode):o}); run chmod 600 on it",
-                    "api_key_file",
-                )
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             text = opened.read(_MAX_FILE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(
-            f"[server] api_key_file {shown(file)} can't be read: {system_reason(error)}",
-            "api_key_file",
-        ) from error
-    if len(text) > _MAX_FILE:
-        raise ArgumentError(
-            f"[server] api_key_file {shown(file)} has more than {_MAX_FILE:,} characters",
-            "api_key_file",
-        )
-    lines = [line.strip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
+        what = f"can't be read: {system_reason(error)}"
+    else:
+        lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            what = f"can be read or written by other users (mode {mode:o}); run chmod 600 on it"
+        elif len(text) > _MAX_FILE:
+            what = f"has more than {_MAX_FILE:,} characters"
+        elif not lines:
+            what = "has no key"
+        else:
+            return lines
+    raise ArgumentError(f"[server] api_key_file {shown(file)} {what}", "api_key_file")

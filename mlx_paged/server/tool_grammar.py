@@ -1,11 +1,11 @@
-"""Grammars for answers that call tools: calls are in the model's own format, and their arguments
-conform to the tools' schemas. Pure functions.
+"""Grammars for answers that call tools, in llguidance's Lark: calls are in the model's own format,
+and their arguments conform to the tools' schemas. Pure functions.
 
 After the reasoning, an answer consists of
 
-- with ``ToolGrammar.is_json`` False: text with calls between the model's own marks, which
-  :mod:`mlx_paged.answers` reads. If a tool must be called, there is no text before the first call,
-  and at most a line break between two calls.
+- with ``ToolGrammar.is_json`` False: text with calls between the model's own marks. What a grammar
+  allows is what :mod:`mlx_paged.answers` reads. If a tool must be called, there is no text before
+  the first call, and at most a line break between two calls.
 - with ``ToolGrammar.is_json`` True: one JSON array, ``[{"name": "f", "arguments": {...}}, ...]``,
   of at least one call, and nothing else. As in vLLM, this replaces formats without a grammar.
 
@@ -16,14 +16,143 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from json import dumps
+from typing import Any, NamedTuple, TypeAlias
 
-from mlx_paged.answers.dialect import Dialect
+from mlx_paged.answers.dialect import Dialect, ToolChoice
+from mlx_paged.answers.formats import CallFormat, Headed, Tags
+from mlx_paged.answers.json_schema import Parameters, constants_of, one_of_as_any_of, target_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
-from mlx_paged.server.tool_call_grammars import Function, call_rules, json_objects, json_rule
+
+# JSON on one line, with an optional space after commas and colons.
+_ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+_MAX_REFERENCES = 20  # one after another
+# The names of the two fields of a call in the formats that write them differently.
+_JSON_NAMES = {"llama3": ("name", "parameters"), "command": ("tool_name", "parameters")}
+# Keywords of a schema that need no rule.
+_NOTES = {"type", "description", "title", "default", "examples"}
+_OBJECT = {*_NOTES, "properties", "required", "additionalProperties"}
+_ARRAY = {*_NOTES, "items", "minItems", "maxItems"}
+
+
+class _UnsupportedError(Exception):
+    """There are no rules for a format, or for the parameters of a function in it."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    Args:
+        form: in OpenAI's form, as chat templates take it.
+        place: the place in the body of the object that has its name.
+        schema_field: the field of that object with the JSON schema of its arguments.
+    """
+
+    form: Mapping[str, Any]
+    place: str
+    schema_field: str = "parameters"
+
+    @classmethod
+    def of(
+        cls,
+        place: str,
+        name: str,
+        description: str | None,
+        parameters: Mapping[str, Any],
+        strict: bool | None,
+        schema_field: str = "parameters",
+    ) -> Tool:
+        """The tool of these fields."""
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = parameters
+        if strict:
+            function["strict"] = True
+        return cls({"type": "function", "function": function}, place, schema_field)
+
+    @property
+    def name(self) -> str:
+        return str(self.form["function"]["name"])
+
+    @property
+    def schema_place(self) -> str:
+        """The place of the schema in the body."""
+        return f"{self.place}.{self.schema_field}"
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments, which are an object.
+
+        Raises:
+            ArgumentError: it is not the schema of an object.
+        """
+        schema = self.form["function"].get("parameters")
+        schema = {} if schema is None else schema
+        if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+            raise ArgumentError(
+                f"{self.schema_place} must be the JSON schema of an object, got {shown(schema)}",
+                self.schema_place,
+            )
+        return schema
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema with keywords that can't be enforced is refused, instead of ignoring
+        them.
+        """
+        return self.form["function"].get("strict") is True
+
+    @property
+    def arguments(self) -> str:
+        """The arguments in Lark, always a JSON object."""
+        return self.json({"type": "object", **self.parameters})
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON of a schema in Lark."""
+        return _json_rule(schema, lenient=not self.is_strict)
+
+    def value(self, schema: Any) -> str:
+        """JSON of the schema of one argument in Lark."""
+        schema = dict(schema) if isinstance(schema, Mapping) else {}
+        for name in ("$defs", "definitions"):
+            if name in self.parameters:
+                schema[name] = self.parameters[name]
+        return self.json(schema)
+
+    def parts(self, schema: Mapping[str, Any] | None = None) -> list[tuple[str, Any, bool]]:
+        """The arguments, or the properties of an object among them: the name, the schema, and
+        whether it is required.
+
+        Raises:
+            _UnsupportedError: the schema is not one of an object.
+        """
+        schema = self.parameters if schema is None else schema
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise _UnsupportedError
+        return [(str(name), each, name in required) for name, each in properties.items()]
+
+    def resolved(self, schema: Any) -> Mapping[str, Any]:
+        """A schema, or the one that it refers to."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping):
+                break
+            if not isinstance(schema.get("$ref"), str):
+                return schema
+            schema = target_of(self.parameters, schema["$ref"])
+        raise _UnsupportedError
+
+    def kind_of(self, schema: Any) -> str:
+        """The type of values. One that has texts has nothing else: both are written plainly."""
+        kinds = Parameters({**self.parameters, "properties": {"": schema}}).kinds("")
+        if not kinds or ("string" in kinds and len(kinds) > 1):
+            raise _UnsupportedError
+        return next(iter(kinds)) if len(kinds) == 1 else "object"
 
 
 @dataclass(frozen=True)
@@ -31,111 +160,101 @@ class ToolGrammar:
     """The grammar of an answer that calls tools; see the module's docstring for its format.
 
     Args:
-        functions: those that it may call.
+        tools: those that it may call.
     """
 
     structured_outputs: StructuredOutputsParams
     is_json: bool
-    functions: Sequence[Function]
+    tools: Sequence[Tool]
 
     def parts(self) -> dict[str, StructuredOutputsParams]:
-        """A grammar for the arguments of each function alone, by the place of their schema."""
+        """A grammar for the arguments of each tool alone, by the place of their schema."""
         return {
-            f"{each.path}.parameters": StructuredOutputsParams(grammar=f"start: {each.arguments}")
-            for each in self.functions
+            each.schema_place: StructuredOutputsParams(grammar=f"start: {each.arguments}")
+            for each in self.tools
         }
 
 
-def required_calls(
-    tools: Sequence[Mapping[str, Any]],
+def grammar_of_calls(
+    tools: Sequence[Tool],
     dialect: Dialect,
-    *,
-    name: str | None = None,
+    tool_choice: ToolChoice = "required",
     parallel_tool_calls: bool = True,
-) -> ToolGrammar:
-    """A grammar for one or more calls: of any tool (OpenAI's ``tool_choice: "required"``), or of
-    the named one.
+    requested: StructuredOutputsParams | None = None,
+) -> ToolGrammar | None:
+    """The grammar of an answer that may or must call tools; ``None`` if none is needed.
+
+    - ``"required"`` or the name of a tool: one or more calls, of any tool or of the named one.
+    - ``"auto"``: text that may contain calls, each of which is valid once begun, if a tool is
+      strict. If a format is requested, the answer is either JSON in that format or calls.
 
     Args:
-        tools: at least one tool in OpenAI's form: ``{"type": "function", "function": {"name",
-            "parameters", "strict"}}``.
         dialect: of the model; JSON is used where it has no format of calls, or the parameters can't
             be written in it.
-        name: the tool that must be called; ``None``: any.
         parallel_tool_calls: whether there may be several calls.
+        requested: the format that the request also asks for.
 
     Raises:
-        ArgumentError: there is no tool, or none with this name, or its parameters are not the
-            schema of an object; its ``argument`` is the field's name.
+        ArgumentError: there is no tool, or none with this name; parameters are not the schema of an
+            object; there is no grammar for the model's format; or the format can't be combined with
+            calls. Its ``argument`` is the place in the body, or the field's name.
     """
-    functions = _functions(tools)
-    if name is not None:
-        functions = [each for each in functions if each.name == name]
-        if not functions:
-            raise ArgumentError(
-                f"tool_choice names {shown(name)}, which is not in tools", "tool_choice"
-            )
-    if not functions:
+    if tool_choice == "none" or (tool_choice == "auto" and not tools):
+        return None
+    if tool_choice != "auto" and requested is not None:
+        raise ArgumentError(
+            "tool_choice requires a call, but the request also asks for an answer in a format; "
+            "send only one of them",
+            "tool_choice",
+        )
+    for tool in tools:
+        _ = tool.parameters  # refused for any tool
+    if tool_choice == "auto" and requested is None:
+        return _strict_calls(tools, dialect, parallel_tool_calls)
+    if tool_choice not in ("auto", "required"):
+        tools = [tool for tool in tools if tool.name == tool_choice]
+        if not tools:
+            words = f"tool_choice names {shown(tool_choice)}, which is not in tools"
+            raise ArgumentError(words, "tool_choice")
+    if not tools:
         raise ArgumentError("tool_choice requires a call, but there are no tools", "tools")
-    rules = call_rules(dialect, functions, parallel_tool_calls)
+    calls = _required_calls(tools, dialect, parallel_tool_calls)
+    return calls if requested is None else _format_or_calls(requested, calls)
+
+
+def _required_calls(tools: Sequence[Tool], dialect: Dialect, is_parallel: bool) -> ToolGrammar:
+    rules = _call_rules(dialect, tools, is_parallel)
     if rules is None:
-        more = ' (", " object)*' if parallel_tool_calls else ""
-        lark = f'start: "[" object{more} "]"\n' + json_objects(functions)
-        return _grammar(lark, functions, is_json=True)
-    more = " (separator call)*" if parallel_tool_calls and not rules.is_group else ""
-    return _grammar(f"start: call{more}\n{rules.lark}", functions)
+        more = ' (", " object)*' if is_parallel else ""
+        return _grammar(f'start: "[" object{more} "]"\n{_json_objects(tools)}', tools, is_json=True)
+    more = " (separator call)*" if is_parallel and not rules.is_group else ""
+    return _grammar(f"start: call{more}\n{rules.lark}", tools)
 
 
-def strict_calls(
-    tools: Sequence[Mapping[str, Any]], dialect: Dialect, *, parallel_tool_calls: bool = True
-) -> ToolGrammar | None:
-    """A grammar for text that may contain calls, each of which is valid once begun: for
-    ``tool_choice: "auto"``. ``None`` if no tool is ``strict``.
-
-    Args:
-        tools, dialect, parallel_tool_calls: as for :func:`required_calls`.
-
-    Raises:
-        ArgumentError: parameters are not the schema of an object, or there is no grammar for the
-            model's format; its ``argument`` is the field's name.
-    """
-    functions = _functions(tools)
-    strict = next((each for each in functions if each.is_strict), None)
+def _strict_calls(tools: Sequence[Tool], dialect: Dialect, is_parallel: bool) -> ToolGrammar | None:
+    strict = next((each for each in tools if each.is_strict), None)
     if strict is None:
         return None
-    calls = dialect.calls
-    rules = call_rules(dialect, functions, parallel_tool_calls)
+    calls, rules = dialect.calls, _call_rules(dialect, tools, is_parallel)
     if calls is None or rules is None or not calls.start or calls.is_bare:
         how = "that calls no tools" if calls is None else f"that writes {calls.name}"
         raise ArgumentError(
-            f"{strict.path}.strict can't be enforced with tool_choice 'auto', these parameters and "
-            f"a model {how}; send tool_choice 'required', or leave strict out",
-            f"{strict.path}.strict",
+            f"{strict.place}.strict can't be enforced with tool_choice 'auto', these parameters "
+            f"and a model {how}; send tool_choice 'required', or leave strict out",
+            f"{strict.place}.strict",
         )
-    times = "*" if parallel_tool_calls else "?"
+    times = "*" if is_parallel else "?"
     if isinstance(dialect.marks.split(calls.start)[0], int):
         # Text contains no special tokens, so the mark always begins a call.
         group = f"(call TEXT){times}" if calls.end else f"call{times}"
-        return _grammar(f"start: TEXT {group}\nTEXT: /(.|\\n)*/\n{rules.lark}", functions)
+        return _grammar(f"start: TEXT {group}\nTEXT: /(.|\\n)*/\n{rules.lark}", tools)
     mark = re.escape(calls.start).replace("/", "\\/")
     group = f"(text_and_mark rest_of_call){times}"
     start = f"start: {group} text\ntext_and_mark[lazy]: /(.|\\n)*{mark}/\n"
-    return _grammar(f"{start}text: /(.|\\n)*/\n{rules.lark}", functions)
+    return _grammar(f"{start}text: /(.|\\n)*/\n{rules.lark}", tools)
 
 
-def format_or_calls(
-    tools: Sequence[Mapping[str, Any]],
-    dialect: Dialect,
-    requested: StructuredOutputsParams,
-    *,
-    parallel_tool_calls: bool = True,
-) -> ToolGrammar:
-    """A grammar for JSON as described by ``requested``, or calls in the model's own format.
-
-    Raises:
-        ArgumentError: ``requested`` is not JSON, or there is no grammar for the model's format.
-    """
-    calls = required_calls(tools, dialect, parallel_tool_calls=parallel_tool_calls)
+def _format_or_calls(requested: StructuredOutputsParams, calls: ToolGrammar) -> ToolGrammar:
     if requested.kind not in ("json", "json_object") or calls.is_json:
         raise ArgumentError(
             "tools can't be combined with this format of the answer, or for this model with any; "
@@ -143,9 +262,9 @@ def format_or_calls(
             "tools",
         )
     schema = {"type": "object"} if requested.json is None else json.loads(str(requested.json))
-    rule = json_rule(schema if isinstance(schema, dict) else {})
+    rule = _json_rule(schema if isinstance(schema, dict) else {})
     lark = str(calls.structured_outputs.grammar).replace("start: ", "calls: ", 1)
-    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.functions)
+    return _grammar(f"start: calls | formatted\nformatted: {rule}\n{lark}", calls.tools)
 
 
 def reasoning_before(
@@ -169,21 +288,314 @@ def reasoning_before(
     return {"reasoning_start": start, "begin_after": dialect.reasoning_end}
 
 
-def _grammar(lark: str, functions: Sequence[Function], is_json: bool = False) -> ToolGrammar:
-    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json, functions)
+def _grammar(lark: str, tools: Sequence[Tool], is_json: bool = False) -> ToolGrammar:
+    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json, tools)
 
 
-def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
-    functions = []
-    for index, tool in enumerate(tools):
-        path, function = f"tools[{index}].function", tool["function"]
-        parameters = function.get("parameters")
-        parameters = {} if parameters is None else parameters
-        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise ArgumentError(
-                f"{path}.parameters must be the JSON schema of an object, got {shown(parameters)}",
-                f"{path}.parameters",
+# Calls in the formats of models
+
+
+class _CallRules(NamedTuple):
+    """The rules ``call``, ``rest_of_call``, which is a call without its start mark, and
+    ``separator``, which stands between two calls.
+
+    Args:
+        is_group: whether ``call`` is all calls of an answer.
+    """
+
+    lark: str
+    is_group: bool
+
+
+def _call_rules(dialect: Dialect, tools: Sequence[Tool], may_be_several: bool) -> _CallRules | None:
+    """The rules; ``None`` if the format or the parameters are not supported."""
+    if dialect.calls is None:
+        return None
+    try:
+        return _CallWriter(dialect, dialect.calls, tools, may_be_several).rules()
+    except (_UnsupportedError, RecursionError):  # Only JSON can hold what refers to itself.
+        return None
+
+
+def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
+    """JSON of a schema in Lark, on one line."""
+    guidance = {**_ONE_LINE, **options}
+    return "%json " + dumps({**one_of_as_any_of(schema), "x-guidance": guidance})
+
+
+def _json_objects(tools: Sequence[Tool], name: str = "name", arguments: str = "arguments") -> str:
+    """The rule ``object``: the name and the arguments of a call as JSON, formatted as by Python."""
+    heads = [
+        f'{{"{name}": {dumps(each.name, ensure_ascii=False)}, "{arguments}": ' for each in tools
+    ]
+    pairs = zip(heads, tools, strict=True)
+    return _choice("object", [f'{dumps(head)} {each.arguments} "}}"' for head, each in pairs])
+
+
+def _choice(rule: str, alternatives: Sequence[str]) -> str:
+    """A rule that is one of several, and the rules of these."""
+    names = " | ".join(f"{rule}_{index}" for index in range(len(alternatives)))
+    lines = [f"{rule}_{index}: {each}" for index, each in enumerate(alternatives)]
+    return "\n".join([f"{rule}: {names}", *lines]) + "\n"
+
+
+# The rest of a call after its start mark, what stands between two calls (``None`` if a call is all
+# of them), and further rules.
+_Rules: TypeAlias = "tuple[str, str | None, str]"
+
+
+class _CallWriter:
+    """Writes the rules of one format."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        calls: CallFormat,
+        tools: Sequence[Tool],
+        may_be_several: bool,
+    ):
+        self._marks = dialect.marks
+        self._calls = calls
+        self._tools = tools
+        self._may_be_several = may_be_several
+        self._texts: dict[str, str] = {}  # rules of texts, by what ends them
+
+    def rules(self) -> _CallRules:
+        shape, calls = self._calls.shape, self._calls
+        if calls.engine == "harmony":
+            rest, separator, rules = self._harmony()
+        elif isinstance(shape, Tags):
+            rest, separator, rules = self._tags(shape)
+        elif isinstance(shape, Headed):
+            rest, separator, rules = self._headed(shape)
+        else:
+            write = {"json": self._json, "python": self._python, "gemma": self._gemma}[shape]
+            rest, separator, rules = write()
+        # An answer that begins as a call is one.
+        start = self._term("" if calls.is_bare else calls.start)
+        texts = "".join(self._texts.values())
+        lark = (
+            f"call: {start} rest_of_call\nrest_of_call: {rest}\n"
+            f"separator: {dumps(separator or '')}\n{rules}{texts}"
+        )
+        return _CallRules(lark, separator is None)
+
+    def _term(self, text: str) -> str:
+        """A text, in which there may be marks, in Lark."""
+        return _terms(self._marks.split(text)) or '""'
+
+    def _numbered(self, text: str) -> str:
+        """The same with any number for ``{number}``."""
+        first, number, last = text.partition("{number}")
+        return f"{self._term(first)} /[0-9]+/ {self._term(last)}" if number else self._term(text)
+
+    def _several(self, rule: str, separator: str) -> str:
+        return f"{rule} ({dumps(separator)} {rule})*" if self._may_be_several else rule
+
+    # The shapes.
+
+    def _json(self) -> _Rules:
+        """Hermes and Qwen write an object between marks, others a list."""
+        end, name = self._term(self._calls.end), self._calls.name
+        objects = _json_objects(self._tools, *_JSON_NAMES.get(name, ()))
+        if name == "json_tools":
+            return f'"\\n" object "\\n" {end}', "\n", objects
+        if name == "llama3":
+            return "object", "; ", objects
+        return f'"[" {self._several("object", ", ")} "]" {end}', None, objects
+
+    def _headed(self, shape: Headed) -> _Rules:
+        """A name, a mark and an object."""
+        if self._calls.name == "mistral" and self._marks.encode("[ARGS]") == "[ARGS]":
+            return self._json()  # older models
+        head, _, middle = shape.head[1 if shape.is_repeated else 0].partition("{name}")
+        after = self._term(middle.replace(" ```json", "\n```json\n").replace(" ", ""))
+        end = self._term(shape.end[0].replace("``` ", "\n```")) if shape.end else ""
+        is_numbered = self._calls.name == "kimi_k2"
+        calls = []
+        for tool in self._tools:
+            name = f"functions.{tool.name}:" if is_numbered else tool.name
+            begin = self._term(head.replace(" ", "") + name) + " /[0-9]+/" * is_numbered
+            calls.append(f"{begin} {after} {tool.arguments} {end}")
+        rules = _choice("one", calls)
+        if not self._calls.is_section:
+            return "one", "", rules
+        separator = "\n" if "```" in end else ""
+        return f"{self._several('one', separator)} {self._term(self._calls.end)}", None, rules
+
+    def _python(self) -> _Rules:
+        """A list of calls with keywords, whose values are JSON."""
+        calls = []
+        for tool in self._tools:
+            if any(letter in '()=,"' for letter in tool.name):
+                raise _UnsupportedError
+            pairs = [
+                (f"{dumps(f'{key}=')} {tool.value(schema)}", is_required)
+                for key, schema, is_required in tool.parts()
+            ]
+            calls.append(f'{dumps(tool.name + "(")} {_joined(pairs, ", ")} ")"')
+        end = "" if self._calls.is_bare else self._term(self._calls.end)
+        return f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls)
+
+    def _gemma(self) -> _Rules:
+        """A name and an object whose texts are between marks."""
+        calls = [
+            f'{dumps(f"call:{tool.name}" + "{")} {self._gemma_fields(tool, tool.parameters)} "}}"'
+            for tool in self._tools
+        ]
+        return f"one {self._term(self._calls.end)}", "", _choice("one", calls)
+
+    def _gemma_fields(self, tool: Tool, schema: Mapping[str, Any]) -> str:
+        if any(letter in ':{}[],"' for key in schema.get("properties", {}) for letter in key):
+            raise _UnsupportedError
+        return _joined(
+            [
+                (f"{dumps(f'{key}:')} {self._gemma_value(tool, each)}", is_required)
+                for key, each, is_required in tool.parts(schema)
+            ],
+            ",",
+        )
+
+    def _gemma_value(self, tool: Tool, schema: Any) -> str:
+        schema = tool.resolved(schema)
+        kinds, branches = schema.get("type"), [schema.get("anyOf"), schema.get("oneOf")]
+        if isinstance(kinds, list):
+            branches.append([{**schema, "type": kind} for kind in kinds])
+        alternatives = [self._gemma_constant(value) for value in constants_of(schema) or ()]
+        if not alternatives:
+            several = next((each for each in branches if each and isinstance(each, list)), ())
+            alternatives = [self._gemma_value(tool, each) for each in several]
+        if alternatives:
+            return f"({' | '.join(alternatives)})"
+        return self._gemma_typed(tool, schema, kinds)
+
+    def _gemma_typed(self, tool: Tool, schema: Mapping[str, Any], kind: Any) -> str:
+        if kind == "object" and schema.keys() <= _OBJECT:
+            return f'"{{" ({self._gemma_fields(tool, schema)}) "}}"'
+        if kind == "array" and schema.keys() <= _ARRAY:
+            item = self._gemma_value(tool, schema.get("items", {"type": "string"}))
+            min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+            if max_items == 0:
+                return '"[]"'
+            times = f"{{{max(0, min_items - 1)},{'' if max_items is None else max_items - 1}}}"
+            return f'"[" ({item} ("," {item}){times}){"" if min_items else "?"} "]"'
+        if kind == "string" and schema.keys() <= _NOTES:
+            return f"{self._term(self._calls.quote)} {self._text_before(self._calls.quote)}"
+        if kind in ("integer", "number", "boolean", "null"):
+            return f"({tool.json(schema)})"
+        raise _UnsupportedError
+
+    def _gemma_constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._term(f"{self._calls.quote}{value}{self._calls.quote}")
+        if isinstance(value, list | dict):
+            raise _UnsupportedError
+        return dumps(dumps(value))
+
+    def _tags(self, tags: Tags) -> _Rules:
+        """A tag for each argument, around plain text or JSON."""
+        begin, _, last = tags.call.rpartition("{any}")
+        opening = f"{begin}{tags.attributes}{last}".replace("{any}", "") + tags.between
+        calls = []
+        for tool in self._tools:
+            if not _is_tag_name(tool.name):
+                raise _UnsupportedError
+            parts = [self._tagged(tags, tool, *part) for part in tool.parts()]
+            start = self._numbered(opening.replace("{name}", tool.name))
+            calls.append(f"{start} {' '.join(parts)} {self._term(tags.call_end)}")
+        end, rules = self._term(self._calls.end), _choice("function", calls)
+        if not self._calls.start:
+            return "function", tags.between, rules
+        if self._calls.is_section:
+            inner, between = self._several("function", tags.between), dumps(tags.between)
+            return f"{between} {inner} {between} {end}", None, rules
+        if tags.call_end:
+            return f'"\\n" function "\\n" {end}', "\n", rules
+        return f"function {end}", "", rules
+
+    def _tagged(self, tags: Tags, tool: Tool, key: str, schema: Any, is_required: bool) -> str:
+        if not _is_tag_name(key):
+            raise _UnsupportedError
+        kind = tool.kind_of(schema)
+        has_text, line = kind == "string", "\n" if tags.newline else ""
+        begin = tags.argument.replace("{key}", key).replace("{any}", "").replace("> <", "><")
+        if "{type}" in begin:
+            begin = begin.replace("{type}", _type_of(tags, kind))
+        end = line + tags.argument_end
+        if has_text:
+            value = self._tagged_text(tool.resolved(schema), end, tags)
+        else:
+            value = f"({tool.value(schema)}) {self._term(end)}"
+        part = f"{self._term(begin + line)} {value} {dumps(tags.between)}"
+        return part if is_required else f"({part})?"
+
+    def _tagged_text(self, schema: Mapping[str, Any], end: str, tags: Tags) -> str:
+        if schema.keys() <= _NOTES:
+            return self._text_before(end)
+        words = constants_of(schema)
+        if not words or not schema.keys() <= _NOTES | {"enum", "const"}:
+            raise _UnsupportedError
+        if not all(isinstance(word, str) for word in words):
+            raise _UnsupportedError
+        return f"({' | '.join(self._term(word) for word in words)}) {self._term(end)}"
+
+    def _harmony(self) -> _Rules:
+        """A message to the tool. The token that ends it ends the answer."""
+        calls = []
+        for tool in self._tools:
+            head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+            calls.append(f"{self._term(head)} {tool.arguments}")
+        opening = f"({self._term('<|start|>assistant')})?"
+        return f"{opening} one", None, _choice("one", calls)
+
+    def _text_before(self, end: str) -> str:
+        """Any text up to an end, and the end. A text contains no control token."""
+        if end not in self._texts:
+            parts = self._marks.split(end)
+            place = next((i for i, each in enumerate(parts) if isinstance(each, int)), len(parts))
+            pattern = re.escape("".join(map(str, parts[:place])))
+            pattern = pattern.replace("/", "\\/").replace("\\\n", "\\n")
+            number, is_lazy = len(self._texts), place == len(parts)
+            text = f"text_{number}" if is_lazy else f"TEXT_{number}"
+            self._texts[end] = (
+                f"value_{number}: {text} {_terms(parts[place:])}\n"
+                f"{text}{'[lazy]' if is_lazy else ''}: /(.|\\n)*{pattern}/\n"
             )
-        is_strict = function.get("strict") is True
-        functions.append(Function(path, str(function["name"]), parameters, is_strict))
-    return functions
+        return f"value_{list(self._texts).index(end)}"
+
+
+def _terms(parts: Iterable[str | int]) -> str:
+    """Texts, and marks as token ids, in Lark."""
+    return " ".join(
+        dumps(each, ensure_ascii=False) if isinstance(each, str) else f"<[{each}]>"
+        for each in parts
+    )
+
+
+def _joined(parts: Iterable[tuple[str, bool]], separator: str) -> str:
+    """Parts, of which some are required, with separators between those that there are."""
+    ordered = sorted(parts, key=lambda part: not part[1])
+    required = [part for part, is_required in ordered if is_required]
+    optional = [part for part, is_required in ordered if not is_required]
+    comma = dumps(separator)
+    first = f" {comma} ".join(required)
+    if required:
+        return " ".join([first, *(f"({comma} {part})?" for part in optional)])
+    tails = [
+        " ".join([part, *(f"({comma} {other})?" for other in optional[index + 1 :])])
+        for index, part in enumerate(optional)
+    ]
+    return f"({' | '.join(tails)})?" if tails else ""
+
+
+def _type_of(tags: Tags, kind: str) -> str:
+    """What a tag says of the type of its value."""
+    if kind == "string":
+        return tags.typed_as_text
+    if tags.typed_as_text == "true":
+        return "false"
+    return "number" if kind == "integer" else kind
+
+
+def _is_tag_name(name: str) -> bool:
+    return bool(name) and not any(letter.isspace() or letter in '<>"&' for letter in name)

@@ -113,19 +113,7 @@ class StoredArray:
         return (head * self.shape[1] + row) * self.row_nbytes
 
 
-class RowArrays:
-    """Named arrays whose rows are read or written."""
-
-    arrays: Mapping[str, StoredArray]
-
-    def read(self, name: str, head: int, rows: slice) -> bytes:
-        raise NotImplementedError
-
-    def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
-        raise NotImplementedError
-
-
-class HostRows(RowArrays):
+class HostRows:
     """Arrays of rows in host memory, as bytes; filled with zeros."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
@@ -165,7 +153,7 @@ class RowTier(Tier):
     def __init__(
         self,
         config: KVCacheConfig,
-        arrays: RowArrays,
+        arrays: HostRows | FileRows,
         headers: Iterable[BlockHeader],
         num_tokens: int,
     ):
@@ -291,7 +279,7 @@ def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
 # The file
 
 
-class FileRows(RowArrays):
+class FileRows:
     """The arrays of an open file.
 
     Args:

@@ -239,11 +239,6 @@ class KVFacts:
                     f"{_short(_with_name(names, ours))} here",
                 )
 
-    def are_computed_here(self, metadata: Mapping[str, str]) -> bool:
-        """Whether a file that matches states that its K/V are what is computed here."""
-        is_stated = metadata.get("version") == VERSION and COMPUTED_BY in metadata
-        return is_stated and metadata[COMPUTED_BY] == self.computed_by
-
     def _names(self, field: str) -> str:
         model = {"model": self.model, "draft_model": self.draft_model}.get(field)
         return "" if model is None else model.name
@@ -408,7 +403,8 @@ class SnapshotFile(TensorFile):
         facts.check(self.file, self.metadata)
         self.verify()
         self.token_ids = token_ids_of(self.file, self.metadata)
-        self.is_foreign = not facts.are_computed_here(self.metadata)
+        is_stated = self.metadata.get("version") == VERSION and COMPUTED_BY in self.metadata
+        self.is_foreign = not is_stated or self.metadata[COMPUTED_BY] != facts.computed_by
         state = self.arrays.get(STATE)
         expected = facts.arrays(len(self.token_ids), 0 if state is None else state.nbytes)
         has_state = facts.config.state_nbytes > 0

@@ -25,8 +25,7 @@ from mlx_paged.block_store import CacheFolder
 from mlx_paged.core.tier import TierStats
 
 
-def test_blocks_are_found_by_a_later_process_and_by_another_one(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_blocks_are_found_by_a_later_process_and_by_another_one(tmp_path, store):
     assert not store.has(named("a")) and store.load(named("a")) is None
     put_chain(store, "a", "b", "c")
     assert found(store, "abcd") == "abc"
@@ -46,8 +45,7 @@ def test_blocks_of_one_fingerprint_are_not_found_under_another(tmp_path):
     assert len(block_files(tmp_path)) == 2
 
 
-def test_what_is_there_is_not_written_again(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_what_is_there_is_not_written_again(store):
     put_chain(store, "a")
     before = file_of(store, "a").stat()
     assert put(store, "a")
@@ -153,8 +151,7 @@ def test_files_count_as_much_as_they_take_on_disk(tmp_path):
     assert store.stats().nbytes == 2 * UNIT
 
 
-def test_an_old_conversation_goes_as_a_whole_before_a_new_one_loses_its_end(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_an_old_conversation_goes_as_a_whole_before_a_new_one_loses_its_end(tmp_path, store):
     put_chain(store, *"abcd")
     put_chain(store, *"efg")
     for name in "dcba":
@@ -352,8 +349,7 @@ def test_the_time_of_a_block_from_the_future_is_over(tmp_path):
     assert sorted(block_files(tmp_path)) == sorted(file_of(store, name) for name in "ad")
 
 
-def test_many_blocks_are_evicted_in_one_go_in_order(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_many_blocks_are_evicted_in_one_go_in_order(tmp_path, store):
     names = [f"block {number}" for number in range(150)]
     put_chain(store, *names)
     store.close()
@@ -380,8 +376,7 @@ def test_limits_that_are_none_are_refused_by_name(tmp_path, options, argument):
     assert not (tmp_path / "cache").exists()
 
 
-def test_groups_of_layers_have_blocks_of_their_own(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_groups_of_layers_have_blocks_of_their_own(store):
     first, second = named("a"), named("a") + b"\1\0"
     for group, block_hash in enumerate((first, second)):
         block = header("a", group=group)
@@ -389,8 +384,7 @@ def test_groups_of_layers_have_blocks_of_their_own(tmp_path):
     assert (store.load(first), store.load(second)) == (first, second)
 
 
-def test_the_text_of_a_fingerprint_lies_beside_its_blocks(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_the_text_of_a_fingerprint_lies_beside_its_blocks(tmp_path, store):
     known = CacheFolder(tmp_path / "cache").fingerprints()
     assert known == {store.fingerprint.digest: store.fingerprint}
 

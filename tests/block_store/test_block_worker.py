@@ -83,8 +83,7 @@ def offer(worker: BlockWorker, name: str) -> bool:
     return worker.offer(header(name), payload_of(named(name)))
 
 
-def test_what_is_offered_is_written_in_order(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_what_is_offered_is_written_in_order(store):
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     assert all(offer(worker, name) for name in "abcdef")
     assert worker.flush(10)
@@ -93,8 +92,7 @@ def test_what_is_offered_is_written_in_order(tmp_path):
     assert worker.close(10)
 
 
-def test_a_full_queue_drops_and_never_waits(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_full_queue_drops_and_never_waits(monkeypatch, store):
     gate = Gate(store, monkeypatch)
     worker = BlockWorker(store, 2500, 1 << 20)
     assert offer(worker, "a")
@@ -108,16 +106,14 @@ def test_a_full_queue_drops_and_never_waits(tmp_path, monkeypatch):
     worker.close()
 
 
-def test_a_block_larger_than_the_queue_is_taken_when_nothing_waits(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_block_larger_than_the_queue_is_taken_when_nothing_waits(store):
     worker = BlockWorker(store, 1, 1 << 20)
     assert offer(worker, "a") and worker.flush(10)
     assert found(store, "a") == "a"
     worker.close()
 
 
-def test_a_closed_writer_has_written_all_and_takes_nothing_more(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_closed_writer_has_written_all_and_takes_nothing_more(tmp_path, store):
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     for name in "abcd":
         offer(worker, name)
@@ -129,8 +125,7 @@ def test_a_closed_writer_has_written_all_and_takes_nothing_more(tmp_path):
     assert not worker._writer.is_alive()
 
 
-def test_closing_takes_no_longer_than_it_may(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_closing_takes_no_longer_than_it_may(tmp_path, monkeypatch, store):
     gate = Gate(store, monkeypatch)
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     for name in "abc":
@@ -157,8 +152,7 @@ def test_uses_are_written_down_with_the_blocks(tmp_path):
     worker.close()
 
 
-def test_a_writer_that_finishes_ends_after_its_work(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_writer_that_finishes_ends_after_its_work(tmp_path, monkeypatch, store):
     gate = Gate(store, monkeypatch)
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     offer(worker, "a")
@@ -170,8 +164,7 @@ def test_a_writer_that_finishes_ends_after_its_work(tmp_path, monkeypatch):
     assert store.load(named("a")) is None, "the store is closed"
 
 
-def test_an_error_that_nobody_thought_of_ends_in_the_failure_of_the_store(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_an_error_that_nobody_thought_of_ends_in_the_failure_of_the_store(monkeypatch, store):
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     assert worker.flush(10)
     monkeypatch.setattr(store, "_write", lambda *_: 1 // 0)
@@ -197,8 +190,7 @@ for number in range(50):
     assert len(block_files(tmp_path)) == 50
 
 
-def test_closing_during_a_long_listing_does_not_wait_for_its_end(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_closing_during_a_long_listing_does_not_wait_for_its_end(tmp_path, monkeypatch, store):
     put_chain(store, *map(str, range(100)))
     monkeypatch.setattr(catalogue, "_FILES_AT_A_TIME", 1)
     monkeypatch.setattr(catalogue, "_SECONDS_BETWEEN_PAUSES", -1.0)
@@ -215,8 +207,7 @@ def test_closing_during_a_long_listing_does_not_wait_for_its_end(tmp_path, monke
 # Reads
 
 
-def test_blocks_come_in_order_and_end_at_the_first_miss(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_blocks_come_in_order_and_end_at_the_first_miss(store):
     put_chain(store, *"abcdef")
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     assert not worker.wait(0) and worker.take(Read(), 1) == []
@@ -226,8 +217,7 @@ def test_blocks_come_in_order_and_end_at_the_first_miss(tmp_path):
     worker.close()
 
 
-def test_a_wait_may_be_for_several_blocks_and_ends_when_no_more_can_come(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_wait_may_be_for_several_blocks_and_ends_when_no_more_can_come(tmp_path, store):
     put_chain(store, *"abcdef")
     size = len(payload_of(named("a")))
     worker = BlockWorker(store, 1 << 20, 1 << 20)
@@ -243,8 +233,7 @@ def test_a_wait_may_be_for_several_blocks_and_ends_when_no_more_can_come(tmp_pat
     worker.close(), small.close()
 
 
-def test_a_bad_block_is_a_miss(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_bad_block_is_a_miss(store):
     put_chain(store, *"abc")
     file_of(store, "b").write_bytes(b"garbage")
     worker = BlockWorker(store, 1 << 20, 1 << 20)
@@ -253,8 +242,7 @@ def test_a_bad_block_is_a_miss(tmp_path):
     worker.close()
 
 
-def test_only_so_much_is_read_ahead(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_only_so_much_is_read_ahead(store):
     put_chain(store, *"abcdef")
     worker = BlockWorker(store, 1 << 20, max_ready_nbytes=2000)
     read = reading(worker, "abcdef")
@@ -265,8 +253,7 @@ def test_only_so_much_is_read_ahead(tmp_path):
     worker.close()
 
 
-def test_blocks_are_taken_up_to_the_one_that_exceeds_what_is_asked_for(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_blocks_are_taken_up_to_the_one_that_exceeds_what_is_asked_for(store):
     put_chain(store, *"abcdef")
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     read = reading(worker, "abcdef")
@@ -277,16 +264,14 @@ def test_blocks_are_taken_up_to_the_one_that_exceeds_what_is_asked_for(tmp_path)
     worker.close()
 
 
-def test_a_block_that_is_larger_than_the_bound_is_read_all_the_same(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_block_that_is_larger_than_the_bound_is_read_all_the_same(store):
     put_chain(store, *"ab")
     worker = BlockWorker(store, 1 << 20, max_ready_nbytes=1)
     assert take_all(worker, reading(worker, "ab")) == [payloads("ab")]
     worker.close()
 
 
-def test_a_read_that_was_cancelled_gets_nothing_and_can_be_used_again(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_read_that_was_cancelled_gets_nothing_and_can_be_used_again(monkeypatch, store):
     put_chain(store, *"abcdef")
     get, may_read, num_begun = store.load, threading.Semaphore(0), []
 
@@ -310,8 +295,7 @@ def test_a_read_that_was_cancelled_gets_nothing_and_can_be_used_again(tmp_path, 
     worker.close()
 
 
-def test_a_closed_worker_reads_nothing(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_closed_worker_reads_nothing(store):
     put_chain(store, *"abc")
     worker = BlockWorker(store, 1 << 20, 1)
     before = reading(worker, "abc")
@@ -334,8 +318,7 @@ def test_a_closed_worker_ends_its_threads(tmp_path):
         assert not thread.is_alive()
 
 
-def test_an_unforeseen_error_of_a_read_ends_in_the_failure_of_the_store(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_an_unforeseen_error_of_a_read_ends_in_the_failure_of_the_store(monkeypatch, store):
     put_chain(store, *"ab")
     monkeypatch.setattr(store, "load", lambda _: 1 // 0)
     worker = BlockWorker(store, 1 << 20, 1 << 20)

@@ -175,8 +175,7 @@ def test_no_block_goes_before_one_that_follows_it(tmp_path, monkeypatch, clock, 
         assert len(there) <= 12 and orphans - known <= set(chain[num_there:])
 
 
-def test_a_new_block_has_the_time_of_the_one_before_it(tmp_path, clock):
-    store = open_store(tmp_path / "cache")
+def test_a_new_block_has_the_time_of_the_one_before_it(clock, store):
     put(store, "a")
     began = clock.now
     for name, parent, place in (("b", "a", 16), ("c", "b", 32), ("x", "missing", 16)):
@@ -186,8 +185,7 @@ def test_a_new_block_has_the_time_of_the_one_before_it(tmp_path, clock):
     assert times == [began, began, began, clock.now]
 
 
-def test_what_follows_after_a_minute_makes_all_before_it_used(tmp_path, clock):
-    store = open_store(tmp_path / "cache")
+def test_what_follows_after_a_minute_makes_all_before_it_used(clock, store):
     put_chain(store, *"abc")
     put(store, "d", "a", 16)
     began, clock.now = clock.now, clock.now + 61 * SECOND
@@ -221,8 +219,7 @@ def test_nothing_makes_a_block_older(tmp_path, clock):
     assert file_of(store, "b").stat().st_mtime_ns == clock.now
 
 
-def test_a_header_that_names_a_circle_of_parents_ends_the_walk(tmp_path, clock):
-    store = open_store(tmp_path / "cache")
+def test_a_header_that_names_a_circle_of_parents_ends_the_walk(clock, store):
     for name, parent in ("ab", "bc", "ca"):
         assert store.store(header(name, parent), payload_of(named(name)))
     clock.now += 100 * SECOND
@@ -315,8 +312,7 @@ def test_more_blocks_go_than_a_listing_keeps(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("num_refused", [1, 16, 17])
-def test_an_eviction_ends_where_nothing_else_can_be_removed(tmp_path, monkeypatch, num_refused):
-    store = open_store(tmp_path / "cache")
+def test_an_eviction_ends_where_nothing_else_can_be_removed(monkeypatch, num_refused, store):
     for number in range(num_refused):
         put(store, str(number))
     catalogue = Catalogue(BlockFiles(store.folder))
@@ -361,8 +357,7 @@ def test_nothing_is_written_before_the_files_were_listed(tmp_path):
     assert found(store, "abcde") == "abce" and store.stats().num_blocks == 4
 
 
-def test_reads_never_wait_for_a_listing(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_reads_never_wait_for_a_listing(store):
     put_chain(store, *"abcd")
     with store._catalogue._list_lock, store._writing:
         done = []
@@ -373,8 +368,7 @@ def test_reads_never_wait_for_a_listing(tmp_path):
         assert done == ["abcd"]
 
 
-def test_the_tool_sees_what_has_changed(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_the_tool_sees_what_has_changed(tmp_path, store):
     put_chain(store, *"abc")
     tool = CacheFolder(tmp_path / "cache")
     assert tool.size().num_blocks == 3

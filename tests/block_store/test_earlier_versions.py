@@ -26,8 +26,7 @@ def make_earlier(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("opened", ["by an engine", "by the tool"])
-def test_the_index_of_an_earlier_version_is_removed_and_not_read(tmp_path, opened):
-    store = open_store(tmp_path / "cache")
+def test_the_index_of_an_earlier_version_is_removed_and_not_read(tmp_path, opened, store):
     put_chain(store, *"abc")
     index = make_earlier(tmp_path / "cache")
     if opened == "by an engine":
@@ -40,8 +39,7 @@ def test_the_index_of_an_earlier_version_is_removed_and_not_read(tmp_path, opene
     assert not [*(tmp_path / "cache").glob("index*")] and not index.exists()
 
 
-def test_a_link_in_the_place_of_an_index_is_removed_and_not_followed(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_link_in_the_place_of_an_index_is_removed_and_not_followed(tmp_path, store):
     put_chain(store, *"ab")
     (tmp_path / "other").mkdir()
     target = make_earlier(tmp_path / "other")
@@ -55,8 +53,7 @@ def test_a_link_in_the_place_of_an_index_is_removed_and_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "refusal"])
-def test_an_index_that_can_not_be_removed_stays(tmp_path, monkeypatch, obstacle):
-    store = open_store(tmp_path / "cache")
+def test_an_index_that_can_not_be_removed_stays(tmp_path, monkeypatch, obstacle, store):
     put_chain(store, *"ab")
     index = tmp_path / "cache" / "index-v1.sqlite3"
     if obstacle == "folder":

@@ -25,16 +25,48 @@ from helpers.block_stores import (
     put,
     put_chain,
 )
-from helpers.owners import ANOTHER, give_away_with
 
 from mlx_paged.block_store import BlockStore, BlockStoreError, CacheFolder
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import encode_header
 
+ANOTHER = 54321
+"""The id of a user that does not exist."""
+
 
 @pytest.fixture
 def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    return give_away_with(monkeypatch)
+    """Gives a file or a folder to ``ANOTHER``: really where the tests run as root, and elsewhere in
+    what the system says of it.
+    """
+    if os.geteuid() == 0:
+        return lambda path: os.chown(path, ANOTHER, -1, follow_symlinks=False)
+    given: set[tuple[int, int]] = set()
+    held: list[int] = []  # open, so that no other file gets the number of one that is removed
+
+    def pretend(name: str) -> None:
+        function = getattr(os, name)
+
+        def status_of(*arguments: object, **options: object) -> os.stat_result:
+            status: os.stat_result = function(*arguments, **options)
+            if (status.st_dev, status.st_ino) not in given:
+                return status
+            values = list(status)
+            values[4] = ANOTHER
+            times = {each: getattr(status, each) for each in dir(status) if "time" in each}
+            return os.stat_result(values, times)
+
+        monkeypatch.setattr(os, name, status_of)
+
+    for name in ("stat", "lstat", "fstat"):
+        pretend(name)
+
+    def give(path: Path) -> None:
+        status = path.lstat()
+        held.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+        given.add((status.st_dev, status.st_ino))
+
+    return give
 
 
 def plant(store: BlockStore, name: str) -> Path:
@@ -62,8 +94,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 # Other users
 
 
-def test_blocks_of_another_user_are_a_miss_and_are_written_again(tmp_path, give_away):
-    store = open_store(tmp_path / "cache")
+def test_blocks_of_another_user_are_a_miss_and_are_written_again(tmp_path, give_away, store):
     for name in "abcdefghij":
         give_away(plant(store, name))
     assert found(store, "abcdefghij") == ""
@@ -72,8 +103,7 @@ def test_blocks_of_another_user_are_a_miss_and_are_written_again(tmp_path, give_
     assert found(store, "abcdefghij") == "abcdefghij" and store.failure is None
 
 
-def test_a_listing_passes_over_blocks_of_another_user(tmp_path, give_away):
-    store = open_store(tmp_path / "cache")
+def test_a_listing_passes_over_blocks_of_another_user(tmp_path, give_away, store):
     put_chain(store, *"abc")
     store.close()
     planted = plant(store, "b")
@@ -85,8 +115,7 @@ def test_a_listing_passes_over_blocks_of_another_user(tmp_path, give_away):
     assert store.stats().num_corrupt == 1
 
 
-def test_verify_says_whose_a_block_is(tmp_path, give_away):
-    store = open_store(tmp_path / "cache")
+def test_verify_says_whose_a_block_is(tmp_path, give_away, store):
     put(store, "a")
     tool = CacheFolder(tmp_path / "cache")
     give_away(file_of(store, "a"))
@@ -94,8 +123,7 @@ def test_verify_says_whose_a_block_is(tmp_path, give_away):
 
 
 @pytest.mark.parametrize("name", ["fingerprint.json", "CACHEDIR.TAG"])
-def test_other_files_of_another_user_are_replaced(tmp_path, give_away, name):
-    store = open_store(tmp_path / "cache")
+def test_other_files_of_another_user_are_replaced(tmp_path, give_away, name, store):
     put_chain(store, *"ab")
     store.close()
     (path,) = (tmp_path / "cache").rglob(name)
@@ -108,9 +136,8 @@ def test_other_files_of_another_user_are_replaced(tmp_path, give_away, name):
 
 @pytest.mark.parametrize("place", ["fingerprint", "shard"])
 def test_a_closed_folder_of_another_user_is_named_with_its_owner(
-    tmp_path, give_away, monkeypatch, place
+    tmp_path, give_away, monkeypatch, place, store
 ):
-    store = open_store(tmp_path / "cache")
     put(store, "a")
     folder = file_of(store, "a").parent if place == "shard" else file_of(store, "a").parents[1]
     give_away(folder)
@@ -161,9 +188,8 @@ def test_an_administrator_makes_no_folder_within_one_of_another_user(
 
 
 def test_what_an_administrator_does_with_the_tool_leaves_nothing_of_his(
-    tmp_path, give_away, monkeypatch
+    tmp_path, give_away, monkeypatch, store
 ):
-    store = open_store(tmp_path / "cache")
     put_chain(store, *"abcd")
     store.close()
     given: list[int] = []
@@ -373,8 +399,7 @@ def test_a_block_that_cannot_be_removed_does_not_end_a_sweep(tmp_path, monkeypat
     assert found(store, "b") == "" and not store.has(named("a"))
 
 
-def test_remove_goes_on_after_what_can_not_be_removed_and_says_so(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_remove_goes_on_after_what_can_not_be_removed_and_says_so(tmp_path, monkeypatch, store):
     put_chain(store, *"abcd")
     store.close()
     tool, digest = CacheFolder(tmp_path / "cache"), store.fingerprint.digest
@@ -410,8 +435,7 @@ def test_a_folder_that_is_moved_while_it_is_open_stays_the_same_one(tmp_path):
     assert os.listdir(tmp_path / "one") == []
 
 
-def test_folders_are_closed_when_they_are_not_used_any_more(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_folders_are_closed_when_they_are_not_used_any_more(tmp_path, store):
     tool = CacheFolder(tmp_path / "cache")
     for number in range(12):
         other = open_store(tmp_path / "cache", model=f"model {number}")

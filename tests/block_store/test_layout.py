@@ -187,8 +187,7 @@ def test_what_dead_processes_began_to_write_is_told_from_what_is_being_written(t
         assert not is_abandoned(name, age=1e9)
 
 
-def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path, store):
     put_chain(store, "a")
     digest = store.fingerprint.digest
     aside = f".name.{dead_process()}-00000000-1.tmp"

@@ -17,8 +17,7 @@ def set_time(folder, seconds_ago: float) -> None:
     os.utime(folder, (then, then))
 
 
-def test_pins_are_read_again_only_when_they_change(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_pins_are_read_again_only_when_they_change(tmp_path, monkeypatch, store):
     put_chain(store, *"abc")
     digest, folder = (
         store.fingerprint.digest,
@@ -42,8 +41,7 @@ def test_pins_are_read_again_only_when_they_change(tmp_path, monkeypatch):
     assert pins.kept(digest) == frozenset()
 
 
-def test_pins_are_not_read_again_for_each_eviction(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_pins_are_not_read_again_for_each_eviction(tmp_path, monkeypatch, store):
     put_chain(store, *(f"block {number}" for number in range(64)))
     digest = store.fingerprint.digest
     CacheFolder(tmp_path / "cache").pin(digest, named("block 1"))  # just now
@@ -57,8 +55,7 @@ def test_pins_are_not_read_again_for_each_eviction(tmp_path, monkeypatch):
     assert len(reads) <= 1 + 62 // 16 + 1  # once for the listing, and for sixteen evictions
 
 
-def test_pins_from_the_future_are_read_once(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_pins_from_the_future_are_read_once(tmp_path, monkeypatch, store):
     put_chain(store, *"ab")
     digest = store.fingerprint.digest
     pins = store.files
@@ -99,8 +96,7 @@ def test_a_pin_that_comes_while_blocks_are_evicted_is_kept_or_said_not_to_be(tmp
     assert answers == [store.has(named("a"))]
 
 
-def test_two_changes_within_a_tick_of_the_clock_are_both_seen(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_two_changes_within_a_tick_of_the_clock_are_both_seen(tmp_path, store):
     put_chain(store, *"ab")
     digest, folder = (
         store.fingerprint.digest,
@@ -115,8 +111,7 @@ def test_two_changes_within_a_tick_of_the_clock_are_both_seen(tmp_path):
     assert pins.kept(digest) == {named("a"), named("b")}
 
 
-def test_a_block_that_goes_while_it_is_pinned_is_not_said_to_be(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_block_that_goes_while_it_is_pinned_is_not_said_to_be(tmp_path, monkeypatch, store):
     put_chain(store, *"ab")
     tool = CacheFolder(tmp_path / "cache")
     add = tool._files.pin

@@ -86,8 +86,7 @@ def another_block(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [garbage, nothing, half, link, pipe, another_block])
-def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(tmp_path, damage):
-    store = open_store(tmp_path / "cache")
+def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(damage, store):
     put_chain(store, *"abc")
     damage(file_of(store, "b"))
     assert store.load(named("b")) is None and store.load(named("b")) is None
@@ -100,8 +99,7 @@ def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(tmp_path, 
 
 
 @pytest.mark.parametrize("damage", [garbage, nothing, half, link, pipe, another_block])
-def test_a_file_that_was_no_good_before_a_start_is_a_miss_too(tmp_path, damage):
-    store = open_store(tmp_path / "cache")
+def test_a_file_that_was_no_good_before_a_start_is_a_miss_too(tmp_path, damage, store):
     put_chain(store, *"abc")
     store.close()
     damage(file_of(store, "b"))
@@ -114,8 +112,7 @@ def test_a_file_that_was_no_good_before_a_start_is_a_miss_too(tmp_path, damage):
     assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
 
 
-def test_damaged_files_are_evicted_like_others(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_damaged_files_are_evicted_like_others(tmp_path, store):
     for name in "abcd":
         put(store, name)
     garbage(file_of(store, "b"))
@@ -126,8 +123,7 @@ def test_damaged_files_are_evicted_like_others(tmp_path):
     assert found(store, "abcd") == "ac" and store.failure is None
 
 
-def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path, store):
     put_chain(store, *"ab")
     file_of(store, "b").unlink()
     (file_of(store, "b") / "below").mkdir(parents=True)
@@ -139,8 +135,7 @@ def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
     assert found(store, "abc") == "ac" and store.failure is None
 
 
-def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, monkeypatch, store):
     with monkeypatch.context() as later:
         later.setattr(layout, "VERSION", 2)
         put_chain(store, *"ab")
@@ -164,8 +159,7 @@ def test_blocks_of_many_fingerprints_are_not_thrown_away_at_a_start(tmp_path):
     assert put(store, "a") and len(block_files(tmp_path)) == 10
 
 
-def test_a_full_disk_evicts_first(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_full_disk_evicts_first(tmp_path, monkeypatch, store):
     put_chain(store, *"abcdef")
     Refusal(monkeypatch, "writev", errno.ENOSPC, times=1)
     assert put(store, "g")
@@ -174,8 +168,9 @@ def test_a_full_disk_evicts_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["shard", "fingerprint"])
-def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkeypatch, missing):
-    store = open_store(tmp_path / "cache")
+def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(
+    tmp_path, monkeypatch, missing, store
+):
     put_chain(open_store(tmp_path / "cache", model="another model"), *"abcdef")
     store.maintain()
     if missing == "fingerprint":
@@ -187,8 +182,7 @@ def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkey
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number):
-    store = open_store(tmp_path / "cache")
+def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number, store):
     put_chain(store, *"abcdef")
     Refusal(monkeypatch, "writev", number)
     assert not put(store, "g")
@@ -201,8 +195,7 @@ def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number):
 
 @pytest.mark.parametrize("function", ["open", "writev", "rename"])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
-def test_a_disk_that_refuses_writes_is_given_up(tmp_path, monkeypatch, function, number):
-    store = open_store(tmp_path / "cache")
+def test_a_disk_that_refuses_writes_is_given_up(monkeypatch, function, number, store):
     put_chain(store, "a")
     store.maintain()
     end = "" if function == "writev" else ".tmp"
@@ -214,8 +207,7 @@ def test_a_disk_that_refuses_writes_is_given_up(tmp_path, monkeypatch, function,
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_shortage_of_the_process_drops_blocks_and_passes(tmp_path, monkeypatch, number):
-    store = open_store(tmp_path / "cache")
+def test_a_shortage_of_the_process_drops_blocks_and_passes(monkeypatch, number, store):
     put_chain(store, *"ab")
     with monkeypatch.context() as short:
         Refusal(short, "open", number)
@@ -225,16 +217,14 @@ def test_a_shortage_of_the_process_drops_blocks_and_passes(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_block_that_cannot_be_read_is_removed(tmp_path, monkeypatch, number):
-    store = open_store(tmp_path / "cache")
+def test_a_block_that_cannot_be_read_is_removed(monkeypatch, number, store):
     put_chain(store, *"ab")
     Refusal(monkeypatch, "open", number, times=1)
     assert store.load(named("a")) is None
     assert found(store, "ab") == "b" and store.stats().num_corrupt == 1
 
 
-def test_a_bad_block_that_cannot_be_removed_is_given_up_with_the_disk(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_bad_block_that_cannot_be_removed_is_given_up_with_the_disk(monkeypatch, store):
     put_chain(store, *"ab")
     garbage(file_of(store, "a"))
     Refusal(monkeypatch, "unlink", errno.EROFS)
@@ -272,8 +262,7 @@ def replace_blocks_by_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [remove_all, remove_blocks, replace_all_by_a_file, replace_blocks_by_a_file]
 )
-def test_a_folder_that_goes_while_it_is_used_is_given_up(tmp_path, harm):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_that_goes_while_it_is_used_is_given_up(tmp_path, harm, store):
     put_chain(store, *"ab")
     store.maintain()
     harm(tmp_path / "cache")
@@ -298,8 +287,7 @@ def unreadable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [a_file, a_link, unreadable])
-def test_a_shard_that_cannot_be_used_costs_only_its_own_blocks(tmp_path, monkeypatch, harm):
-    store = open_store(tmp_path / "cache")
+def test_a_shard_that_cannot_be_used_costs_only_its_own_blocks(tmp_path, monkeypatch, harm, store):
     shard = file_of(store, "a").parent
     harm(shard)
     if harm is unreadable and os.geteuid() == 0:  # Nothing is unreadable for root.
@@ -323,8 +311,7 @@ def test_a_shard_that_cannot_be_used_costs_only_its_own_blocks(tmp_path, monkeyp
     assert found(store, "abcd") == "bcd" and store.stats().num_blocks == 3
 
 
-def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp_path, store):
     put_chain(store, *"ab")
     digest = store.fingerprint.digest
     description = store.files.path_of(digest) / "fingerprint.json"
@@ -337,16 +324,14 @@ def test_a_folder_in_the_place_of_the_description_costs_only_the_description(tmp
     assert len(CacheFolder(tmp_path / "cache").entries()) == 4
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch, store):
     shard = file_of(store, "a").parent
     Refusal(monkeypatch, "mkdir", errno.EROFS, end=shard.name)
     assert not put(store, "a")
     assert store.failure.endswith(f"could not be written: Read-only file system ({shard})")
 
 
-def test_a_folder_in_the_place_of_the_tag_costs_only_the_tag(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_in_the_place_of_the_tag_costs_only_the_tag(tmp_path, store):
     put_chain(store, "a")
     (tmp_path / "cache" / "CACHEDIR.TAG").unlink()
     (tmp_path / "cache" / "CACHEDIR.TAG").mkdir()
@@ -354,8 +339,7 @@ def test_a_folder_in_the_place_of_the_tag_costs_only_the_tag(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS])
-def test_a_disk_that_failed_is_used_again_when_it_works(tmp_path, monkeypatch, number):
-    store = open_store(tmp_path / "cache")
+def test_a_disk_that_failed_is_used_again_when_it_works(tmp_path, monkeypatch, number, store):
     put_chain(store, *"abcdef")
     with monkeypatch.context() as failing:
         failing.setattr(store_module, "_FIRST_RETRY_SECONDS", 0.0)
@@ -373,8 +357,7 @@ def test_a_disk_that_failed_is_used_again_when_it_works(tmp_path, monkeypatch, n
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENXIO])
-def test_a_disk_that_is_away_while_blocks_are_read_loses_none(tmp_path, monkeypatch, number):
-    store = open_store(tmp_path / "cache")
+def test_a_disk_that_is_away_while_blocks_are_read_loses_none(monkeypatch, number, store):
     put_chain(store, *"ab")
     with monkeypatch.context() as failing:
         failing.setattr(os, "pread", raising(number))
@@ -419,8 +402,7 @@ def test_a_failed_disk_is_tried_again_after_longer_and_longer_times(tmp_path, mo
     assert store.failure is None
 
 
-def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_used(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_used(tmp_path, store):
     put_chain(store, "a")
     (tmp_path / "cache").rename(tmp_path / "away")
     assert not put(store, "b") and store.failure is not None
@@ -433,8 +415,7 @@ def test_a_folder_that_was_removed_is_not_made_again_and_one_that_returns_is_use
     assert store.failure is None and put(store, "b") and found(store, "ab") == "ab"
 
 
-def test_a_writer_goes_on_without_the_disk(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_writer_goes_on_without_the_disk(tmp_path, store):
     worker = BlockWorker(store, 1 << 20, 1 << 20)
     assert worker.flush(10)
     shutil.rmtree(tmp_path / "cache")
@@ -462,8 +443,7 @@ def test_an_idle_writer_tries_a_failed_disk_by_itself(tmp_path, monkeypatch):
     assert found(open_store(tmp_path / "cache"), "ab") == "b"
 
 
-def test_a_tool_that_finds_no_folder_says_so(tmp_path):
-    store = open_store(tmp_path / "cache")
+def test_a_tool_that_finds_no_folder_says_so(tmp_path, store):
     put_chain(store, *"ab")
     store.maintain()
     folder = CacheFolder(tmp_path / "cache")
@@ -472,8 +452,7 @@ def test_a_tool_that_finds_no_folder_says_so(tmp_path):
     assert not folder.pin(store.fingerprint.digest, named("a"))
 
 
-def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    store = open_store(tmp_path / "cache")
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, store):
     hangs, may_go_on = threading.Event(), threading.Event()
     writev = os.writev
 

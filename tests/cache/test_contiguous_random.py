@@ -11,13 +11,7 @@ import pytest
 from helpers.cache_helpers import scheduled_step
 from paged_testing.integrity import check_manager
 
-from mlx_paged.cache import (
-    CacheFullError,
-    ContiguousKVCache,
-    KVCacheConfig,
-    LayerSpec,
-    Sequences,
-)
+from mlx_paged.cache import CacheFullError, ContiguousKVCache, KVCacheConfig, LayerSpec, Sequences
 from mlx_paged.core import hash_token_blocks
 
 LAYERS = (LayerSpec(2, 3, 2), LayerSpec(1, 2, 4))

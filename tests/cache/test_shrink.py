@@ -11,7 +11,7 @@ from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.ops import KVHandle
 
 LARGE = KVCacheConfig.uniform(
-    num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=2000
+    num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=600
 )
 
 
@@ -24,7 +24,7 @@ def test_memory_of_freed_sequences_is_given_back_and_the_others_stay_as_they_wer
     seqs = Sequences(PagedKVCache(LARGE, initial_blocks=4))
     k, v = rows(100), rows(100)
     seqs.append("stays", k, v)
-    seqs.append("goes", rows(16 * 1900), rows(16 * 1900))
+    seqs.append("goes", rows(16 * 500), rows(16 * 500))
     held = seqs.stats().nbytes_held
     seqs.free("goes")
     mx.synchronize()
@@ -48,8 +48,8 @@ def test_memory_of_freed_sequences_is_given_back_and_the_others_stay_as_they_wer
 
 def test_what_shrinking_takes_meanwhile_is_less_than_one_layer():
     seqs = Sequences(PagedKVCache(LARGE, initial_blocks=4))
-    seqs.append("stays", rows(16 * 900), rows(16 * 900))
-    seqs.append("goes", rows(16 * 900), rows(16 * 900))
+    seqs.append("stays", rows(16 * 250), rows(16 * 250))
+    seqs.append("goes", rows(16 * 250), rows(16 * 250))
     seqs.free("goes")
     mx.synchronize()
     mx.clear_cache()

@@ -8,6 +8,7 @@ import pytest
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
 from mlx_paged.block_store import Fingerprint
+from mlx_paged.block_store.prefixes import as_trees
 from mlx_paged.cli.cache.listing import (
     ListStyle,
     counted,
@@ -17,9 +18,10 @@ from mlx_paged.cli.cache.listing import (
     in_lines,
     in_short,
     list_trees,
+    num_unique_digits,
     show_prefix,
 )
-from mlx_paged.cli.cache.prefixes import as_trees, find, num_unique_digits, of_model
+from mlx_paged.cli.cache.program import find, of_model
 from mlx_paged.errors import ArgumentError
 
 # Categories of characters: controls, those that reverse the order, surrogates, ends of lines.
@@ -155,6 +157,6 @@ def test_amounts_are_rounded_for_people():
 
 
 def test_hashes_are_shown_with_as_many_digits_as_tell_them_apart():
-    assert num_unique_digits([]) == num_unique_digits([b"a" * 32]) == 8
-    assert num_unique_digits([b"abcdefgh" + b"x" * 24, b"abcdefgh" + b"y" * 24]) == 18
-    assert num_unique_digits([b"a" * 32, b"a" * 32]) == 8
+    assert num_unique_digits([]) == num_unique_digits(["a" * 64]) == 8
+    assert num_unique_digits(["0123456789abcdef0" + end * 47 for end in "xy"]) == 18
+    assert num_unique_digits(["a" * 64, "a" * 64]) == 8

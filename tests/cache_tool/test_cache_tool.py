@@ -14,12 +14,11 @@ import zlib
 from pathlib import Path
 
 import pytest
-from helpers.block_entries import BLOCK_SIZE, DEMO
+from helpers.block_entries import BLOCK_SIZE, DEMO, put
 
 from mlx_paged.__main__ import main
-from mlx_paged.block_store import BlockStore, CacheFolder, Fingerprint
+from mlx_paged.block_store import CacheFolder, Fingerprint
 from mlx_paged.core.block_hash import hash_token_blocks
-from mlx_paged.core.tier import BlockHeader
 from mlx_paged.loading.folder import demo_model_path
 
 OTHER = Fingerprint("other content", "owner/other", ("layer",), "K:8,V:4", BLOCK_SIZE, "1")
@@ -29,43 +28,11 @@ SECOND = [*COMMON, *range(200, 232)]
 NBYTES = 4096  # that a block takes
 
 
-def put(folder: Path, tokens: list[int], fingerprint: Fingerprint = DEMO, groups: int = 1) -> str:
-    """Write the blocks of a sequence as an engine does; the hash of its last one, in hex."""
-    store = BlockStore(folder, 1 << 30, fingerprint)
-    hashes = hash_token_blocks(tokens, BLOCK_SIZE)
-    for group in range(groups):
-        names = [h + group.to_bytes(2, "little") if group else bytes(h) for h in hashes]
-        for index, name in enumerate(names):
-            start = index * BLOCK_SIZE
-            header = BlockHeader(
-                name,
-                names[index - 1] if index else None,
-                tuple(tokens[start : start + BLOCK_SIZE]),
-                start,
-                group,
-            )
-            assert store.store(header, b"K/V " * 500)
-    store.maintain()
-    store.close()
-    return hashes[-1].hex()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     put(tmp_path / "cache", FIRST)
     put(tmp_path / "cache", SECOND)
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def cache(capsys: pytest.CaptureFixture[str]):
-    """Run the tool; exit status, stdout and stderr."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        status = main(["cache", *map(str, words)])
-        return (status, *capsys.readouterr())
-
-    return run
 
 
 def ends(folder: Path) -> list[int]:

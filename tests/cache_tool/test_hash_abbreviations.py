@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 from helpers.block_entries import DEMO, entries, entry, hash_of
 
-from mlx_paged.cli.cache.prefixes import as_trees, find, of_model
+from mlx_paged.block_store.prefixes import as_trees
+from mlx_paged.cli.cache.program import find, of_model
 from mlx_paged.errors import ArgumentError
 
 OTHER = dataclasses.replace(DEMO, model="other content", model_name="owner/Other-4bit")

@@ -6,7 +6,7 @@ import random
 
 from helpers.block_entries import BLOCK_SIZE, DEMO, NOW, entries, entry, hash_of, tree_of
 
-from mlx_paged.cli.cache.prefixes import PrefixTree, as_trees
+from mlx_paged.block_store.prefixes import PrefixTree, as_trees, runs_of
 
 
 def ends(tree: PrefixTree) -> list[tuple[int, int, int]]:
@@ -40,21 +40,21 @@ def test_random_sequences_make_the_tree_that_their_common_beginnings_say():
         assert {hash_of(prefix) for prefix in prefixes} == set(tree.blocks)
         for prefix in prefixes:
             through = sum(leaf.startswith(prefix) for leaf in leaves)
-            assert tree.num_prefixes[hash_of(prefix)] == through
+            assert tree.blocks[hash_of(prefix)].num_prefixes == through
         drawn = [block.block_hash for run in tree.runs() for block in run.blocks]
         assert sorted(drawn) == sorted(tree.blocks), "each block is in one line"
         for word in words:
-            path = tree.path_to(tree.blocks[hash_of(word)])
+            path = tree.blocks[hash_of(word)].path()
             assert [b.block_hash for b in path] == [
                 hash_of(word[:end]) for end in range(1, len(word) + 1)
             ]
-            below = {block.block_hash for block in tree.below(path[-1])}
+            below = {block.block_hash for block in path[-1].below()}
             assert below == {hash_of(p) for p in prefixes if p.startswith(word) and p != word}
 
 
 def test_what_was_used_last_comes_first():
     tree = tree_of(entry("a"), entry("ab", age=30.0), entry("ac", age=10.0), entry("ad", age=20.0))
-    lines = [run.last.block_hash for run in tree.runs()]
+    lines = [run.blocks[-1].block_hash for run in tree.runs()]
     assert lines == [hash_of("a"), hash_of("ac"), hash_of("ad"), hash_of("ab")]
 
 
@@ -106,13 +106,12 @@ def test_a_sequence_with_a_fork_at_each_of_5000_blocks_takes_no_recursion():
     tree = tree_of(*trunk, *tails)
     assert tree.num_leaves == num_turns
     assert max(run.level for run in tree.runs()) == num_turns - 1
-    assert len(tree.below(tree.children[None][0])) == 2 * num_turns - 1
+    assert len(tree.roots[0].below()) == 2 * num_turns - 1
 
 
 def test_the_lines_of_a_prefix_are_those_of_the_tree_up_to_its_end():
     tree = tree_of(*entries("abcd", "abefg", "abeh"))
-    path = tree.path_to(tree.blocks[hash_of("abef")])
-    parts = tree.runs_of(path)
+    parts = list(runs_of(tree.blocks[hash_of("abef")].path()))
     assert [(part.first_token, part.end_token, part.num_prefixes) for part in parts] == [
         (0, 32, 3), (32, 48, 2), (48, 64, 1)
     ]  # fmt: skip
@@ -123,7 +122,7 @@ def test_a_line_and_all_under_it_are_alone_with_each_of_its_blocks():
     tree = tree_of(*entries("abcd", "abefgh", "abefgi"))
 
     def alone(prefix: str) -> set[bytes]:
-        return {b.block_hash for b in tree.alone_with(tree.blocks[hash_of(prefix)])}
+        return {b.block_hash for b in tree.blocks[hash_of(prefix)].alone()}
 
     assert alone("abc") == alone("abcd") == {hash_of("abc"), hash_of("abcd")}
     fork = {hash_of(p) for p in ("abe", "abef", "abefg", "abefgh", "abefgi")}
@@ -134,8 +133,8 @@ def test_a_line_and_all_under_it_are_alone_with_each_of_its_blocks():
 
 def test_a_block_is_as_young_as_what_continues_it():
     tree = tree_of(entry("a", age=900.0), entry("ab", age=50.0), entry("ac", age=70.0))
-    last_uses = tree.last_uses
-    assert last_uses[hash_of("a")] == last_uses[hash_of("ab")] > last_uses[hash_of("ac")]
+    first, second, third = (tree.blocks[hash_of(prefix)].last_use for prefix in ("a", "ab", "ac"))
+    assert first == second > third
 
 
 def test_each_fingerprint_has_a_tree_and_files_of_other_versions_are_counted():

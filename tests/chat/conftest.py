@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,30 @@ def run_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> 
         status = chat.main(list(argv))
         captured = capsys.readouterr()
         return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def refused(run_chat: RunChat) -> Callable[..., str]:
+    """What the chat says to a user's mistake: one line, with status 2 and nothing on stdout."""
+
+    def run(*argv: str, stdin: str = "") -> str:
+        status, out, err = run_chat(*argv, stdin=stdin)
+        assert (status, out) == (2, ""), err
+        (line,) = err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.fixture
+def talk(run_chat: RunChat) -> Callable[..., tuple[int, list[str], str]]:
+    """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
+
+    def run(*lines: str, argv: Sequence[str] = ()) -> tuple[int, list[str], str]:
+        status, out, err = run_chat(*argv, stdin="".join(f"{line}\n" for line in lines))
+        return status, out.splitlines(), err
 
     return run
 

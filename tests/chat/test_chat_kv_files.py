@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.terminal import saved_messages
+from helpers.terminal import reused, saved_messages
 from mlx_lm import cache_prompt
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
@@ -29,20 +30,13 @@ KV = ".safetensors"
 
 
 @pytest.fixture
-def talk(run_chat):
-    """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
+def talk(talk):
+    """The chat with these lines typed, a budget, and short answers."""
 
     def run(*lines: str, argv: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
-        argv = ("--kv-cache-bytes", "200blocks", "--max-tokens", "40", *argv)
-        status, out, err = run_chat(*argv, stdin="".join(f"{line}\n" for line in lines))
-        return status, out.splitlines(), err
+        return talk(*lines, argv=("--kv-cache-bytes", "200blocks", "--max-tokens", "40", *argv))
 
     return run
-
-
-def reused(err: str) -> list[int]:
-    """Prompt tokens reused, of each answer."""
-    return [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of [\d,]+ prompt tokens", err)]
 
 
 # Beside a saved conversation
@@ -243,26 +237,24 @@ def test_what_can_not_follow_a_prompt_cache_is_said(talk, cached, tmp_path: Path
     assert len(saved_messages(saved)) == 2
 
 
-def test_prompt_caches_without_token_ids_are_refused_in_a_line(run_chat, cached):
+def test_prompt_caches_without_token_ids_are_refused_in_a_line(refused, cached):
     file = cached(STORY)
     caches, metadata = load_prompt_cache(str(file), return_metadata=True)
     del metadata["token_ids"]
     save_prompt_cache(str(file), caches, metadata)
-    status, out, err = run_chat("hi", "--prompt-cache-file", str(file))
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert (
         f"{file} does not contain the ids of its tokens, like all prompt caches that mlx-lm makes; "
-        "give its text as the first message, and --cache-dir to keep the K/V" in err
-    )
+        "give its text as the first message, and --cache-dir to keep the K/V"
+    ) in refused("hi", "--prompt-cache-file", str(file))
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
-    model, tokenizer = load(demo_model_path())
+    loaded, tokenizer = load(demo_model_path())
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": STORY}], continue_final_message=True, tokenize=False
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    engine = Engine(model, tokenizer, kv_cache_bytes="100blocks")
+    engine = Engine(loaded, tokenizer, kv_cache_bytes="100blocks")
     engine.add_request("a", token_ids)
     while engine.has_unfinished_requests():
         engine.step()
@@ -270,8 +262,9 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
     engine.export_prompt_cache(tmp_path / "a.safetensors", token_ids)
     rest = tokenizer.decode(token_ids[num_tokens:])
     _, whole, _ = talk(STORY + "What is my name?", LAST)
-    for name in ("a.snapshot", "a.safetensors"):
-        argv = ("--prompt-cache-file", str(tmp_path / name), "--model", str(demo_model_path()))
+    models = ((), ("--model", "demo"), ("--model", str(demo_model_path())))
+    for name, model in itertools.product(("a.snapshot", "a.safetensors"), models):
+        argv = ("--prompt-cache-file", str(tmp_path / name), *model)
         _, out, err = talk(f"{rest}What is my name?", LAST, argv=argv)
         assert out == whole and reused(err)[0] == num_tokens
         # Its K/V have names, so they are saved, too.
@@ -296,36 +289,36 @@ def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):
     ],
 )
 def test_what_can_not_be_combined_is_refused_in_a_line(
-    run_chat, cached, argv: tuple[str, ...], line: str
+    refused, cached, argv: tuple[str, ...], line: str
 ):
-    file = cached(STORY)
-    status, out, err = run_chat("hi", "--prompt-cache-file", str(file), *argv)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert line.format(model=demo_model_path()) in err
+    error = refused("hi", "--prompt-cache-file", str(cached(STORY)), *argv)
+    assert line.format(model=demo_model_path()) in error
 
 
-def test_another_model_than_the_file_names_can_be_allowed(run_chat, cached, tmp_path: Path):
+def test_another_model_than_the_file_names_can_be_allowed(
+    run_chat, refused, cached, tmp_path: Path
+):
     copied = tmp_path / "copied"
     shutil.copytree(demo_model_path(), copied)
     argv = ("--prompt-cache-file", str(cached(STORY)), "--model", str(copied))
-    status, out, err = run_chat("What is my name?", *argv)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "create the file again, or use --allow-other-model if they are the same" in err
+    error = refused("What is my name?", *argv)
+    assert "create the file again, or use --allow-other-model if they are the same" in error
     status, out, err = run_chat("What is my name?", *argv, "--allow-other-model")
     assert status == 0, err
     assert out == run_chat("What is my name?", *argv[:2])[1] != ""
-    status, out, err = run_chat("hi", "--allow-other-model")
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "--allow-other-model is of no use without --prompt-cache-file" in err
+    error = refused("hi", "--allow-other-model")
+    assert "--allow-other-model is of no use without --prompt-cache-file" in error
 
 
-def test_files_that_are_no_prompt_cache_are_refused_in_a_line(run_chat, tmp_path: Path):
-    for name, content, why in (
-        ("none", None, "can't be read: No such file or directory"),
-        ("text.safetensors", "text", "is not one of mlx-lm's prompt caches"),
-    ):
-        if content is not None:
-            (tmp_path / name).write_text(content)
-        status, out, err = run_chat("hi", "--prompt-cache-file", str(tmp_path / name))
-        assert (status, out) == (2, "") and len(err.splitlines()) == 1
-        assert f"{tmp_path / name} {why}" in err
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none", "can't be read: No such file or directory"),
+        ("text.safetensors", "is not one of mlx-lm's prompt caches"),
+    ],
+)
+def test_files_that_are_no_prompt_cache_are_refused_in_a_line(
+    refused, tmp_path: Path, name: str, why: str
+):
+    (tmp_path / "text.safetensors").write_text("text")
+    assert f"{tmp_path / name} {why}" in refused("hi", "--prompt-cache-file", str(tmp_path / name))

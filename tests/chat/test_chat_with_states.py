@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.hybrid_folders import make_hybrid_folder
 from helpers.recurrent_agents import entries_of
+from helpers.terminal import reused
 
 from mlx_paged.core.tier import STATES
 
@@ -20,42 +21,32 @@ LAST = "What is the code of apple?"
 FLAGS = ("--kv-cache-bytes", "300blocks", "--max-tokens", "24", "--temp", "0")
 
 
-def reused(err: str) -> list[int]:
-    """Prompt tokens reused, of each answer."""
-    return [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of [\d,]+ prompt tokens", err)]
-
-
 @pytest.mark.parametrize("architecture", TWO)
-def test_a_saved_conversation_goes_on_with_its_state(run_chat, tmp_path: Path, architecture: str):
+def test_a_saved_conversation_goes_on_with_its_state(talk, tmp_path: Path, architecture: str):
     flags = (*FLAGS, "--model", str(make_hybrid_folder(tmp_path / "model", architecture)))
     file = tmp_path / "talk.json"
-    lines = "\n".join((*QUESTIONS, f"/save {file}", LAST, ""))
-    status, through, err = run_chat(*flags, stdin=lines)
+    status, through, err = talk(*QUESTIONS, f"/save {file}", LAST, argv=flags)
     assert status == 0
     in_memory = reused(err)[-1]
     said = re.search(r"messages: 4; K/V of (\d+) tokens in talk\.json\.safetensors", err)
     assert said is not None and in_memory > 0 and int(said[1]) == in_memory
-    status, again, err = run_chat(*flags, stdin=f"/load {file}\n{LAST}\n")
+    status, again, err = talk(f"/load {file}", LAST, argv=flags)
     assert status == 0 and reused(err) == [in_memory]
-    assert through.endswith(again) and again.strip()
+    assert "".join(again).strip() and again == through[-len(again) :]
 
 
 @pytest.mark.parametrize("architecture", TWO)
-def test_a_conversation_goes_on_from_the_state_on_disk(
-    run_chat, tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str
-):
+def test_a_conversation_goes_on_from_the_state_on_disk(talk, tmp_path: Path, architecture: str):
     flags = (*FLAGS, "--model", str(make_hybrid_folder(tmp_path / "model", architecture)))
     file, folder = tmp_path / "talk.json", tmp_path / "kv"
-    lines = "\n".join((*QUESTIONS, f"/save {file}", LAST, ""))
-    _, through, err = run_chat(*flags, stdin=lines)
+    _, through, err = talk(*QUESTIONS, f"/save {file}", LAST, argv=flags)
     in_memory = reused(err)[-1]
     (tmp_path / "talk.json.safetensors").unlink()
-    talk = "".join(f"{line}\n" for line in QUESTIONS)
-    status, _, _ = run_chat(*flags, "--cache-dir", str(folder), stdin=talk)
+    flags = (*flags, "--cache-dir", str(folder))
+    status, _, _ = talk(*QUESTIONS, argv=flags)
     assert status == 0 and any(each.group == STATES for each in entries_of(folder))
-    lines = f"/load {file}\n{LAST}\n"
-    status, again, err = run_chat(*flags, "--cache-dir", str(folder), stdin=lines)
-    assert status == 0 and through.endswith(again) and again.strip()
+    status, again, err = talk(f"/load {file}", LAST, argv=flags)
+    assert status == 0 and "".join(again).strip() and again == through[-len(again) :]
     assert reused(err) == [in_memory]
     assert f"prompt tokens reused, {in_memory} of them from disk" in err
     data = json.loads(file.read_text())

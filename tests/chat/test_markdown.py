@@ -113,7 +113,7 @@ def test_an_answer_is_drawn_the_same_however_it_comes(columns: int, screen: str,
 
 @pytest.mark.parametrize("rows", [3, 5, 24])
 def test_a_block_that_is_taller_than_the_screen_loses_no_line(rows: int):
-    code = "\n".join(f"line {number}" for number in range(60))
+    code = "\n".join(f"line {number}" for number in range(30))
     written = Written(answer(*f"Look:\n\n```\n{code}\n```\n\nThat is all."), 40, rows)
     expected = ["Look:", "", *code.split("\n"), "", "That is all."]
     assert screen_lines("".join(written), 40, rows) == expected

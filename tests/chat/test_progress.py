@@ -17,7 +17,7 @@ from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.cli.chat.conversation import Conversation
 from mlx_paged.cli.chat.dialogue import Dialogue
 from mlx_paged.cli.chat.program import Settings, setup_arg_parser
-from mlx_paged.cli.chat.terminal import PipeReader, PromptProgress, Screen
+from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
 
 
 class Clock:
@@ -155,7 +155,7 @@ def test_a_long_prompt_of_a_plain_chat_is_reported_on_stderr(capsys: pytest.Capt
     settings = Settings(setup_arg_parser().parse_args(["--max-tokens", "3"]), {})
     model, tokenizer = load(demo_model_path())
     with closing(Engine(model, tokenizer, max_num_seqs=1, max_num_batched_tokens=64)) as engine:
-        dialogue = Dialogue([Conversation(engine, tokenizer)], settings, screen, PipeReader())
+        dialogue = Dialogue([Conversation(engine, tokenizer)], settings, screen, Reader())
         dialogue.ask("The code of apple is 4821. " * 60)
     out, err = capsys.readouterr()
     # Reports come before each step of 64 tokens: every third one is six seconds after the last.

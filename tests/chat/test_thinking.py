@@ -15,7 +15,7 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
 from mlx_paged.cli.chat.dialogue import Dialogue, Piece, ThinkingSplitter
 from mlx_paged.cli.chat.program import Settings, setup_arg_parser
-from mlx_paged.cli.chat.terminal import PipeReader, Screen
+from mlx_paged.cli.chat.terminal import Reader, Screen
 
 THOUGHT = [
     Piece("<think>17 < 25</think>", True),
@@ -104,10 +104,10 @@ def shown(
 
     def ask(*, params: Any, progress: Any) -> Iterator[Any]:
         for letter in answer:
-            yield SimpleNamespace(text=letter, token=1)
+            yield SimpleNamespace(text=letter, token=1, finish_reason=None)
 
-    monkeypatch.setattr(Dialogue, "_say_figures", lambda *_: None)
-    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+    monkeypatch.setattr(f"{Dialogue.__module__}.describe_answer", lambda *_: "[figures]")
+    dialogue = Dialogue([conversation], settings, screen, Reader())
     assert dialogue.show(ask) is False  # type: ignore[arg-type]
     captured = capsys.readouterr()
     return captured.out, captured.err
@@ -126,7 +126,8 @@ def test_reasoning_is_dim_on_a_terminal_that_shows_colours(monkeypatch, capsys):
 
 
 def test_reasoning_goes_through_a_pipe_as_it_is(monkeypatch, capsys):
-    assert shown(monkeypatch, capsys, is_terminal=False) == ("<think>17 + 25</think>\n\n42\n", "")
+    through = shown(monkeypatch, capsys, is_terminal=False)
+    assert through == ("<think>17 + 25</think>\n\n42\n", "[figures]\n")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -149,7 +150,7 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     screen = Screen({"TERM": "xterm"})
     settings = Settings(setup_arg_parser().parse_args([]), {})
     conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
-    dialogue = Dialogue([conversation], settings, screen, PipeReader())
+    dialogue = Dialogue([conversation], settings, screen, Reader())
 
     def fail(*, params: Any, progress: Any) -> Iterator[Any]:
         yield SimpleNamespace(text="The first", token=1)

@@ -33,7 +33,7 @@ def test_a_hash_is_these_bytes_for_ever():
         return n.to_bytes(8, "little")
 
     first = hashlib.sha256(
-        b"mlx_paged.block.v1\0" + b"\x00" + u64(2) + u64(7) + u64(300) + b"t" + u64(0),
+        b"mlx_paged.block.v1\0" + b"\x00" + u64(2) + u64(7) + u64(300) + b"t" + u64(0)
     ).digest()
     second = hashlib.sha256(
         b"mlx_paged.block.v1\0" + b"\x01" + u64(32) + first + u64(1) + u64(9) + b"t" + u64(4)

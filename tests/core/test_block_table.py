@@ -52,13 +52,13 @@ def state(table):
 
 def test_a_new_table_is_empty():
     table = make()
-    assert (
-        table.num_tokens,
-        len(table),
-        len(table),
-        table.capacity,
-        table.num_unfilled_slots,
-    ) == (0, 0, 0, 0, 0)
+    assert (table.num_tokens, len(table), len(table), table.capacity, table.num_unfilled_slots) == (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     assert (table.block_ids, list(table), table.is_freed) == ([], [], False)
     assert table.slot_mapping(0, 0) == []
 

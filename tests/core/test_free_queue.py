@@ -124,8 +124,7 @@ def test_a_verb_touches_as_many_links_in_a_queue_of_ten_thousand_as_in_one_of_te
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["remove", "append_n", "prepend_n", "popleft_n"]),
-            st.integers(0, 7),
+            st.sampled_from(["remove", "append_n", "prepend_n", "popleft_n"]), st.integers(0, 7)
         )
     )
 )

@@ -72,9 +72,9 @@ class Model:
             return None
         num_free = self.pool.num_free_blocks - num_needed
         num_surplus = self.pool.num_usable_blocks - self.budget.max_num_blocks(1)
-        num_given = max(num_surplus, min(self.budget.num_blocks_to_give_up(1), num_free))
+        num_given = max(num_surplus, min(self.budget.num_blocks_to_shrink_by(1), num_free))
         before = {seq: list(table.blocks) for seq, table in manager.tables.items()}
-        for source, destination in manager.give_up_blocks(max(0, num_given)):
+        for source, destination in manager.shrink_pool(max(0, num_given)):
             assert destination < self.pool.num_blocks <= source
         for name, table in manager.tables.items():
             assert table.blocks == before[name]

@@ -79,7 +79,7 @@ def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
     link, other, ends = pair
     write(other, [0, "say", "the last one"], [1, "bye", None])
     assert [link.receive() for _ in range(3)] == [("say", "the last one"), None, None]
-    assert link.is_over
+    assert link.is_closed
     assert ends.empty()
 
 

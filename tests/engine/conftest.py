@@ -1,14 +1,52 @@
-"""The ways to step: waiting for each step, one step ahead, and one step ahead with drafts."""
+"""Models that most tests here share, engines that hold nothing at the end of a test, and the ways
+to step: waiting for each step, one step ahead, and one step ahead with drafts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import mlx.nn as nn
 import pytest
+from helpers import engine_runs
 from helpers.drafting import Oracle, eager_speculation, looks_up
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.engine import build
+from mlx_paged.models import qwen3
+
+
+@pytest.fixture(autouse=True)
+def engines_hold_nothing_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of ``make_engine`` hold no request, block or message when a test is over and what it
+    has left unfinished is aborted.
+    """
+    made: list[Any] = []
+    monkeypatch.setattr(engine_runs, "made_engines", made)
+    yield
+    for engine in made:
+        if engine.thread.failure is None:
+            engine.abort_all()
+            engine_runs.run(engine)
+            engine_runs.assert_nothing_held(engine)
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[nn.Module, Any]:
+    """The demo model and its tokenizer."""
+    return engine_runs.load_demo()
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo: tuple[nn.Module, Any]) -> nn.Module:
+    return demo[0]
+
+
+@pytest.fixture(scope="session")
+def kernel_model() -> qwen3.Model:
+    """A random model of a head_dim that kernels and groups of 32 are made for."""
+    return engine_runs.small_model(head_dim=32)
 
 
 # Without Metal, engines of the other folders' tests wait for each step, too. Tests of drafts that

@@ -17,8 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import CONFIG
-from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
+from helpers.engine_runs import CONFIG, ask_alone, assert_nothing_held, greedy, prompt, sampled
 
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.distributed import RanksError
@@ -123,8 +122,8 @@ def test_threads_and_event_loops_may_read_from_one_engine_at_once(model: qwen3.M
         assert answers[f"{n} 4"] == ask_alone(model, prompt(10 + n), greedy(12))
 
 
-def test_a_slow_reader_misses_no_text():
-    model, tokenizer = load_demo()
+def test_a_slow_reader_misses_no_text(demo: tuple[Any, Any]):
+    model, tokenizer = demo
     with running(model, tokenizer) as engine:
         slow = engine.stream("Hello, who are you?", greedy(40, ignore_eos=True))
         fast = engine.stream("Hello, who are you?", greedy(40, ignore_eos=True))
@@ -145,8 +144,10 @@ def test_a_reader_that_comes_after_the_shutdown_still_gets_its_finished_answer(m
     assert output.finished and output.outputs[0].finish_reason == "length"
 
 
-def test_text_and_logprobs_of_an_output_do_not_change_behind_the_readers_back():
-    model, tokenizer = load_demo()
+def test_text_and_logprobs_of_an_output_do_not_change_behind_the_readers_back(
+    demo: tuple[Any, Any],
+):
+    model, tokenizer = demo
     with running(model, tokenizer) as engine:
         kept = []
         for output in engine.stream(
@@ -298,9 +299,7 @@ def test_what_fails_a_request_reaches_only_its_reader(model: qwen3.Model):
         assert output.outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
 
 
-def test_the_failure_of_the_engines_thread_reaches_readers_and_later_requests(
-    model: qwen3.Model,
-):
+def test_the_failure_of_the_engines_thread_reaches_readers_and_later_requests(model: qwen3.Model):
     with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
         first, second = (engine.stream(prompt(20), LONG) for _ in range(2))
         next(first), next(second)

@@ -18,7 +18,7 @@ from mlx_paged.engine.options import with_step_seconds
 from mlx_paged.engine.scheduling.step_budget import ClockedBudgets, TokenBudgets
 from mlx_paged.models import qwen3
 from mlx_paged.options.config import SchedulerConfig
-from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.program import setup_arg_parser as server_parser
 
 LIMITS = TokenBudgets(SchedulerConfig.max_num_batched_tokens, SchedulerConfig.max_num_mixed_tokens)
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.drafting import EagerSpeculation
-from helpers.engine_helpers import CONFIG
-from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from helpers.engine_runs import CONFIG
 from helpers.model_zoo import make
-from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
+from helpers.workloads import Workload, assert_all_same_but_aborts
 from mlx.nn import Module
-from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion

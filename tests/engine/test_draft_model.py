@@ -8,13 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.drafting import EagerSpeculation
-from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
+    CONFIG,
     VOCAB_SIZE,
     ask_alone,
-    assert_nothing_held,
     greedy,
-    load_demo,
     make_engine,
     prompt,
     run,
@@ -61,11 +59,11 @@ def draft_model(model: qwen3.Model) -> qwen3.Model:
 
 
 # Each way to step meets draft models of one and of two layers.
-@mostly_slow(("seed", "is_ahead"), [(0, False), (1, True), (2, True), (3, False)], quick=(1,))
+@mostly_slow(("seed", "is_ahead"), [(0, False), (1, True)], quick=(1,))
 def test_requests_of_every_kind_get_the_same_as_without(
     model: qwen3.Model, is_ahead: bool, seed: int
 ):
-    workload = Workload(seed + 40, 25, VOCAB_SIZE)
+    workload = Workload(seed + 40, 20, VOCAB_SIZE)
     plain = workload.run(model, run_ahead=False)
     draft_model = perturbed(model, by=0.1, num_hidden_layers=1 + seed % 2)
     drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=is_ahead)
@@ -75,14 +73,13 @@ def test_requests_of_every_kind_get_the_same_as_without(
 
 
 @pytest.mark.slow
-def test_kernels_run_both_models():
-    mx.random.seed(7)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
-    mx.eval(model.parameters())
-    workload = Workload(50, 25, VOCAB_SIZE)
-    plain = workload.run(model, run_ahead=False)
+def test_kernels_run_both_models(kernel_model: qwen3.Model):
+    workload = Workload(50, 15, VOCAB_SIZE)
+    plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
-        drafting = workload.run(model, draft_model=perturbed(model), speculation=eager)
+        drafting = workload.run(
+            kernel_model, draft_model=perturbed(kernel_model), speculation=eager
+        )
     assert drafting.engine.cache.backend.name == "metal"
     assert_all_same_but_aborts(drafting, plain)
 
@@ -100,7 +97,6 @@ def test_a_model_that_makes_its_own_drafts_is_always_right(model: qwen3.Model, p
     assert stats.num_hit_tokens > 0
     assert 20 < stats.num_accepted_tokens == stats.num_drafted_tokens
     assert_same(first["second"], first["first"])
-    assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
@@ -122,7 +118,6 @@ def test_preempted_requests_keep_the_draft_models_context(model: qwen3.Model, sw
     assert stats.num_preemptions > 0 and stats.num_accepted_tokens == stats.num_drafted_tokens
     for name, (tokens, params) in asks.items():
         assert outputs[name].outputs[0].token_ids == ask_alone(model, tokens, params)
-    assert_nothing_held(engine)
 
 
 def test_a_step_that_fails_is_run_again(model: qwen3.Model, draft_model: qwen3.Model):
@@ -143,7 +138,6 @@ def test_a_step_that_fails_is_run_again(model: qwen3.Model, draft_model: qwen3.M
     for name in ("a", "b"):
         completion = outputs[name].outputs[0]
         assert completion.token_ids == ask_alone(model, prompt(20, seed=ord(name)), greedy(20))
-    assert_nothing_held(engine)
 
 
 def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.Model):
@@ -187,15 +181,15 @@ def test_what_can_not_make_drafts_is_refused_by_name(model: qwen3.Model, tmp_pat
         load_draft_model(7, None)  # type: ignore[arg-type]
 
 
-def test_another_tokenizer_is_refused():
-    _, tokenizer = load_demo()
+def test_another_tokenizer_is_refused(demo: tuple[Any, Any]):
+    _, tokenizer = demo
     tokenizer._tokenizer.add_tokens(["<new>"])
     with pytest.raises(ValueError, match="another tokenizer than the model: 1 entries"):
         load_draft_model(demo_model_path(), tokenizer)
 
 
-def test_every_door_takes_one():
-    model, tokenizer = load_demo()
+def test_every_door_takes_one(demo: tuple[Any, Any]):
+    model, tokenizer = demo
     plain = generate(model, tokenizer, FACTS, max_tokens=30)
     assert generate(model, tokenizer, FACTS, max_tokens=30, draft_model=model) == plain
     llm = LLM(demo_model_path(), draft_model=demo_model_path(), kv_cache_bytes="100blocks")

@@ -111,10 +111,7 @@ def speculation(step: StepCost, **options: Any) -> Speculation:
 
 
 def counts(
-    rule: Speculation,
-    *acceptances: float,
-    most: int = 7,
-    run_lengths: Sequence[int] | None = None,
+    rule: Speculation, *acceptances: float, most: int = 7, run_lengths: Sequence[int] | None = None
 ) -> Sequence[int]:
     """The numbers of drafts of requests in a step that samples a token for each of them."""
     run_lengths = run_lengths or [1] * len(acceptances)

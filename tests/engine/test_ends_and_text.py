@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_runs import ask_alone, greedy, load_demo, make_engine, prompt, run, sampled
+from helpers.engine_runs import ask_alone, complete, greedy, make_engine, prompt, run, sampled
+from helpers.fast_lane import in_one_way
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM
@@ -17,27 +18,14 @@ from mlx_paged.engine.input_processor import read_token_rules
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 ASK = "Hello, who are you?"
 
 
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, TokenizerWrapper]:
-    return load_demo()
-
-
 def decoded(demo: tuple[Any, TokenizerWrapper], tokens: list[int]) -> str:
     text: str = demo[1].decode(tokens, skip_special_tokens=True)
     return text
-
-
-def complete(engine: Engine, tokens: Any, params: SamplingParams) -> CompletionOutput:
-    engine.add_request("it", tokens, params)
-    output = run(engine)["it"]
-    assert output.error is None
-    return output.outputs[0]
 
 
 def texts_of(engine: Engine, tokens: Any, params: SamplingParams) -> list[str]:
@@ -259,6 +247,7 @@ def test_bad_words_are_never_said_with_or_without_a_space(demo: tuple[Any, Any])
     assert complete(engine, ASK, greedy(40, ignore_eos=True, bad_words=word)).text != full.text
 
 
+@in_one_way
 def test_blanks_before_a_bad_word_change_nothing(demo: tuple[Any, Any]):
     tokenizer = demo[1]
 
@@ -289,6 +278,7 @@ def test_allowed_token_ids_are_all_that_is_said(model: qwen3.Model):
 # Arguments
 
 
+@in_one_way
 @pytest.mark.parametrize(
     ("params", "argument", "message"),
     [
@@ -312,6 +302,7 @@ def test_what_the_model_or_the_tokenizer_does_not_have_is_refused_by_name(
     assert not engine.has_unfinished_requests()
 
 
+@in_one_way
 def test_a_bad_word_without_tokens_or_that_can_not_be_encoded_is_refused(demo: tuple[Any, Any]):
     engine = make_engine(*demo)
     for word, message in (
@@ -339,6 +330,7 @@ def test_a_top_k_of_minus_one_keeps_all(model: qwen3.Model):
     assert answers[0] == answers[1]
 
 
+@in_one_way
 def test_an_llm_hands_out_its_tokenizer(demo: tuple[Any, Any], model: qwen3.Model):
     assert LLM(*demo, kv_cache_bytes="20blocks").get_tokenizer() is demo[1]
     with pytest.raises(ValueError, match="there is no tokenizer; give one to LLM"):

@@ -9,35 +9,24 @@ from typing import Any
 
 import pytest
 from helpers.engine_runs import (
+    answer,
     ask_alone,
-    assert_nothing_held,
+    complete,
     greedy,
-    load_demo,
     make_engine,
     make_engine_without_drafts,
     prompt,
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 
 from mlx_paged.engine import steps as steps_module
 from mlx_paged.engine.request import Completion
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_demo()
-
-
-def complete(engine: Any, tokens: Any, params: SamplingParams) -> CompletionOutput:
-    engine.add_request("it", tokens, params)
-    return run(engine)["it"].outputs[0]
 
 
 # Several completions
@@ -79,9 +68,9 @@ def test_each_of_n_completions_is_that_of_a_request_of_its_own(model: qwen3.Mode
         completion_alone(model, prompt(num_tokens), params, index) for index in range(4)
     ]
     assert len(set(map(tuple, answers))) == 4
-    assert_nothing_held(engine)
 
 
+@in_one_way
 def test_completions_share_the_blocks_of_their_prompt(model: qwen3.Model):
     engine = make_engine_without_drafts(model, run_ahead=False)
     engine.add_request("a", prompt(40), sampled(seed=1, max_tokens=10, n=4))
@@ -93,7 +82,6 @@ def test_completions_share_the_blocks_of_their_prompt(model: qwen3.Model):
     # Now each has the last block to itself.
     assert (engine.stats().num_used_blocks, engine.stats().num_tokens) == (2 + 4, 164)
     run(engine)
-    assert_nothing_held(engine)
 
 
 def test_greedy_completions_are_all_alike_and_the_prompt_is_computed_once(
@@ -108,8 +96,7 @@ def test_greedy_completions_are_all_alike_and_the_prompt_is_computed_once(
         return launch(batch, *args)
 
     engine.runner.launch = counting_launch
-    engine.add_request("a", prompt(40), greedy(5, n=3))
-    output = run(engine)["a"]
+    output = answer(engine, prompt(40), greedy(5, n=3))
     assert [completion.token_ids for completion in output.outputs] == [
         ask_alone(model, prompt(40), greedy(5))
     ] * 3
@@ -125,7 +112,6 @@ def test_an_abort_ends_all_completions_before_and_after_they_fork(model: qwen3.M
         engine.abort("a")
         output = run(engine)["a"]
         assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 3
-        assert_nothing_held(engine)
 
 
 # Ends

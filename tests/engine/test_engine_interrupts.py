@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.engine_runs import (
+    answer,
     ask_alone,
     assert_nothing_held,
     greedy,
-    load_demo,
     lose_all_kv,
     make_engine,
     prompt,
@@ -32,14 +32,8 @@ from mlx_paged.models import qwen3
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_demo()
-
-
 @pytest.mark.parametrize(
-    ("swap", "count"),
-    [(True, 60), *(pytest.param(swap, 400, marks=pytest.mark.slow) for swap in (True, False))],
+    ("swap", "count"), [(True, 60), pytest.param(False, 200, marks=pytest.mark.slow)]
 )
 def test_signals_at_random_moments_lose_no_request_and_change_no_token(
     demo: tuple[Any, Any], swap: bool, count: int
@@ -56,7 +50,7 @@ class Endless:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         self.has_begun.set()
         while not self.may_end.is_set():
-            pass
+            time.sleep(0.001)
         return logits
 
 
@@ -93,7 +87,6 @@ def test_ctrl_c_in_a_step_that_does_not_end_is_answered_at_once_and_the_engine_g
     outputs = run(engine)
     assert len(outputs["endless"].outputs[0].token_ids) == 2
     assert outputs["other"].outputs[0].token_ids == ask_alone(model, prompt(20, seed=1), greedy(12))
-    assert_nothing_held(engine)
 
 
 def test_the_outputs_of_an_interrupted_wait_come_with_the_next_one(model: qwen3.Model):
@@ -167,7 +160,6 @@ def test_a_second_ctrl_c_stops_no_engine_if_a_step_has_ended_since_the_first(mod
                     engine.step()
     second.may_end.set()
     assert set(run(engine)) == {"second"}
-    assert_nothing_held(engine)
 
 
 def test_a_step_whose_wait_was_interrupted_is_not_run_twice(model: qwen3.Model):
@@ -191,7 +183,6 @@ def test_outputs_of_an_interrupted_wait_are_dropped_with_their_requests(model: q
     assert [output.request_id for output in engine._ready] == ["dropped", "kept"]
     engine.drop(["dropped"])
     assert set(run(engine)) == {"kept"}
-    assert_nothing_held(engine)
 
 
 def test_an_llm_gives_up_the_requests_of_an_interrupted_call_and_answers_the_next(
@@ -266,13 +257,10 @@ def test_lost_kv_replace_neither_the_pool_nor_the_manager(model: qwen3.Model, kv
     assert engine.manager is engine.scheduler.manager is manager
     assert engine.cache.pool is manager.pool is pool and pool.num_used_blocks == 0
     assert run(engine)["a"].outputs[0].token_ids == expected
-    assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [SystemExit(3), GeneratorExit(), StopIteration(), BaseException("base")],
-    ids=repr,
+    "error", [SystemExit(3), GeneratorExit(), StopIteration(), BaseException("base")], ids=repr
 )
 def test_whatever_a_logits_processor_raises_fails_its_own_request(
     model: qwen3.Model, error: BaseException
@@ -292,7 +280,6 @@ def test_whatever_a_logits_processor_raises_fails_its_own_request(
     # Its frames would keep logits, slabs and the engine; where it was raised is a note.
     assert error.__traceback__ is None and "in raises" in error.__notes__[-1]
     assert outputs["good"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
-    assert_nothing_held(engine)
 
 
 def test_an_error_that_refuses_notes_fails_its_own_request(model: qwen3.Model):
@@ -310,7 +297,6 @@ def test_an_error_that_refuses_notes_fails_its_own_request(model: qwen3.Model):
     engine.add_request("good", prompt(20), greedy(5))
     outputs = run(engine)
     assert str(outputs["bad"].error) == "refuses" and outputs["good"].error is None
-    assert_nothing_held(engine)
 
 
 def test_slabs_that_can_not_be_evaluated_any_more_are_made_again(model: qwen3.Model):
@@ -330,12 +316,11 @@ def test_slabs_that_can_not_be_evaluated_any_more_are_made_again(model: qwen3.Mo
         return logits
 
     engine.runner.model = leaves_a_broken_slab
-    engine.add_request("fails", prompt(20), greedy(3))
-    assert run(engine)["fails"].outputs[0].finish_reason == "error"
+    assert answer(engine, prompt(20), greedy(3)).outputs[0].finish_reason == "error"
     engine.runner.model = engine.model
-    engine.add_request("good", prompt(20), greedy(10))
-    assert run(engine)["good"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
-    assert_nothing_held(engine)
+    assert answer(engine, prompt(20), greedy(10)).outputs[0].token_ids == ask_alone(
+        model, prompt(20), greedy(10)
+    )
 
 
 def test_a_step_inside_a_step_is_refused_by_name(model: qwen3.Model):
@@ -349,6 +334,8 @@ def test_a_step_inside_a_step_is_refused_by_name(model: qwen3.Model):
             refusals.append(str(caught.value))
         return logits
 
-    engine.add_request("a", prompt(20), greedy(1, logits_processors=[steps]))
-    assert run(engine)["a"].outputs[0].finish_reason == "length" and len(refusals) == 3
-    assert_nothing_held(engine)
+    assert (
+        answer(engine, prompt(20), greedy(1, logits_processors=[steps])).outputs[0].finish_reason
+        == "length"
+        and len(refusals) == 3
+    )

@@ -164,8 +164,7 @@ llm.generate("Hello", SamplingParams(max_tokens=3, logits_processors=[loops]))
 
 
 @pytest.mark.parametrize(
-    ("loop", "status"),
-    [("while True: pass", -signal.SIGINT), ("time.sleep(600)", STUCK_STATUS)],
+    ("loop", "status"), [("while True: pass", -signal.SIGINT), ("time.sleep(600)", STUCK_STATUS)]
 )
 def test_a_second_ctrl_c_at_the_end_of_python_aborts_no_process(
     tmp_path: Path, loop: str, status: int

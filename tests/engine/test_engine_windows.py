@@ -5,23 +5,22 @@ are given back at once.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
+    CONFIG,
     ask,
-    assert_nothing_held,
     greedy,
     known_of,
-    load_demo,
     make_engine,
     make_engine_without_drafts,
     prompt,
     run,
     sampled,
 )
-from helpers.fast_lane import mostly_slow
+from helpers.fast_lane import in_one_way, mostly_slow
 from helpers.streaming_reference import streamed_logits, streaming
 from helpers.windowed_models import lively_model_and_options, model_and_options
 from helpers.workloads import Workload, assert_same, assert_same_logprobs
@@ -39,30 +38,26 @@ def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
 
 
 # Each kind, and each way to step with a window with sinks and with several groups of layers.
-in_many_ways = mostly_slow(
-    ("windowed", "run_ahead"),
-    [
-        ("streaming", "waiting"),
-        ("streaming", "drafting"),
-        ("no sinks", "ahead"),
-        ("layers", "ahead"),
-        ("layers", "drafting"),
-        ("all layers", "drafting"),
-        ("both", "waiting"),
-        ("both", "drafting"),
-    ],
-    quick=(0,),
-    indirect=True,
-)
+WAYS = [
+    ("streaming", "waiting"),
+    ("streaming", "drafting"),
+    ("no sinks", "ahead"),
+    ("layers", "ahead"),
+    ("layers", "drafting"),
+    ("all layers", "drafting"),
+    ("both", "waiting"),
+    ("both", "drafting"),
+]
+in_many_ways = mostly_slow(("windowed", "run_ahead"), WAYS, indirect=True)
 
 
-def requests(seed: int, count: int = 7) -> dict:
+def requests(seed: int, count: int = 6) -> dict:
     rng = random.Random(seed)
     shared = prompt(150, seed=seed)
     return {
         str(number): (
             shared[: rng.choice([0, 16, 57, 96, 150])] + prompt(rng.randint(1, 60), seed=number),
-            rng.choice([greedy(rng.randint(1, 90)), sampled(number, rng.randint(1, 90))]),
+            rng.choice([greedy(rng.randint(1, 60)), sampled(number, rng.randint(1, 60))]),
         )
         for number in range(count)
     }
@@ -100,7 +95,6 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
     num_hits = engine.stats().num_hit_tokens
     assert ask(engine, asked) == expected, "warm as cold"
     assert engine.stats().num_hit_tokens > num_hits + 100
-    assert_nothing_held(engine)
 
 
 # Each kind and each way to step meet both.
@@ -123,8 +117,8 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, swaps, monkeypatch):
     model, options = windowed
     # Short prompts, which are admitted together, and answers that grow.
-    params = (greedy(50), sampled(1, 45), sampled(2, 60))
-    asked = {str(i): (prompt(3 + 2 * i, seed=i), params[i % 3]) for i in range(8)}
+    params = (greedy(44), sampled(1, 40), sampled(2, 50))
+    asked = {str(i): (prompt(3 + 2 * i, seed=i), params[i % 3]) for i in range(6)}
     expected = alone(windowed, asked)
     roomy = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6, **options)
     longest = max(len(tokens) + params.max_tokens for tokens, params in asked.values())
@@ -146,7 +140,6 @@ def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, sw
     assert ask(engine, asked) == expected
     assert engine.scheduler.num_preemptions > 0
     assert bool(written) == swaps
-    assert_nothing_held(engine)
 
 
 @in_many_ways
@@ -154,43 +147,37 @@ def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
     model, options = windowed
     tokens = prompt(77)
     engine = make_engine(model, **options)
-    engine.add_request("many", tokens, sampled(5, 60, n=3))
+    engine.add_request("many", tokens, sampled(5, 30, n=3))
     many = run(engine)["many"]
     assert len({tuple(each.token_ids) for each in many.outputs}) == 3
     other = make_engine(
-        model,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=9,
-        max_num_seqs=4,
-        **options,
+        model, enable_prefix_caching=False, max_num_batched_tokens=9, max_num_seqs=4, **options
     )
-    other.add_request("many", tokens, sampled(5, 60, n=3))
+    other.add_request("many", tokens, sampled(5, 30, n=3))
     again = run(other)["many"]
     assert [each.token_ids for each in many.outputs] == [each.token_ids for each in again.outputs]
-    assert_nothing_held(engine)
 
 
-@in_many_ways
-@mostly_slow("seed", range(3))
+@mostly_slow(
+    ("windowed", "run_ahead", "seed"),
+    [(*way, number % 3) for number, way in enumerate(WAYS)],
+    indirect=["windowed", "run_ahead"],
+)
 def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windowed, seed):
     model, options = windowed
     workload = Workload(seed + 300, 12, model.args.vocab_size)
     own = {name: value for name, value in options.items() if name not in workload.options}
-    known = known_of(model)
-    if ("roomy", seed) not in known:
-        roomy = Workload(seed + 300, 12, model.args.vocab_size)
-        roomy.options |= {
-            "swap_bytes": 0,
-            "kv_cache_bytes": "900blocks",
-            "enable_prefix_caching": False,
-        }
-        known["roomy", seed] = roomy.run(model, **own, run_ahead=False).outputs
+    roomy = Workload(seed + 300, 12, model.args.vocab_size)
+    roomy.options |= {"swap_bytes": 0, "kv_cache_bytes": "900blocks"}
+    roomy.options |= {"enable_prefix_caching": False}
+    expected = roomy.run(model, **own, run_ahead=False).outputs
     tight = workload.run(model, **own)
-    for name, output in known["roomy", seed].items():
+    for name, output in expected.items():
         assert_same(tight.outputs[name], output)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run_ahead", ["ahead", "drafting"], indirect=True)
 def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
     mx.random.seed(3)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"max_position_embeddings": 256}))
@@ -199,7 +186,7 @@ def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
     )
     assert engine.max_model_len is None
     tokens = prompt(300)
-    num_tokens = 700  # as many as fill the budget more than four times
+    num_tokens = 400  # as many as fill the budget more than twice
     engine.add_request("endless", tokens, greedy(num_tokens, ignore_eos=True))
     used = []
     outputs = run(engine, lambda: used.append(engine.stats().num_used_blocks))
@@ -208,8 +195,8 @@ def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
     # 64 tokens, 16 that leave together, and the sinks twice.
     assert max(used) <= 8 + 2 + 2
     assert engine.cache.nbytes_held <= 21 * engine.cache.config.nbytes_per_block
-    logits = streamed_logits(model, tokens + answer.token_ids[:200], streaming(64, 8, 16))
-    assert logits.argmax(axis=-1)[299:-1].tolist() == answer.token_ids[:200]
+    logits = streamed_logits(model, tokens + answer.token_ids[:100], streaming(64, 8, 16))
+    assert logits.argmax(axis=-1)[299:-1].tolist() == answer.token_ids[:100]
 
 
 @in_many_ways
@@ -226,12 +213,11 @@ def test_a_prompt_is_measured_by_what_it_holds_at_a_time(windowed):
         assert len(ask(engine, {"a": (tokens, greedy(5))})["a"]) == 5
 
 
-@in_many_ways
-def test_what_can_not_go_with_windows_is_refused_by_name(windowed):
-    model, options = windowed
-    if "window" in options:
-        with pytest.raises(ArgumentError, match=r"window=.* needs the paged cache"):
-            make_engine(model, kv="basic", **options)
+@in_one_way
+def test_a_basic_cache_refuses_a_window_by_name():
+    model, options = model_and_options("streaming")
+    with pytest.raises(ArgumentError, match=r"window=.* needs the paged cache"):
+        make_engine(model, kv="basic", **options)
 
 
 def logprobs_of(engine, asked: dict) -> dict:
@@ -243,8 +229,10 @@ def logprobs_of(engine, asked: dict) -> dict:
 
 
 @pytest.mark.parametrize("run_ahead", ["waiting"], indirect=True)
-def test_a_hit_on_blocks_of_the_same_step_moves_no_sinks_before_they_are_written():
-    model, tokenizer = load_demo()
+def test_a_hit_on_blocks_of_the_same_step_moves_no_sinks_before_they_are_written(
+    demo: tuple[Any, Any],
+):
+    model, tokenizer = demo
     rng = random.Random(0)
     tokens = [rng.randrange(model.args.vocab_size) for _ in range(200)]
     params = greedy(5, logprobs=3, ignore_eos=True)
@@ -265,7 +253,7 @@ def test_a_hit_on_blocks_of_the_same_step_moves_no_sinks_before_they_are_written
     ("seed", "run_ahead"),
     [
         pytest.param(seed, ("waiting", "ahead", "drafting")[seed % 3], marks=marks)
-        for marks, seeds in (((), (10,)), (SLOW, (2, 3, 5, 14, 17, 20, 21, 23)))
+        for marks, seeds in (((), (10,)), (SLOW, (2, 5, 17, 21)))
         for seed in seeds
     ],
     indirect=["run_ahead"],
@@ -300,7 +288,6 @@ def test_what_a_step_shares_with_others_of_the_same_step_is_what_it_would_comput
     for _ in range(2):
         for name, entries in logprobs_of(engine, asked).items():
             assert_same_logprobs(entries, expected[name], atol=2e-5)
-    assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("run_ahead", ["ahead"], indirect=True)
@@ -308,11 +295,8 @@ def test_what_a_step_shares_with_others_of_the_same_step_is_what_it_would_comput
     ("kind", "block_size", "num_blocks"),
     [
         ("layers", 8, 20),
-        pytest.param("layers", 32, 8, marks=SLOW),
-        pytest.param("all layers", 8, 6, marks=SLOW),
         pytest.param("all layers", 32, 4, marks=SLOW),
         pytest.param("both", 8, 20, marks=SLOW),
-        pytest.param("both", 32, 11, marks=SLOW),
         pytest.param("streaming", 8, 10, marks=SLOW),
     ],
 )

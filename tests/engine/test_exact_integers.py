@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from helpers.engine_runs import greedy, load_demo, make_engine, run
+from helpers.engine_runs import greedy, make_engine, run
 from helpers.grammar_walks import random_answer
 from llguidance import LLMatcher
 
@@ -123,11 +123,6 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"oneOf": [{"minimum": BIG, "type": "integer"}, {"type": "null"}]}, [f"{BIG}", "null"], ["1"]),
     ({"allOf": [{"const": BIG}], "title": "a"}, [f"{BIG}"], ["1"]),
 ]
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_demo()
 
 
 @pytest.fixture(scope="module")

@@ -314,7 +314,7 @@ def test_requests_that_do_not_fit_are_passed_by_a_bounded_number_of_others():
     engine.check_whole()
 
 
-@mostly_slow("seed", range(6), quick=(0, 3))
+@mostly_slow("seed", range(4), quick=(0, 3))
 def test_no_user_starves_and_none_has_more_than_a_share_for_long(seed: int):
     rng = random.Random(seed)
     engine = FakeEngine(

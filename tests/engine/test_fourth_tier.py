@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.engine_runs import (
-    ask,
-    ask_alone,
-    assert_nothing_held,
-    greedy,
-    make_engine,
-    prompt,
-    run,
-)
+from helpers.engine_runs import answer, ask, ask_alone, greedy, make_engine, prompt, run
 
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache.transfer import load_prefix, store_blocks
@@ -74,8 +66,7 @@ def test_a_restarted_engine_finds_its_blocks(model: qwen3.Model):
     told, expected = prompt(100), ask_alone(model, prompt(100), greedy(20))
     for num_read in (0, 96):
         engine = make_engine(model, tier=tier_of)
-        engine.add_request("a", told, greedy(20))
-        output = run(engine)["a"]
+        output = answer(engine, told, greedy(20))
         assert output.outputs[0].token_ids == expected
         assert output.num_read_tokens == num_read
         assert engine.close()
@@ -262,7 +253,6 @@ def test_swapped_blocks_that_are_lost_are_computed_again(
     for name, (tokens, params) in requests.items():
         assert answers[name] == ask_alone(model, tokens, params)
     assert engine.stats().num_swapped_tokens == 0
-    assert_nothing_held(engine)
 
 
 def test_what_is_no_tier_is_refused_by_name(model: qwen3.Model, tmp_path: Path):

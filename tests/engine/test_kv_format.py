@@ -13,18 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.engine_helpers import CONFIG
-from helpers.engine_runs import (
-    VOCAB_SIZE,
-    assert_nothing_held,
-    greedy,
-    make_engine,
-    prompt,
-    run,
-    sampled,
-)
+from helpers.engine_runs import VOCAB_SIZE, greedy, make_engine, prompt, run, sampled, small_model
 from helpers.workloads import Workload, assert_all_same
-from paged_testing.soak import Soak, make_request
 
 import mlx_paged
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
@@ -37,16 +27,9 @@ from mlx_paged.options.config import KVBits
 formats = pytest.mark.parametrize("kv_format", ["8", "K:8,V:4", "4"])
 
 
-def random_model(**change: int) -> qwen3.Model:
-    mx.random.seed(7)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32} | change))
-    mx.eval(model.parameters())
-    return model
-
-
-@pytest.fixture(scope="module")
-def model() -> qwen3.Model:
-    return random_model()
+@pytest.fixture
+def model(kernel_model: qwen3.Model) -> qwen3.Model:
+    return kernel_model
 
 
 def alone(model: qwen3.Model, tokens: list[int], params: SamplingParams, kv_format: str) -> Any:
@@ -83,7 +66,6 @@ def test_preempted_chunked_and_forked_requests_get_the_tokens_of_undisturbed_one
     for name, (tokens, params) in asked.items():
         ours = [one.token_ids for one in outputs[name].outputs]
         assert ours == alone(model, tokens, params, kv_format), name
-    assert_nothing_held(engine)
 
 
 @formats
@@ -99,17 +81,7 @@ def test_a_prompt_that_is_found_gets_the_tokens_of_one_that_is_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kv_format", "seed"),
-    [
-        ("K:8,V:4", 2),
-        ("8", 1),
-        ("4", 3),
-        ("8", 4),
-        ("K:8,V:4", 1),
-        ("4", 2),
-    ],
-)
+@pytest.mark.parametrize(("kv_format", "seed"), [("K:8,V:4", 2), ("8", 1), ("4", 3)])
 def test_requests_of_every_kind_get_the_same_one_step_ahead(
     model: qwen3.Model, kv_format: str, seed: int
 ):
@@ -132,26 +104,6 @@ def test_an_engine_holds_the_bytes_of_its_format(model: qwen3.Model, kv_format: 
     assert engine.stats().nbytes_held == engine.cache.nbytes_held == 41 * 16 * per_token
     dense = make_engine(model, kv_cache_bytes=config.nbytes)
     assert dense.cache.config.num_blocks < config.num_blocks // 2
-
-
-@pytest.mark.slow
-def test_a_soak_of_random_formats_leaves_nothing_behind():
-    model = random_model(num_hidden_layers=4, num_key_value_heads=4)
-    num_preemptions = 0
-    for seed in range(2):
-        rng = random.Random(seed)
-        options = {
-            "kv_format": rng.choice(["8", "K:8,V:4", "K:4,V:8", "4"]),
-            "swap_bytes": rng.choice([0, "60blocks"]),
-            "run_ahead": rng.random() < 0.5,
-        }
-        soak = Soak(model, seed=seed, engine_options=options)
-        soak.run(0, 40)
-        soak.check_end()
-        num_preemptions += soak.engine.stats().num_preemptions
-        for number in rng.sample(range(40), 10):
-            soak.check_tokens(make_request(seed, number, VOCAB_SIZE))
-    assert num_preemptions > 0
 
 
 # The doors
@@ -193,17 +145,17 @@ def test_a_basic_cache_refuses_bits_by_name(model: qwen3.Model):
 def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time(
     model: qwen3.Model, kv_format: int
 ):
-    """Or errors would add up: after 100 moves 4-bit keys are off by as much as they are large."""
+    """Or errors would add up: after 50 moves 4-bit keys are off by as much as they are large."""
     engine = make_engine(
         model, kv_format=kv_format, block_size=8, window=32, num_sink_tokens=8, run_ahead=False
     )
-    engine.add_request("long", prompt(20), greedy(900, ignore_eos=True))
-    for _ in range(880):
+    engine.add_request("long", prompt(20), greedy(450, ignore_eos=True))
+    for _ in range(430):
         engine.step()
     cache = engine.cache
     (table,) = engine.manager.tables.values()
     originals = [block.block_id for block in list(table)[len(table) :]]
-    assert len(originals) == 1 and table.num_evicted_tokens > 800
+    assert len(originals) == 1 and table.num_evicted_tokens > 400
     form = cache.layers[0].spec.format
 
     def keys_in(index: int, block_ids: list[int]) -> mx.array:
@@ -221,7 +173,7 @@ def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time
 
 def test_a_model_whose_rows_have_no_groups_is_refused_by_name():
     with pytest.raises(ArgumentError, match=r"kv_format can't be 8 bits .* rows of K/V have 16"):
-        make_engine(random_model(head_dim=16), kv_format=8)
+        make_engine(small_model(), kv_format=8)
 
 
 def test_every_door_takes_a_format():

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import tiny_models
-from helpers.engine_runs import greedy, make_engine, prompt, run
+from helpers.engine_runs import greedy, make_engine, prompt, run, tiny_models
 from mlx_lm.generate import generate_step
 from paged_testing.integrity import check_scheduler
 

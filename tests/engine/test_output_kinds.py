@@ -9,19 +9,13 @@ import threading
 import pytest
 from helpers.fast_lane import mostly_slow
 
-from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams, load
+from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams
 from mlx_paged.engine.reports import Latencies, Reports
 from mlx_paged.engine.request import Request, merge_parts
-from mlx_paged.loading import demo_model_path
 from mlx_paged.request import Logprob
 
 LONG = "<|im_start|>user\nCount from 20 to 60.<|im_end|>\n<|im_start|>assistant\n"
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return load(demo_model_path())
 
 
 def joined(outputs):
@@ -78,10 +72,7 @@ def requests_of(kind, seed):
 def test_what_is_new_adds_up_to_the_whole_answer(demo, seed, run_ahead):
     model, tokenizer = demo
     whole, parts, last = (
-        run(
-            Engine(model, tokenizer, kv_cache_bytes="24blocks", seed=1),
-            requests_of(kind, seed),
-        )
+        run(Engine(model, tokenizer, kv_cache_bytes="24blocks", seed=1), requests_of(kind, seed))
         for kind in (RequestOutputKind.CUMULATIVE, DELTA, FINAL_ONLY)
     )
     for name, outputs in whole.items():

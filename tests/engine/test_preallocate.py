@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_runs import greedy, load_demo, prompt
+from helpers.engine_runs import greedy, prompt
 
 from mlx_paged import make_kv_cache
 from mlx_paged.engine.engine import Engine
@@ -17,11 +17,6 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import KVHandle
 
 BUDGET = {"kv_cache_bytes": "300blocks"}
-
-
-@pytest.fixture(scope="module")
-def demo() -> nn.Module:
-    return load_demo()[0]
 
 
 def run(engine: Engine) -> list[int]:
@@ -33,9 +28,9 @@ def run(engine: Engine) -> list[int]:
 
 
 def test_the_cache_has_its_budget_from_the_start_and_answers_as_one_that_grows(
-    demo: nn.Module, monkeypatch: pytest.MonkeyPatch
+    demo_model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ):
-    growing, whole = Engine(demo, **BUDGET), Engine(demo, **BUDGET, preallocate=True)
+    growing, whole = Engine(demo_model, **BUDGET), Engine(demo_model, **BUDGET, preallocate=True)
     config = whole.cache.config
     at_first = growing.stats().nbytes_held
     assert at_first == 65 * config.nbytes_per_block
@@ -47,37 +42,37 @@ def test_the_cache_has_its_budget_from_the_start_and_answers_as_one_that_grows(
     assert whole.stats().nbytes_held == 301 * config.nbytes_per_block
 
 
-def test_what_was_asked_for_at_once_is_not_given_back(demo: nn.Module):
-    engine = Engine(demo, **BUDGET, preallocate=True)
+def test_what_was_asked_for_at_once_is_not_given_back(demo_model: nn.Module):
+    engine = Engine(demo_model, **BUDGET, preallocate=True)
     run(engine)
     assert engine.reset_prefix_cache()
     assert engine.shrink() == 0
     assert engine.stats().nbytes_held == 301 * engine.cache.config.nbytes_per_block
 
 
-def test_a_basic_cache_refuses_it(demo: nn.Module):
+def test_a_basic_cache_refuses_it(demo_model: nn.Module):
     message = "preallocate needs the paged cache: a basic one has separate arrays for each sequence"
     with pytest.raises(ArgumentError, match=message) as refused:
-        Engine(demo, **BUDGET, kv="basic", preallocate=True)
+        Engine(demo_model, **BUDGET, kv="basic", preallocate=True)
     assert refused.value.argument == "preallocate"
-    assert Engine(demo, **BUDGET, kv="basic", preallocate=False).cache.nbytes_held == 0
+    assert Engine(demo_model, **BUDGET, kv="basic", preallocate=False).cache.nbytes_held == 0
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_other_values_are_refused_by_name(demo: nn.Module, value: Any):
+def test_other_values_are_refused_by_name(demo_model: nn.Module, value: Any):
     with pytest.raises(ArgumentError, match="preallocate must be True or False"):
-        make_kv_cache(demo, **BUDGET, preallocate=value)
+        make_kv_cache(demo_model, **BUDGET, preallocate=value)
 
 
 def test_a_budget_that_the_device_has_no_memory_for_is_refused_with_the_way_out(
-    demo: nn.Module, monkeypatch: pytest.MonkeyPatch
+    demo_model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ):
     def allocate(*_: object) -> KVHandle:
         raise RuntimeError("[malloc] Unable to allocate 4 bytes.")
 
     monkeypatch.setattr(KVHandle, "allocate", allocate)
     with pytest.raises(ArgumentError) as refused:
-        make_kv_cache(demo, **BUDGET, preallocate=True)
+        make_kv_cache(demo_model, **BUDGET, preallocate=True)
     nbytes = 301 * 16 * 4 * 2 * 2 * 32 * mx.float32.size
     assert str(refused.value) == (
         f"[kv cache] preallocate: there is no memory for a budget of {nbytes:,} bytes at once "

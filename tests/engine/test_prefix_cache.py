@@ -8,16 +8,16 @@ import random
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import (
+    answer,
     ask,
     ask_alone,
-    assert_nothing_held,
     greedy,
     make_engine,
     prompt,
     run,
     sampled,
+    tiny_models,
 )
 from helpers.fast_lane import mostly_slow
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
@@ -66,9 +66,7 @@ def expected_hits(tokens: list[int], cached: list[list[int]], block_size: int) -
     ("run_ahead", "seed"),
     [
         (way, seed)
-        for seed, way in enumerate(
-            ["waiting", "ahead", "drafting", "drafting", "waiting", "ahead", "drafting", "ahead"]
-        )
+        for seed, way in enumerate(["waiting", "ahead", "drafting", "drafting", "waiting"])
     ],
     quick=(1,),
     indirect=["run_ahead"],
@@ -86,11 +84,11 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
         # From little more than one request to all of them; the smaller ones evict and preempt.
         kv_cache_bytes=f"{rng.choice([140, 200, 400, 2000]) // block_size}blocks",
     )
-    prompts = family(rng, 14)
+    prompts = family(rng, 12)
     alone: dict[int, list[int]] = {}
     for round in range(2):
         # Most of them come together; some hit what others of the same step are about to write.
-        asked = rng.sample(range(len(prompts)), 10)
+        asked = rng.sample(range(len(prompts)), 9)
         answers = ask(engine, {f"{round} {n}": (prompts[n], greedy(MAX_TOKENS)) for n in asked})
         for n in asked:
             if n not in alone:
@@ -99,7 +97,6 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
                 assert alone[n] == [int(token) for token, _ in steps]
             assert answers[f"{round} {n}"] == alone[n], (round, n)
     assert engine.stats().num_hit_tokens > 0
-    assert_nothing_held(engine)
 
 
 # Every two of a way to step, a size of blocks and a size of chunks meet once.
@@ -146,10 +143,8 @@ def test_a_prompt_asked_again_is_computed_but_for_its_last_token_in_whole_blocks
     engine = make_engine(model)
     for num_tokens, num_cached in ((15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (200, 192)):
         params = greedy(1)
-        engine.add_request("cold", prompt(num_tokens), params)
-        assert run(engine)["cold"].num_cached_tokens == 0
-        engine.add_request("warm", prompt(num_tokens), params)
-        assert run(engine)["warm"].num_cached_tokens == num_cached
+        assert answer(engine, prompt(num_tokens), params).num_cached_tokens == 0
+        assert answer(engine, prompt(num_tokens), params).num_cached_tokens == num_cached
 
 
 def test_requests_that_come_together_share_what_the_first_is_about_to_compute(model: qwen3.Model):
@@ -176,14 +171,13 @@ def test_the_next_turn_hits_the_blocks_of_the_answer_before(model: qwen3.Model):
     engine = make_engine(model)
     conversation = prompt(20)
     for turn in range(4):
-        engine.add_request("turn", conversation, greedy(40))
-        output = run(engine)["turn"]
+        output = answer(engine, conversation, greedy(40))
         # All but the last token of the last answer, and the new question.
         num_known = 0 if turn == 0 else len(conversation) - 7 - 1
         assert output.num_cached_tokens == num_known // 16 * 16
-        answer = output.outputs[0].token_ids
-        assert answer == ask_alone(model, conversation, greedy(40))
-        conversation = conversation + answer + prompt(7, seed=turn)
+        answered = output.outputs[0].token_ids
+        assert answered == ask_alone(model, conversation, greedy(40))
+        conversation = conversation + answered + prompt(7, seed=turn)
     assert engine.stats().num_hit_tokens > 200
 
 
@@ -205,8 +199,7 @@ def test_requests_of_another_salt_share_nothing(model: qwen3.Model):
 def test_an_engine_without_prefix_caching_finds_nothing_and_forgets_everything(model: qwen3.Model):
     engine = make_engine(model, enable_prefix_caching=False)
     for _ in range(2):
-        engine.add_request("a", prompt(50), greedy(3))
-        assert run(engine)["a"].num_cached_tokens == 0
+        assert answer(engine, prompt(50), greedy(3)).num_cached_tokens == 0
     stats = engine.stats()
     assert (stats.num_hit_tokens, stats.num_cached_blocks, stats.num_queried_tokens) == (0, 0, 0)
 
@@ -237,8 +230,7 @@ def test_logprobs_of_a_warm_run_are_those_of_a_cold_one(model: qwen3.Model):
     engine = make_engine(model)
     entries = []
     for _ in range(2):
-        engine.add_request("a", prompt(70), greedy(10, logprobs=3))
-        entries.append(run(engine)["a"].outputs[0].logprobs)
+        entries.append(answer(engine, prompt(70), greedy(10, logprobs=3)).outputs[0].logprobs)
     for cold, warm in zip(*entries, strict=True):
         assert list(cold) == list(warm)
         for token, entry in cold.items():

@@ -6,8 +6,7 @@ import random
 
 import pytest
 from helpers.completions import new_completion
-from helpers.engine_helpers import tiny_models
-from helpers.engine_runs import lose_all_kv
+from helpers.engine_runs import lose_all_kv, tiny_models
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.core import hash_token_blocks

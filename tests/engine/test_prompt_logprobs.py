@@ -7,16 +7,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import (
+    answer,
     ask_alone,
-    assert_nothing_held,
     greedy,
-    load_demo,
     make_engine,
     prompt,
     run,
     sampled,
+    tiny_models,
 )
 
 from mlx_paged import LLM
@@ -70,13 +69,11 @@ def test_they_are_the_models_own_for_each_token_but_the_first(
     check(outputs["b"], prompt(37), num_top)
     assert outputs["plain"].prompt_logprobs is None
     assert outputs["plain"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(6))
-    assert_nothing_held(engine)
 
 
 def test_a_prompt_of_one_token_has_none(model: qwen3.Model):
     engine = make_engine(model)
-    engine.add_request("a", [5], greedy(3, prompt_logprobs=2))
-    assert run(engine)["a"].prompt_logprobs == [None]
+    assert answer(engine, [5], greedy(3, prompt_logprobs=2)).prompt_logprobs == [None]
 
 
 def rows_of_logits(engine: Engine) -> list[tuple[int, ...]]:
@@ -110,14 +107,11 @@ def test_few_rows_of_logits_are_there_at_a_time(
 
 def test_what_has_to_be_scored_is_computed_though_it_is_cached(model: qwen3.Model):
     engine = make_engine(model)
-    engine.add_request("first", prompt(64), greedy(4))
-    expected = run(engine)["first"].outputs[0].token_ids
-    engine.add_request("scored", prompt(64), greedy(4, prompt_logprobs=2))
-    scored = run(engine)["scored"]
+    expected = answer(engine, prompt(64), greedy(4)).outputs[0].token_ids
+    scored = answer(engine, prompt(64), greedy(4, prompt_logprobs=2))
     check(scored, prompt(64), 2)
     assert (scored.num_cached_tokens, scored.outputs[0].token_ids) == (0, expected)
-    engine.add_request("again", prompt(64), greedy(4))
-    again = run(engine)["again"]
+    again = answer(engine, prompt(64), greedy(4))
     assert (again.num_cached_tokens, again.outputs[0].token_ids) == (48, expected)
 
 
@@ -191,11 +185,10 @@ def test_an_abort_while_the_prompt_is_computed_keeps_what_is_known(model: qwen3.
         token = prompt(60)[place]
         assert entry is not None and list(entry) == [token]
         assert abs(entry[token].logprob - exact[place - 1][token]) < 1e-4
-    assert_nothing_held(engine)
 
 
-def test_tokens_have_their_texts(run_ahead: bool):
-    model, tokenizer = load_demo()
+def test_tokens_have_their_texts(demo: tuple[Any, Any], run_ahead: bool):
+    model, tokenizer = demo
     llm = LLM(model, tokenizer, kv_cache_bytes="40blocks")
     (output,) = llm.generate("Hello, who are you?", greedy(3, prompt_logprobs=1))
     assert output.prompt_logprobs is not None

@@ -17,8 +17,8 @@ from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.scheduling.scheduler import Scheduler
-from mlx_paged.engine.storing import disk_cache
-from mlx_paged.engine.storing.disk_cache import MAX_READ_AHEAD, DiskCache
+from mlx_paged.engine.storing import tier_cache
+from mlx_paged.engine.storing.tier_cache import MAX_READ_AHEAD, TierCache
 from mlx_paged.options.config import SchedulerConfig
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import SeqId
@@ -97,7 +97,7 @@ class Worker:
         return True
 
 
-class Disk(DiskCache):
+class Disk(TierCache):
     """Brings blocks when it is told to."""
 
     store: Shelf
@@ -116,7 +116,7 @@ class Disk(DiskCache):
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "BlockWorker", Worker)
+    monkeypatch.setattr(tier_cache, "BlockWorker", Worker)
 
 
 def tokens(seed: int, num_tokens: int = 10) -> list[int]:
@@ -160,7 +160,7 @@ def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
 
 
 def test_a_step_that_others_wait_for_takes_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "MAX_STEP_NBYTES", BLOCK_SIZE + 1)
+    monkeypatch.setattr(tier_cache, "MAX_STEP_NBYTES", BLOCK_SIZE + 1)
     scheduler, disk, _ = make(tokens(1, 21), tokens(2, 21))
     first, second = completion_of(1, 21), completion_of(2, 21)
     for each in (first, second):

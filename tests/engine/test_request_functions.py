@@ -10,19 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
+from helpers.engine_runs import greedy, make_engine, prompt, run
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, demo_model_path, generate
 from mlx_paged.engine.input_processor import evaluate_captured
 from mlx_paged.models import qwen3
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, TokenizerWrapper]:
-    return load_demo()
-
 
 WANTED = 42
 
@@ -77,8 +71,7 @@ def test_arrays_that_a_processor_holds_may_be_lazy(demo: tuple[Any, TokenizerWra
     assert output.error is None and output.outputs[0].token_ids == [WANTED] * 3
     with AsyncEngine(*demo) as engine:
         *_, last = engine.stream(
-            "Hello",
-            params.clone(logits_processors=[processors(demo[0].args.vocab_size)[kind]]),
+            "Hello", params.clone(logits_processors=[processors(demo[0].args.vocab_size)[kind]])
         )
     assert last.outputs[0].token_ids == [WANTED] * 3
 
@@ -148,10 +141,7 @@ def test_a_seed_gives_mlx_lms_own_tokens(demo: tuple[Any, TokenizerWrapper]):
     import mlx_lm
 
     texts = []
-    for make, given in (
-        (mlx_lm.generate, mlx_lm.load(str(demo_model_path()))),
-        (generate, demo),
-    ):
+    for make, given in ((mlx_lm.generate, mlx_lm.load(str(demo_model_path()))), (generate, demo)):
         mx.random.seed(11)
         texts.append(
             make(*given, "Once upon a time", max_tokens=15, sampler=make_sampler(temp=0.7))

@@ -641,11 +641,7 @@ def test_logprobs_stand_in_the_order_of_rank_and_the_sampled_token_last():
     assert [
         (token, entry.rank, round(float(np.exp(entry.logprob)), 5))
         for token, entry in result.logprobs.items()
-    ] == [
-        (1, 1, 0.4),
-        (3, 2, 0.3),
-        (0, 4, 0.1),
-    ]
+    ] == [(1, 1, 0.4), (3, 2, 0.3), (0, 4, 0.1)]
     assert result.token_id == 0 and all(
         entry.decoded_token is None for entry in result.logprobs.values()
     )

@@ -67,14 +67,7 @@ def test_equal_levels_never_take_each_others_place():
     # It came 17 steps later and is one level up, so it comes after them by age.
     engine.add("young", tokens(2, 300), max_tokens=1, priority=-1)
     assert engine.scheduler.running[0].order < engine.completions["young"][0].order
-    assert engine.run() == [
-        {"a": 1},
-        {"a": 1},
-        {"b": 2},
-        {"b": 1},
-        {"young": 2},
-        {"aged": 2},
-    ]
+    assert engine.run() == [{"a": 1}, {"a": 1}, {"b": 2}, {"b": 1}, {"young": 2}, {"aged": 2}]
     assert engine.scheduler.num_preemptions == 0
 
 

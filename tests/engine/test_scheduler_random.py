@@ -145,7 +145,7 @@ TINY = {
 @mostly_slow("seed", range(2))
 def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, name: str):
     driver = Driver(seed, priority_steps=6, **TINY[name])
-    for _ in range(2500):
+    for _ in range(1500):
         driver.act()
     driver.drain()
     counts = driver.engine.counts
@@ -185,10 +185,9 @@ def test_on_a_device_that_gives_less_than_the_budget_no_request_waits_for_ever(s
 
 
 @mostly_slow("name", TINY, quick=(1, 3, 10))
-@mostly_slow("seed", range(2))
-def test_it_is_the_same_with_several_users(seed: int, name: str):
+def test_it_is_the_same_with_several_users(name: str):
     users = ["a", "a", "a", "b", "c", None]
-    driver = Driver(seed, users, priority_steps=6, **TINY[name])
+    driver = Driver(0, users, priority_steps=6, **TINY[name])
     for _ in range(2500):
         driver.act()
     driver.drain()

@@ -10,13 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.drafting import EagerSpeculation, Oracle, eager_speculation, knows
-from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
     VOCAB_SIZE,
+    answer,
     ask_alone,
     assert_nothing_held,
     greedy,
-    load_demo,
     make_engine,
     prompt,
     run,
@@ -36,9 +35,7 @@ FACTS = "The code of apple is 4821. " * 6
 
 
 @mostly_slow(
-    ("seed", "kind"),
-    [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead"), (4, "waiting"), (5, "basic")],
-    quick=(1,),
+    ("seed", "kind"), [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead")], quick=(1,)
 )
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind: str, seed: int):
     workload = Workload(seed + 20, 25, VOCAB_SIZE)
@@ -58,7 +55,7 @@ def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind
 @pytest.mark.slow
 def test_many_requests_get_the_same_as_without(model: qwen3.Model):
     preemptions, reasons = 0, set[str | None]()
-    for seed in range(200, 205):
+    for seed in (200, 204):
         workload = Workload(seed, 25, VOCAB_SIZE)
         plain = workload.run(model, run_ahead=False)
         speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers), seed)
@@ -70,42 +67,30 @@ def test_many_requests_get_the_same_as_without(model: qwen3.Model):
     assert preemptions > 10 and reasons == {"stop", "length", "abort", "error"}
 
 
-@pytest.fixture(scope="module")
-def kernel_model() -> qwen3.Model:
-    """A random model of a head_dim that kernels and groups of 32 are made for."""
-    mx.random.seed(7)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
-    mx.eval(model.parameters())
-    return model
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("is_ahead", "options"),
     [
-        {"kv_format": "8"},
-        {"kv_format": "K:8,V:4"},
-        {"window": 48, "num_sink_tokens": 4},
-        {"window": 32, "num_sink_tokens": 4, "kv_format": "8"},
+        (False, {"kv_format": "8"}),
+        (True, {"kv_format": "K:8,V:4"}),
+        (False, {"window": 48, "num_sink_tokens": 4}),
+        (True, {"window": 32, "num_sink_tokens": 4, "kv_format": "8"}),
     ],
     ids=str,
 )
 def test_quantised_kv_and_windows_get_the_same_as_without(
-    kernel_model: qwen3.Model, options: dict[str, Any]
+    kernel_model: qwen3.Model, is_ahead: bool, options: dict[str, Any]
 ):
-    for is_ahead in (False, True):
-        workload = Workload(300 + len(str(options)), 15, VOCAB_SIZE)
-        plain = workload.run(kernel_model, run_ahead=False, **options)
-        speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
-        drafting = workload.run(
-            kernel_model, run_ahead=is_ahead, speculation=speculation, **options
-        )
-        assert_all_same_but_aborts(drafting, plain)
-        assert drafting.engine.stats().num_accepted_tokens > 20
+    workload = Workload(300 + len(str(options)), 15, VOCAB_SIZE)
+    plain = workload.run(kernel_model, run_ahead=False, **options)
+    speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
+    drafting = workload.run(kernel_model, run_ahead=is_ahead, speculation=speculation, **options)
+    assert_all_same_but_aborts(drafting, plain)
+    assert drafting.engine.stats().num_accepted_tokens > 20
 
 
 def test_kernels_verify_runs_behind_replayed_decodes(kernel_model: qwen3.Model):
-    workload = Workload(50, 25, VOCAB_SIZE)
+    workload = Workload(50, 15, VOCAB_SIZE)
     plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
         drafting = workload.run(
@@ -115,8 +100,8 @@ def test_kernels_verify_runs_behind_replayed_decodes(kernel_model: qwen3.Model):
     assert_all_same_but_aborts(drafting, plain)
 
 
-def test_texts_and_stop_texts_are_the_same_as_without():
-    model, tokenizer = load_demo()
+def test_texts_and_stop_texts_are_the_same_as_without(demo: tuple[Any, Any]):
+    model, tokenizer = demo
     outputs: dict[int, dict[str, RequestOutput]] = {}
     for num_draft_tokens in (0, 3, 7):
         engine = make_engine(model, tokenizer)
@@ -140,8 +125,8 @@ def test_texts_and_stop_texts_are_the_same_as_without():
     assert outputs[7]["stop"].outputs[0].stop_reason == "6. The c"
 
 
-def test_repetitive_text_takes_less_than_half_of_the_steps():
-    model, tokenizer = load_demo()
+def test_repetitive_text_takes_less_than_half_of_the_steps(demo: tuple[Any, Any]):
+    model, tokenizer = demo
     num_steps = {}
     for num_draft_tokens in (0, 7):
         engine = make_engine(model, tokenizer, num_draft_tokens=num_draft_tokens)
@@ -151,9 +136,7 @@ def test_repetitive_text_takes_less_than_half_of_the_steps():
     assert num_steps[7] < num_steps[0] / 2 == 40
 
 
-def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(
-    model: qwen3.Model,
-):
+def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(model: qwen3.Model):
     engine = make_engine(model, num_draft_tokens=3, run_ahead=True)
     engine.add_request("a", prompt(20), sampled(1, 40))
     num_ahead = 0
@@ -201,8 +184,7 @@ def counts_of(engine: Engine) -> list[tuple[int, int]]:
 
 def test_drafts_end_where_the_answer_ends(model: qwen3.Model):
     engine = drafting_engine(model)
-    engine.add_request("a", prompt(20), greedy(13))
-    output = run(engine)["a"].outputs[0]
+    output = answer(engine, prompt(20), greedy(13)).outputs[0]
     assert output.token_ids == ask_alone(model, prompt(20), greedy(13))
     # The prompt gives one token, 7 drafts 8, and the last 4 of 13 need 3 drafts.
     assert counts_of(engine) == [(7, 7), (3, 3)]
@@ -211,20 +193,17 @@ def test_drafts_end_where_the_answer_ends(model: qwen3.Model):
 
 def test_drafts_end_where_the_context_ends(model: qwen3.Model):
     engine = drafting_engine(model, max_model_len=26)
-    engine.add_request("a", prompt(20), greedy(100))
-    assert len(run(engine)["a"].outputs[0].token_ids) == 6
+    assert len(answer(engine, prompt(20), greedy(100)).outputs[0].token_ids) == 6
     assert counts_of(engine) == [(4, 4)]
 
 
 def test_a_token_that_ends_the_answer_drops_the_drafts_behind_it(model: qwen3.Model):
     tokens = ask_alone(model, prompt(20), greedy(20))
     engine = drafting_engine(model)
-    engine.add_request("a", prompt(20), greedy(20, stop_token_ids=[tokens[4]]))
-    output = run(engine)["a"].outputs[0]
+    output = answer(engine, prompt(20), greedy(20, stop_token_ids=[tokens[4]])).outputs[0]
     end = tokens.index(tokens[4]) + 1
     assert (output.token_ids, output.finish_reason) == (tokens[:end], "stop")
     assert counts_of(engine) == [(7, end - 1)]
-    assert_nothing_held(engine)
 
 
 def test_drafts_leave_a_step_its_budget(model: qwen3.Model):
@@ -275,10 +254,8 @@ def test_blocks_that_drafts_filled_are_found_by_the_next_turn(model: qwen3.Model
     hits, tokens = {}, {}
     for name, make in (("plain", make_engine), ("drafting", drafting_engine)):
         engine = make(model, block_size=8)
-        engine.add_request("a", prompt(20), greedy(30))
-        tokens[name] = run(engine)["a"].outputs[0].token_ids
-        engine.add_request("b", [*prompt(20), *tokens[name], 1, 2], greedy(5))
-        output = run(engine)["b"]
+        tokens[name] = answer(engine, prompt(20), greedy(30)).outputs[0].token_ids
+        output = answer(engine, [*prompt(20), *tokens[name], 1, 2], greedy(5))
         hits[name] = output.num_cached_tokens
         expected = ask_alone(model, [*prompt(20), *tokens[name], 1, 2], greedy(5))
         assert output.outputs[0].token_ids == expected
@@ -353,7 +330,6 @@ def test_a_step_that_fails_with_drafts_is_run_again_without(
     for name, size in (("a", 20), ("b", 30)):
         assert outputs[name].outputs[0].token_ids == ask_alone(model, prompt(size), params)
     assert engine.stats().num_accepted_tokens == 0
-    assert_nothing_held(engine)
 
 
 def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_before(
@@ -380,7 +356,6 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
     plain = make_engine(model)
     plain.add_request("several", prompt(9), sampled(3, 12, n=3))
     assert_same(outputs["several"], run(plain)["several"])
-    assert_nothing_held(engine)
 
 
 # Arguments

@@ -23,10 +23,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.engine_runs import (
+    answer,
     assert_nothing_held,
     greedy,
     known_of,
-    load_demo,
     lose_all_kv,
     make_engine,
     make_engine_without_drafts,
@@ -55,11 +55,6 @@ PROMPTS = ["Hello, who are you? ", "The code of apple is 4821. What", "Once upon
 TIGHT = {"block_size": 8, "kv_cache_bytes": "14blocks", "swap_bytes": 0, "max_num_seqs": 6}
 # Grammars of some thousand alternatives at each point.
 TOO_COMPLEX = {"properties": {f"p{number}": {"type": "integer"} for number in range(700)}}
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_demo()
 
 
 def structured(**options: Any) -> StructuredOutputsParams:
@@ -115,14 +110,14 @@ def run_all(
 
 @mostly_slow(
     ("run_ahead", "seed"),
-    [("waiting", 0), ("ahead", 0), ("drafting", 0), ("drafting", 1)],
+    [("waiting", 0), ("ahead", 0), ("drafting", 0)],
     quick=(2,),
     indirect=["run_ahead"],
 )
 def test_answers_of_random_schemas_are_valid_and_the_same_under_preemption(
     demo: tuple[Any, Any], seed: int, is_drafting: bool
 ):
-    requests = random_requests(seed, 15)
+    requests = random_requests(seed, 12)
     outputs = run_all(demo, requests, **TIGHT)
     ends = [
         end_of(completion, schema)
@@ -185,8 +180,7 @@ def test_each_kind_holds(
         max_tokens=40,
         structured_outputs=structured(**options),
     )
-    engine.add_request("a", PROMPTS[0], params)
-    completions = run(engine)["a"].outputs
+    completions = answer(engine, PROMPTS[0], params).outputs
     num_stopped = 0
     for completion in completions:
         if completion.finish_reason == "stop":
@@ -384,8 +378,7 @@ def test_reasoning_comes_before_the_structure(demo: tuple[Any, Any]):
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
     params = sampled(5, 90)
     engine = make_engine(*demo)
-    engine.add_request("free", PROMPTS[0], params)
-    free = run(engine)["free"].outputs[0].token_ids
+    free = answer(engine, PROMPTS[0], params).outputs[0].token_ids
     pairs = list(itertools.pairwise(free))
     last = next(place for place in range(4, 40) if pairs.index(pairs[place]) == place) + 2
     reasoning = free[:last]
@@ -393,15 +386,15 @@ def test_reasoning_comes_before_the_structure(demo: tuple[Any, Any]):
     engine.add_request("a", PROMPTS[0], params.clone(structured_outputs=wanted))
     completion = run(engine)["a"].outputs[0]
     assert completion.token_ids[:last] == reasoning
-    answer = demo[1].decode(completion.token_ids[last:-1])
-    assert completion.finish_reason == "stop" and is_valid(json.loads(answer), schema)
+    text = demo[1].decode(completion.token_ids[last:-1])
+    assert completion.finish_reason == "stop" and is_valid(json.loads(text), schema)
 
 
 @in_all_ways
 def test_other_masks_bias_and_stops_go_with_a_grammar(demo: tuple[Any, Any]):
     tokenizer = demo[1]
 
-    def answer(regex: str, **options: Any) -> tuple[str, Any, Exception | None]:
+    def answer_to(regex: str, **options: Any) -> tuple[str, Any, Exception | None]:
         engine = make_engine(*demo)
         params = SamplingParams(structured_outputs=structured(regex=regex), **options)
         engine.add_request("a", PROMPTS[0], params)
@@ -414,25 +407,25 @@ def test_other_masks_bias_and_stops_go_with_a_grammar(demo: tuple[Any, Any]):
     letters = [tokenizer.convert_tokens_to_ids(each) for each in "xyz"]
     assert None not in letters
     x, y, z = letters
-    assert answer("[xyz]", logit_bias={y: 1e30})[:2] == ("y", "stop")
-    assert answer("[xyz]", allowed_token_ids=[z, 2, 50])[:2] == ("z", "stop")
-    assert answer("[xy]", allowed_token_ids=[x, y, 2], bad_words=["x"])[:2] == ("y", "stop")
-    assert answer("x{2,9}y", stop=["y"])[1] == "stop"
-    assert answer("x{2,9}y", stop=["y"])[0].strip("x") == ""
-    text, reason, _ = answer("x{3,30}", min_tokens=8, max_tokens=60)
+    assert answer_to("[xyz]", logit_bias={y: 1e30})[:2] == ("y", "stop")
+    assert answer_to("[xyz]", allowed_token_ids=[z, 2, 50])[:2] == ("z", "stop")
+    assert answer_to("[xy]", allowed_token_ids=[x, y, 2], bad_words=["x"])[:2] == ("y", "stop")
+    assert answer_to("x{2,9}y", stop=["y"])[1] == "stop"
+    assert answer_to("x{2,9}y", stop=["y"])[0].strip("x") == ""
+    text, reason, _ = answer_to("x{3,30}", min_tokens=8, max_tokens=60)
     assert reason == "stop" and 3 <= len(text) <= 30
     # Nothing may end it, and it can't go on.
-    _, reason, error = answer("xyz", min_tokens=50, max_tokens=60)
+    _, reason, error = answer_to("xyz", min_tokens=50, max_tokens=60)
     assert reason == "error" and "min_tokens and structured_outputs together allow no token" in str(
         error
     )
-    text, reason, _ = answer("x{500}", max_tokens=4)
+    text, reason, _ = answer_to("x{500}", max_tokens=4)
     assert reason == "length" and text.strip("x") == ""
 
     def ignores_the_grammar(tokens: mx.array, logits: mx.array) -> mx.array:
         return mx.zeros_like(logits).at[:, z].add(1.0)
 
-    _, reason, error = answer("[xy]{3}", logits_processors=[ignores_the_grammar])
+    _, reason, error = answer_to("[xy]{3}", logits_processors=[ignores_the_grammar])
     assert reason == "error" and isinstance(error, StructuredOutputError)
     assert str(error).startswith("[structured_outputs] the answer left its grammar: ")
 
@@ -441,8 +434,7 @@ def test_other_masks_bias_and_stops_go_with_a_grammar(demo: tuple[Any, Any]):
 def test_a_grammar_that_gets_too_complex_fails_its_request_alone(demo: tuple[Any, Any]):
     engine = make_engine(*demo)
     good = sampled(5, 30, structured_outputs=structured(json={"type": "string", "maxLength": 9}))
-    engine.add_request("good", PROMPTS[1], good)
-    expected = run(engine)["good"].outputs[0].token_ids
+    expected = answer(engine, PROMPTS[1], good).outputs[0].token_ids
     bad = {"properties": TOO_COMPLEX["properties"], "type": "object"}
     for number in range(2):
         engine.add_request(
@@ -455,7 +447,6 @@ def test_a_grammar_that_gets_too_complex_fails_its_request_alone(demo: tuple[Any
         assert outputs[f"bad {number}"].outputs[0].finish_reason == "error"
         message = str(outputs[f"bad {number}"].error)
         assert message.startswith("[structured_outputs] ") and "\n" not in message
-    assert_nothing_held(engine)
 
 
 @in_all_ways
@@ -473,7 +464,6 @@ def test_answers_go_on_the_same_when_all_kv_are_lost(demo: tuple[Any, Any]):
         if not engine.has_unfinished_requests():
             break
     assert answers_of(outputs) == expected
-    assert_nothing_held(engine)
 
 
 @in_all_ways
@@ -493,7 +483,6 @@ def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, 
 
     engine.runner.model = fails_now_and_then
     assert answers_of(run(engine)) == expected and next(calls) > 20
-    assert_nothing_held(engine)
 
 
 # Arguments
@@ -527,7 +516,6 @@ def test_grammars_that_can_not_be_met_are_refused_before_anything_remembers_the_
         engine.add_request("a", PROMPTS[0], params)
     assert refused.value.argument == argument and "\n" not in str(refused.value)
     assert str(refused.value).startswith("[structured_outputs] ")
-    assert_nothing_held(engine)
 
 
 @pytest.mark.slow
@@ -559,10 +547,7 @@ print("alive")
 
 @pytest.mark.parametrize(
     ("does", "timeout", "message"),
-    [
-        ("dies", 60.0, "it crashes the compiler"),
-        ("waits", 0.01, "it takes more than"),
-    ],
+    [("dies", 60.0, "it crashes the compiler"), ("waits", 0.01, "it takes more than")],
 )
 def test_a_grammar_that_ends_the_compiler_or_takes_for_ever_is_refused(
     compiler: GrammarCompiler,

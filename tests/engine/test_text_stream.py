@@ -71,7 +71,7 @@ PROMPT = [120]  # x
 NUM_TOKENS = 256 + len(PIECES)
 # The detokenizers of mlx-lm for each kind of tokenizer are quick, and its naive one with one kind.
 of_each_tokenizer = mostly_slow("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS, quick=(0, 3, 4))
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=80)
 
 # SPM's tokens write a space as ▁, and U+FFFD is what the tests look for.
 any_text = st.text(

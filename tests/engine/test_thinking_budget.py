@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.agent_models import make_agent_model
 from helpers.completions import new_completion
-from helpers.engine_runs import assert_nothing_held, greedy, make_engine, run, sampled
+from helpers.engine_runs import answer, assert_nothing_held, greedy, make_engine, run, sampled
 
 from mlx_paged import StructuredOutputsParams, load
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
@@ -53,8 +53,7 @@ def test_at_the_budget_the_mark_comes_and_the_answer_goes_on_behind_it(agent, bu
     prompt = agent[1].encode(text, add_special_tokens=False)
     engine = make_engine(*agent)
     begin = [*free[:budget], end_of(agent)]
-    engine.add_request("rest", [*prompt, *begin], greedy(20 - len(begin)))
-    rest = run(engine)["rest"].outputs[0].token_ids
+    rest = answer(engine, [*prompt, *begin], greedy(20 - len(begin))).outputs[0].token_ids
     engine.add_request("a", prompt, greedy(20, thinking_token_budget=budget))  # a prefix hit
     assert run(engine)["a"].outputs[0].token_ids == begin + rest
 

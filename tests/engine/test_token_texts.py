@@ -84,8 +84,7 @@ def streamed(texts, tokens):
 
 
 @pytest.mark.parametrize(
-    "detokenizer",
-    [NaiveStreamingDetokenizer, partial(SPMStreamingDetokenizer, trim_space=False)],
+    "detokenizer", [NaiveStreamingDetokenizer, partial(SPMStreamingDetokenizer, trim_space=False)]
 )
 def test_runs_of_spaces_that_are_added_tokens_are_spaces(detokenizer):
     tokenizer = sentence_piece_tokenizer(detokenizer)

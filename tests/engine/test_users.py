@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
 
 from mlx_paged import AsyncEngine
 from mlx_paged.engine.engine import Engine
@@ -53,7 +53,6 @@ def test_tokens_are_the_same_with_users_who_take_each_others_places(
     engine = make_engine(model, **{"max_num_seqs": 4, "run_ahead": run_ahead, **options})
     assert answer_all(engine, ["ann", "bob", "ann", None]) == expected
     assert engine.scheduler.num_preemptions > 0
-    assert_nothing_held(engine)
 
 
 def test_the_user_of_a_stream_is_passed_on(model: qwen3.Model):

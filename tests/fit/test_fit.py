@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from helpers.fake_hub import hub, write_model
 from helpers.gguf_files import write_demo
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, Config, random_model
-from helpers.model_zoo.full_size import FULL_SIZE
+from helpers.model_zoo.published import FULL_SIZE
 from helpers.qwen3_helpers import save_folder
 
 from mlx_paged.cli.fit.machine import Machine, _free_of_vm_stat, free_memory
@@ -31,6 +32,7 @@ from mlx_paged.loading import LoadError, demo_model_path, find_model_for, load
 from mlx_paged.loading.outline import read_outline
 from mlx_paged.models import memory
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, make_kv_cache
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.memory import format_nbytes
 from mlx_paged.options.config import KVBits
 
@@ -45,8 +47,14 @@ QWEN3_30B_A3B: Config = FULL_SIZE["Qwen3-235B-A22B"] | {
 }
 
 
+@cache
+def model_of(folder: Path) -> LanguageModel:
+    """The model of a folder, which is outlined once for all tests of it."""
+    return read_outline(folder).model
+
+
 def footprint(folder: Path, bits: KVBits | None = None) -> Footprint:
-    return Footprint(read_outline(folder).model, bits)
+    return Footprint(model_of(folder), bits)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +187,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(large: Path):
 
 
 def fit_of(folder: Path, memory: int, **settings: Any) -> Fit:
-    return Fit.of(read_outline(folder).model, Machine.mac(memory), **settings)
+    return Fit(footprint(folder), Machine.mac(memory), **settings)
 
 
 def test_what_fits_says_yes(large: Path):
@@ -237,7 +245,7 @@ def test_a_budget_that_leaves_memory_for_activations_alone_is_offered_first(tmp_
     assert fit.ways_out() == ["--kv-cache-bytes 6.5G", "--kv-bits 8", "--context 259584"]
     model, step = fit.footprint.model, GIB // 4
     for budget, is_yes in ((6 * GIB + 2 * step, True), (6 * GIB + step, False)):
-        assert Fit.of(model, fit.machine, kv_cache_bytes=budget).is_yes == is_yes
+        assert Fit(Footprint(model), fit.machine, kv_cache_bytes=budget).is_yes == is_yes
     machine = ["--memory", "63.5G", "--kv-cache-bytes", "6.5G"]
     assert main([str(tmp_path / "next"), *machine]) == 0
 

@@ -116,8 +116,8 @@ class IdleEngine:
     def abort_all(self) -> None:
         self.num_aborts += 1
 
-    def shutdown(self, timeout: float) -> None:
-        pass
+    def shutdown(self, timeout: float) -> bool:
+        return True
 
     def step_seconds(self) -> float:
         return 0.0

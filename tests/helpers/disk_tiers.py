@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from helpers.engine_runs import assert_nothing_held, make_engine, run
+from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.storing.disk_cache import DiskTierStats
-from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import RequestOutput
+from mlx_paged.engine.storing.tier_cache import TierCacheStats
 
 
 @contextmanager
@@ -23,15 +21,7 @@ def tiered(model: Any, folder: Path, **options: Any) -> Iterator[Engine]:
     assert engine.close(60), "all is written"
 
 
-def answer(
-    engine: Engine, tokens: list[int], params: SamplingParams, **request: Any
-) -> RequestOutput:
-    """The last output of a request that is alone."""
-    engine.add_request("alone", tokens, params, **request)
-    return run(engine)["alone"]
-
-
-def tier_stats(engine: Engine) -> DiskTierStats:
+def tier_stats(engine: Engine) -> TierCacheStats:
     stats = engine.stats().disk_tier
     assert stats is not None
     return stats

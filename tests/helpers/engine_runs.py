@@ -1,5 +1,5 @@
-"""What the tests of the engine share: requests to ask, running them to their end, and whether
-anything is left behind.
+"""What the tests of the engine share: small models, engines on them, requests to ask, running them
+to their end, and whether anything is left behind.
 
 A random model may come to two tokens that are all but equally likely; which of them wins is then
 rounding's choice, and equal ids would be luck. So `ask_alone` also looks at how far the two best
@@ -13,16 +13,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged import load
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation.speculation import NO_SPECULATION
 from mlx_paged.loading import demo_model_path
+from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import CompletionOutput, RequestOutput
 
@@ -30,6 +35,55 @@ VOCAB_SIZE = 61
 
 # Of log-probabilities near 5 in float32, whose unit of rounding is 5e-7.
 NEAR_TIE = 2e-5
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2**20,
+    "rope_theta": 1e4,
+}
+
+
+def livelier_model(config: dict[str, Any], seed: int = 5) -> qwen3.Model:
+    """A random Qwen3 whose answers have many different tokens."""
+    mx.random.seed(seed)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    # Than at its initialisation.
+    livelier = [
+        (name, weight * 2)
+        for name, weight in tree_flatten(model.parameters())
+        if "norm" not in name
+    ]
+    model.load_weights(livelier, strict=False)
+    mx.eval(model.parameters())
+    return model
+
+
+def small_model(**change: Any) -> qwen3.Model:
+    """A random Qwen3 with these changes of ``CONFIG``."""
+    mx.random.seed(7)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | change))
+    mx.eval(model.parameters())
+    return model
+
+
+@cache
+def tiny_models() -> tuple[qwen3.Model, mlx_lm_qwen3.Model]:
+    """The same random weights in our Qwen3 and in mlx-lm's; all tests of a process share them."""
+    mx.random.seed(3)
+    theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(CONFIG))
+    ours = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
+    ours.load_weights(tree_flatten(theirs.parameters()))
+    mx.eval(ours.parameters(), theirs.parameters())
+    return ours, theirs
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -44,8 +98,16 @@ def sampled(seed: int, max_tokens: int = 20, **options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **options})
 
 
+# Those of a test, where something looks at them when it is over.
+made_engines: list[Engine] | None = None
+
+
 def make_engine(model: nn.Module, tokenizer: Any = None, **options: Any) -> Engine:
-    return Engine(model, tokenizer, **{"kv_cache_bytes": "100blocks", "seed": 0, **options})
+    """An engine of 100 blocks, whose draws are the same each time."""
+    engine = Engine(model, tokenizer, **{"kv_cache_bytes": "100blocks", "seed": 0, **options})
+    if made_engines is not None:
+        made_engines.append(engine)
+    return engine
 
 
 def make_engine_without_drafts(*args: Any, **options: Any) -> Engine:
@@ -71,6 +133,19 @@ def run(engine: Engine, after_step: Callable[[], None] | None = None) -> dict[st
         if after_step is not None:
             after_step()
     return outputs
+
+
+def answer(engine: Engine, tokens: Any, params: SamplingParams, **request: Any) -> RequestOutput:
+    """The last output of a request that is alone."""
+    engine.add_request("alone", tokens, params, **request)
+    return run(engine)["alone"]
+
+
+def complete(engine: Engine, tokens: Any, params: SamplingParams) -> CompletionOutput:
+    """The completion of a request that is alone, and that nothing fails."""
+    output = answer(engine, tokens, params)
+    assert output.error is None
+    return output.outputs[0]
 
 
 def ask(engine: Engine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, list[int]]:
@@ -136,12 +211,8 @@ def assert_nothing_held(engine: Engine) -> None:
     """
     check_scheduler(engine.scheduler)
     stats = engine.stats()
-    assert (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    counts = stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting
+    assert counts == (0, 0, 0, 0)
     assert stats.num_swapped_tokens == 0
     assert (
         not engine.scheduler.completions

@@ -31,3 +31,8 @@ def mostly_slow(
     ]
     names = ids if ids is None or callable(ids) else list(ids)
     return pytest.mark.parametrize(argnames, params, indirect=indirect, ids=names)
+
+
+# For a test of a module that is run in all ways to step: one that takes no step, or whose steps are
+# the same in all ways.
+in_one_way = pytest.mark.parametrize("run_ahead", ["ahead"], indirect=True)

@@ -17,8 +17,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from paged_testing.integrity import check_scheduler
 
-from helpers.disk_tiers import answer, block_files, flush, tiered
-from helpers.engine_runs import greedy, make_engine, prompt
+from helpers.disk_tiers import block_files, flush, tiered
+from helpers.engine_runs import answer, greedy, make_engine, prompt
 from mlx_paged.block_store.layout import parse_block
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.state_bytes import state_to_bytes

@@ -31,13 +31,24 @@ def checked_metal(orders: tuple[str, ...] = ("ascending",)) -> Iterator[list[Cal
             yield trace
 
 
-def attend_and_compare(problem: PagedProblem) -> None:
-    """First over what the slabs hold, then with the newest rows from the inputs."""
-    assert_matches_formula(METAL.attend(*problem.args), problem)
+def attend_and_compare(problem: PagedProblem) -> mx.array:
+    """First over what the slabs hold, which is the result, then with the newest rows from the
+    inputs: both match the formula, and have the same bits.
+    """
+    whole = METAL.attend(*problem.args)
+    assert_matches_formula(whole, problem)
     kv, k, v = before_the_step(problem)
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
+    assert_same_bits(out, whole)
+    return whole
+
+
+def assert_same_alone(problem: PagedProblem, whole: mx.array) -> None:
+    """Each sequence by itself has its bits of ``whole``, the result of the batch."""
+    for seq in range(len(problem.tables)):
+        assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
 
 
 def nan_before_the_window(problem: PagedProblem) -> KVHandle:

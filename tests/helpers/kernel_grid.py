@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import mlx.core as mx
 import pytest
 
 from helpers.numpy_attention import DTYPES, PagedProblem, make_problem
@@ -91,302 +90,87 @@ class Case:
         )
 
 
-# dtype, head_dim, block_size, num_kv_heads, group, (context, run) of each sequence, window, sinks,
-# order, poison
-GRID = (
-    Case(
-        "f32",
-        96,
-        8,
-        2,
-        1,
-        ((511, 1), (16, 1), (1000, 1), (256, 1)),
-        100,
-        False,
-        "adjacent",
-        "nan_values",
-    ),
-    Case("f32", 128, 32, 2, 2, ((1, 1), (513, 1)), 5000, False, "shuffled", "nan_values"),
-    Case("bf16", 256, 16, 3, 3, ((1000, 1), (1, 1), (15, 1)), 100, False, "shared", "nan_values"),
-    Case("f32", 80, 8, 2, 4, ((1000, 1), (255, 1), (16, 1)), 2, True, "shuffled", "nan_keys"),
-    Case("f16", 256, 8, 3, 5, ((1, 1), (255, 1)), 5000, True, "reversed", "nan_values"),
-    Case(
-        "f32",
-        96,
-        64,
-        3,
-        6,
-        ((513, 1), (1, 1), (257, 1), (512, 1)),
-        1,
-        False,
-        "reversed",
-        "nan_values",
-    ),
-    Case(
-        "f32",
-        64,
-        32,
-        3,
-        7,
-        ((512, 1), (511, 1), (1000, 1), (257, 1)),
-        255,
-        True,
-        "shuffled",
-        "nan_values",
-    ),
-    Case(
-        "bf16",
-        96,
-        32,
-        2,
-        8,
-        ((1, 1), (256, 1), (17, 1), (513, 1)),
-        256,
-        True,
-        "shuffled",
-        "nan_values",
-    ),
-    Case("f16", 256, 32, 3, 9, ((1, 1), (16, 1), (15, 1)), 300, False, "shuffled", "nan_keys"),
-    Case(
-        "bf16",
-        256,
-        64,
-        3,
-        10,
-        ((513, 1), (15, 1), (17, 1), (512, 1)),
-        2,
-        False,
-        "reversed",
-        "nan_values",
-    ),
-    Case("f16", 128, 16, 3, 11, ((257, 1), (1000, 1), (16, 1)), 100, True, "reversed", "nan_keys"),
-    Case(
-        "bf16",
-        256,
-        8,
-        3,
-        12,
-        ((256, 1), (17, 1), (511, 1), (16, 1)),
-        256,
-        True,
-        "adjacent",
-        "nan_values",
-    ),
-    Case(
-        "f32",
-        128,
-        8,
-        1,
-        13,
-        ((511, 1), (512, 1), (16, 1), (257, 1)),
-        257,
-        False,
-        "shared",
-        "nan_values",
-    ),
-    Case("bf16", 32, 16, 3, 14, ((1, 1), (17, 1), (15, 1)), 257, True, "shuffled", "nan_values"),
-    Case("f32", 256, 8, 3, 15, ((100, 1), (1, 1)), None, True, "adjacent", "nan_values"),
-    Case(
-        "bf16",
-        80,
-        8,
-        2,
-        16,
-        ((512, 1), (15, 1), (17, 1), (1000, 1)),
-        5000,
-        False,
-        "shuffled",
-        "nan_keys",
-    ),
-    Case("f16", 96, 16, 3, 1, ((15, 2), (17, 2)), None, False, "shuffled", "nan_keys"),
-    Case("bf16", 128, 8, 1, 2, ((16, 2), (2, 2)), 255, True, "adjacent", "nan_keys"),
-    Case(
-        "bf16",
-        96,
-        64,
-        2,
-        3,
-        ((16, 2), (2, 2), (255, 2), (17, 2)),
-        257,
-        False,
-        "shuffled",
-        "nan_keys",
-    ),
-    Case("f16", 256, 16, 2, 4, ((16, 2), (256, 2), (255, 2)), 5000, True, "reversed", "nan_values"),
-    Case("f16", 64, 16, 1, 5, ((511, 2), (512, 2), (15, 2)), 2, True, "shared", "nan_values"),
-    Case(
-        "f16", 80, 8, 3, 6, ((15, 2), (17, 2), (512, 2), (2, 2)), None, True, "shared", "nan_keys"
-    ),
-    Case("f16", 64, 16, 3, 7, ((15, 2), (255, 2)), 300, False, "shared", "nan_keys"),
-    Case("bf16", 80, 64, 1, 8, ((17, 2), (16, 2)), 300, False, "reversed", "nan_values"),
-    Case("f32", 256, 8, 3, 9, ((511, 2), (16, 2), (255, 2)), None, True, "adjacent", "nan_values"),
-    Case("f32", 32, 8, 3, 10, ((511, 2), (513, 2), (2, 2)), 100, True, "shared", "nan_values"),
-    Case(
-        "bf16", 96, 8, 1, 11, ((511, 2), (2, 2), (15, 2), (513, 2)), 255, True, "shared", "nan_keys"
-    ),
-    Case("f32", 128, 32, 2, 12, ((15, 2), (255, 2), (257, 2)), 16, False, "reversed", "nan_values"),
-    Case(
-        "bf16",
-        256,
-        32,
-        3,
-        13,
-        ((512, 2), (255, 2), (256, 2), (17, 2)),
-        255,
-        True,
-        "reversed",
-        "nan_keys",
-    ),
-    Case("f16", 64, 64, 1, 14, ((255, 2), (512, 2), (513, 2)), 1, False, "adjacent", "nan_values"),
-    Case("f32", 32, 64, 2, 15, ((16, 2), (100, 2)), 256, False, "reversed", "nan_values"),
-    Case(
-        "f16",
-        128,
-        64,
-        1,
-        16,
-        ((255, 2), (15, 2), (257, 2), (1000, 2)),
-        257,
-        True,
-        "reversed",
-        "nan_keys",
-    ),
-    Case("f32", 256, 32, 1, 1, ((255, 4), (256, 3), (17, 4)), 257, False, "shuffled", "nan_keys"),
-    Case(
-        "bf16",
-        32,
-        16,
-        3,
-        2,
-        ((257, 4), (513, 3), (3, 3), (256, 4)),
-        2,
-        True,
-        "shared",
-        "nan_values",
-    ),
-    Case(
-        "f16",
-        256,
-        32,
-        2,
-        3,
-        ((513, 3), (511, 3), (257, 4), (255, 3)),
-        1,
-        True,
-        "reversed",
-        "nan_keys",
-    ),
-    Case(
-        "f32",
-        32,
-        32,
-        1,
-        4,
-        ((255, 3), (257, 3), (16, 3), (1000, 4)),
-        None,
-        False,
-        "shuffled",
-        "nan_values",
-    ),
-    Case(
-        "f32",
-        32,
-        64,
-        1,
-        5,
-        ((17, 3), (513, 4), (256, 4), (511, 3)),
-        256,
-        False,
-        "adjacent",
-        "nan_values",
-    ),
-    Case("f16", 128, 32, 2, 6, ((256, 3), (255, 4), (17, 3)), 300, False, "reversed", "nan_keys"),
-    Case("f32", 32, 64, 1, 7, ((511, 3), (4, 4)), 16, True, "adjacent", "nan_keys"),
-    Case("f32", 96, 8, 3, 8, ((15, 3), (17, 4), (1000, 4)), 16, True, "shared", "nan_keys"),
-    Case("bf16", 128, 64, 1, 9, ((15, 4), (512, 3)), 100, False, "reversed", "nan_keys"),
-    Case(
-        "f32",
-        80,
-        16,
-        1,
-        10,
-        ((16, 4), (17, 4), (3, 3), (511, 4)),
-        257,
-        True,
-        "adjacent",
-        "nan_values",
-    ),
-    Case(
-        "f32",
-        64,
-        64,
-        2,
-        11,
-        ((15, 4), (16, 3), (100, 4), (99, 3)),
-        None,
-        False,
-        "reversed",
-        "nan_values",
-    ),
-    Case("bf16", 32, 64, 1, 12, ((513, 3), (16, 3)), None, True, "shared", "nan_keys"),
-    Case("bf16", 64, 64, 2, 13, ((100, 3), (60, 4)), 5000, False, "adjacent", "nan_keys"),
-    Case(
-        "bf16", 128, 8, 2, 14, ((255, 3), (17, 4), (256, 3)), 255, False, "reversed", "nan_values"
-    ),
-    Case("f16", 96, 16, 1, 15, ((513, 3), (16, 4)), 16, False, "shuffled", "nan_values"),
-    Case("f32", 128, 16, 1, 16, ((15, 4), (16, 3)), 1, False, "adjacent", "nan_keys"),
-    Case(
-        "bf16",
-        64,
-        64,
-        3,
-        1,
-        ((512, 8), (513, 7), (256, 5), (1000, 8)),
-        16,
-        True,
-        "reversed",
-        "nan_keys",
-    ),
-    Case("f16", 32, 64, 3, 2, ((256, 5), (17, 7), (1000, 8)), 1, False, "reversed", "nan_keys"),
-    Case(
-        "f32", 32, 8, 1, 3, ((17, 5), (511, 6), (16, 6), (1000, 6)), 300, True, "shared", "nan_keys"
-    ),
-    Case("bf16", 32, 64, 3, 4, ((8, 8), (257, 5), (513, 6)), 255, True, "shared", "nan_keys"),
-    Case(
-        "bf16",
-        64,
-        32,
-        2,
-        5,
-        ((16, 8), (512, 5), (7, 7), (257, 8)),
-        100,
-        False,
-        "shuffled",
-        "nan_keys",
-    ),
-    Case("bf16", 64, 16, 1, 6, ((513, 8), (6, 6)), 257, True, "shuffled", "nan_keys"),
-    Case(
-        "bf16",
-        64,
-        8,
-        2,
-        7,
-        ((256, 7), (512, 8), (16, 7), (255, 5)),
-        1,
-        False,
-        "reversed",
-        "nan_values",
-    ),
-    Case("f16", 32, 16, 2, 8, ((512, 7), (7, 7), (15, 7)), 256, True, "adjacent", "nan_keys"),
-    Case("f16", 80, 16, 2, 9, ((257, 6),), 255, True, "shuffled", "nan_keys"),
-    Case("f16", 80, 32, 2, 10, ((127, 8), (16, 5)), None, True, "shuffled", "nan_keys"),
-    Case("f32", 96, 32, 1, 11, ((511, 6),), 300, False, "adjacent", "nan_values"),
-    Case("f16", 256, 16, 2, 12, ((255, 7),), 2, False, "reversed", "nan_keys"),
-    Case("f16", 128, 16, 2, 13, ((255, 5), (257, 5)), None, False, "shuffled", "nan_keys"),
-    Case("f32", 80, 32, 1, 14, ((257, 7),), 5000, False, "shared", "nan_keys"),
-    Case("bf16", 128, 32, 1, 15, ((257, 6), (17, 8)), 100, False, "shared", "nan_keys"),
-    Case("f32", 96, 32, 2, 16, ((513, 6),), 2, True, "shared", "nan_values"),
-)
+# dtype, head_dim, block_size, num_kv_heads x group, window, sinks, order, what is NaN; then context
+# length / query run of each sequence
+_GRID = """
+f32  96  8  2x1  100  -     adjacent values 511/1 16/1 1000/1 256/1
+f32  128 32 2x2  5000 -     shuffled values 1/1 513/1
+bf16 256 16 3x3  100  -     shared   values 1000/1 1/1 15/1
+f32  80  8  2x4  2    sinks shuffled keys   1000/1 255/1 16/1
+f16  256 8  3x5  5000 sinks reversed values 1/1 255/1
+f32  96  64 3x6  1    -     reversed values 513/1 1/1 257/1 512/1
+f32  64  32 3x7  255  sinks shuffled values 512/1 511/1 1000/1 257/1
+bf16 96  32 2x8  256  sinks shuffled values 1/1 256/1 17/1 513/1
+f16  256 32 3x9  300  -     shuffled keys   1/1 16/1 15/1
+bf16 256 64 3x10 2    -     reversed values 513/1 15/1 17/1 512/1
+f16  128 16 3x11 100  sinks reversed keys   257/1 1000/1 16/1
+bf16 256 8  3x12 256  sinks adjacent values 256/1 17/1 511/1 16/1
+f32  128 8  1x13 257  -     shared   values 511/1 512/1 16/1 257/1
+bf16 32  16 3x14 257  sinks shuffled values 1/1 17/1 15/1
+f32  256 8  3x15 -    sinks adjacent values 100/1 1/1
+bf16 80  8  2x16 5000 -     shuffled keys   512/1 15/1 17/1 1000/1
+f16  96  16 3x1  -    -     shuffled keys   15/2 17/2
+bf16 128 8  1x2  255  sinks adjacent keys   16/2 2/2
+bf16 96  64 2x3  257  -     shuffled keys   16/2 2/2 255/2 17/2
+f16  256 16 2x4  5000 sinks reversed values 16/2 256/2 255/2
+f16  64  16 1x5  2    sinks shared   values 511/2 512/2 15/2
+f16  80  8  3x6  -    sinks shared   keys   15/2 17/2 512/2 2/2
+f16  64  16 3x7  300  -     shared   keys   15/2 255/2
+bf16 80  64 1x8  300  -     reversed values 17/2 16/2
+f32  256 8  3x9  -    sinks adjacent values 511/2 16/2 255/2
+f32  32  8  3x10 100  sinks shared   values 511/2 513/2 2/2
+bf16 96  8  1x11 255  sinks shared   keys   511/2 2/2 15/2 513/2
+f32  128 32 2x12 16   -     reversed values 15/2 255/2 257/2
+bf16 256 32 3x13 255  sinks reversed keys   512/2 255/2 256/2 17/2
+f16  64  64 1x14 1    -     adjacent values 255/2 512/2 513/2
+f32  32  64 2x15 256  -     reversed values 16/2 100/2
+f16  128 64 1x16 257  sinks reversed keys   255/2 15/2 257/2 1000/2
+f32  256 32 1x1  257  -     shuffled keys   255/4 256/3 17/4
+bf16 32  16 3x2  2    sinks shared   values 257/4 513/3 3/3 256/4
+f16  256 32 2x3  1    sinks reversed keys   513/3 511/3 257/4 255/3
+f32  32  32 1x4  -    -     shuffled values 255/3 257/3 16/3 1000/4
+f32  32  64 1x5  256  -     adjacent values 17/3 513/4 256/4 511/3
+f16  128 32 2x6  300  -     reversed keys   256/3 255/4 17/3
+f32  32  64 1x7  16   sinks adjacent keys   511/3 4/4
+f32  96  8  3x8  16   sinks shared   keys   15/3 17/4 1000/4
+bf16 128 64 1x9  100  -     reversed keys   15/4 512/3
+f32  80  16 1x10 257  sinks adjacent values 16/4 17/4 3/3 511/4
+f32  64  64 2x11 -    -     reversed values 15/4 16/3 100/4 99/3
+bf16 32  64 1x12 -    sinks shared   keys   513/3 16/3
+bf16 64  64 2x13 5000 -     adjacent keys   100/3 60/4
+bf16 128 8  2x14 255  -     reversed values 255/3 17/4 256/3
+f16  96  16 1x15 16   -     shuffled values 513/3 16/4
+f32  128 16 1x16 1    -     adjacent keys   15/4 16/3
+bf16 64  64 3x1  16   sinks reversed keys   512/8 513/7 256/5 1000/8
+f16  32  64 3x2  1    -     reversed keys   256/5 17/7 1000/8
+f32  32  8  1x3  300  sinks shared   keys   17/5 511/6 16/6 1000/6
+bf16 32  64 3x4  255  sinks shared   keys   8/8 257/5 513/6
+bf16 64  32 2x5  100  -     shuffled keys   16/8 512/5 7/7 257/8
+bf16 64  16 1x6  257  sinks shuffled keys   513/8 6/6
+bf16 64  8  2x7  1    -     reversed values 256/7 512/8 16/7 255/5
+f16  32  16 2x8  256  sinks adjacent keys   512/7 7/7 15/7
+f16  80  16 2x9  255  sinks shuffled keys   257/6
+f16  80  32 2x10 -    sinks shuffled keys   127/8 16/5
+f32  96  32 1x11 300  -     adjacent values 511/6
+f16  256 16 2x12 2    -     reversed keys   255/7
+f16  128 16 2x13 -    -     shuffled keys   255/5 257/5
+f32  80  32 1x14 5000 -     shared   keys   257/7
+bf16 128 32 1x15 100  -     shared   keys   257/6 17/8
+f32  96  32 2x16 2    sinks shared   values 513/6
+"""
+
+
+def _case(line: str) -> Case:
+    dtype, head_dim, block_size, heads, window, sinks, order, poison, *seqs = line.split()
+    num_kv_heads, group = map(int, heads.split("x"))
+    return Case(
+        *(dtype, int(head_dim), int(block_size), num_kv_heads, group),
+        tuple((int(context_len), int(run)) for context_len, run in (s.split("/") for s in seqs)),
+        *(None if window == "-" else int(window), sinks == "sinks", order, f"nan_{poison}"),
+    )
+
+
+GRID = tuple(map(_case, _GRID.strip().splitlines()))
 
 # Two cases of each capacity are in the fast lane.
 each_case_of_the_grid = pytest.mark.parametrize(
@@ -399,27 +183,18 @@ each_case_of_the_grid = pytest.mark.parametrize(
 
 # For whole steps, whose query runs take kernels of several capacities each.
 SETTINGS = {
-    "f16-d64-b16-2x4": {
-        "dtype": mx.float16,
-        "head_dim": 64,
-        "block_size": 16,
-        "num_kv_heads": 2,
-        "group": 4,
-    },
-    "bf16-d256-b8-1x5": {
-        "dtype": mx.bfloat16,
-        "head_dim": 256,
-        "block_size": 8,
-        "num_kv_heads": 1,
-        "group": 5,
-    },
-    "f32-d96-b8-3x1": {
-        "dtype": mx.float32,
-        "head_dim": 96,
-        "block_size": 8,
-        "num_kv_heads": 3,
-        "group": 1,
-    },
+    f"{dtype}-d{head_dim}-b{block_size}-{heads}x{group}": {
+        "dtype": DTYPES[dtype],
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "num_kv_heads": heads,
+        "group": group,
+    }
+    for dtype, head_dim, block_size, heads, group in (
+        ("f16", 64, 16, 2, 4),
+        ("bf16", 256, 8, 1, 5),
+        ("f32", 96, 8, 3, 1),
+    )
 }
 # The first is in the fast lane.
 each_setting = pytest.mark.parametrize(

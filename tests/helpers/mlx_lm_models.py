@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,98 +14,57 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
-Config = dict[str, Any]
+from helpers.model_zoo.configs import FULL, SLIDING, Config, config_of
 
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-    "rms_norm_eps": 1e-5,
-}
-LLAMA: Config = {**_SIZES, "model_type": "llama", "num_hidden_layers": 2}
-GEMMA3: Config = {
-    **_SIZES,
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 6,
-    "sliding_window": 8,
-    "sliding_window_pattern": 3,
-}
-GPT_OSS: Config = {  # sinks, windows and experts
-    **_SIZES,
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "rope_theta": 10000,
-    "rope_scaling": None,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-DEEPSEEK_V3: Config = {  # latents
-    **_SIZES,
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-QWEN3_MOE: Config = {
-    **_SIZES,
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-GEMMA3N: Config = {  # layers that share K/V
-    "model_type": "gemma3n",
-    "text_config": {
-        **_SIZES,
-        "model_type": "gemma3n_text",
-        "num_hidden_layers": 5,
-        "intermediate_size": [64] * 5,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 256,
-        "altup_active_idx": 0,
-        "altup_coef_clip": 120.0,
-        "altup_correct_scale": True,
-        "altup_num_inputs": 2,
-        "laurel_rank": 8,
-        "max_position_embeddings": 4096,
-        "rope_local_base_freq": 10000.0,
-        "rope_theta": 1e6,
-        "final_logit_softcapping": 30.0,
-        "layer_types": [
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-        ],
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
-        "num_kv_shared_layers": 2,
-        "sliding_window": 8,
-    },
-}
+_SIZES: Config = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=256,
+    rms_norm_eps=1e-5,
+)
+LLAMA: Config = _SIZES | dict(model_type="llama", num_hidden_layers=2)
+GEMMA3: Config = _SIZES | dict(
+    model_type="gemma3_text", num_hidden_layers=6, sliding_window=8, sliding_window_pattern=3
+)
+GPT_OSS: Config = _SIZES | dict(  # sinks, windows and experts
+    model_type="gpt_oss",
+    num_hidden_layers=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    rope_theta=10000,
+    rope_scaling=None,
+    layer_types=[SLIDING, FULL] * 2,
+)
+# Latents, experts, and layers that share K/V, with what else they need from the zoo.
+DEEPSEEK_V3: Config = config_of("deepseek_v3") | dict(
+    _SIZES,
+    num_hidden_layers=3,
+    num_key_value_heads=4,
+    moe_intermediate_size=32,
+    kv_lora_rank=32,
+    q_lora_rank=32,
+    qk_rope_head_dim=32,
+    v_head_dim=16,
+    max_position_embeddings=2048,
+    routed_scaling_factor=1.0,
+)
+QWEN3_MOE: Config = config_of("qwen3_moe") | dict(
+    _SIZES, num_hidden_layers=4, num_experts=8, mlp_only_layers=[], moe_intermediate_size=64
+)
+GEMMA3N: Config = config_of("gemma3n")
+GEMMA3N["text_config"] |= dict(
+    _SIZES,
+    num_hidden_layers=5,
+    intermediate_size=[64] * 5,
+    hidden_size_per_layer_input=8,
+    rope_theta=1e6,
+    layer_types=[SLIDING, FULL, SLIDING, FULL, SLIDING],
+    activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0],
+)
 
 
 def random_model(config: Config, seed: int = 0) -> Module:
@@ -148,3 +109,22 @@ def stock_tokens(model: Module, prompt: Sequence[int], max_tokens: int) -> list[
     """What mlx-lm's own loop and caches answer greedily."""
     steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
     return [int(token) for token, _ in steps]
+
+
+def save_adapters(
+    folder: Path,
+    weights: dict[str, mx.array],
+    parameters: dict[str, Any],
+    num_layers: int = 1,
+    fine_tune_type: str = "lora",
+) -> Path:
+    """A folder of adapters as mlx-lm's trainer writes it."""
+    folder.mkdir()
+    settings = {
+        "fine_tune_type": fine_tune_type,
+        "num_layers": num_layers,
+        "lora_parameters": parameters,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder

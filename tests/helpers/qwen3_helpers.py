@@ -98,6 +98,34 @@ CONFIG = {
 }
 
 
+# Each kind of scaling of RoPE, for heads of 16.
+SCALINGS = {
+    "none": dict(rope_type="default"),
+    "linear": dict(rope_type="linear", factor=3.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=4),
+    "yarn with its own scale": dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=512,
+        mscale=1.5,
+        mscale_all_dim=0.5,
+    ),
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    "longrope": dict(
+        rope_type="longrope",
+        original_max_position_embeddings=256,
+        short_factor=[1.0] * 8,
+        long_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 3.0, 5.0, 9.0],
+    ),
+}
+
+
 def random_mlx_lm_model(config: dict, seed: int = 0, dtype: mx.Dtype = mx.float32):
     """mlx-lm's own Qwen3 with weights at which every part shows; the same on every machine."""
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))

@@ -9,7 +9,7 @@ from typing import Any
 from paged_testing.integrity import check_scheduler
 from paged_testing.soak import SoakRequest, make_request
 
-from helpers.engine_helpers import livelier_model
+from helpers.engine_runs import livelier_model
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation.speculation import PromptLookup, Speculation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from helpers.adapted_models import greedy_answer
-from helpers.disk_tiers import answer, block_files
-from helpers.engine_runs import greedy, prompt
+from helpers.disk_tiers import block_files
+from helpers.engine_runs import answer, greedy, prompt
 from mlx_paged.block_store import CacheFolder, Entry
 from mlx_paged.core.tier import STATES
 from mlx_paged.engine.engine import Engine

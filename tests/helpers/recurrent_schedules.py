@@ -139,13 +139,13 @@ class Schedule:
         if num_needed > num_growable + cache.pool.num_usable_blocks:
             self.events["refused"] += 1
             return False
-        num_given = min(cache.num_blocks_to_give_up(1), manager.num_free_blocks - num_needed)
+        num_given = min(cache.num_blocks_to_shrink_by(1), manager.num_free_blocks - num_needed)
         num_given = max(0, -num_growable, num_given)
         if num_given:
             self.events["shrunk"] += 1
-            copies = manager.give_up_blocks(num_given)
+            copies = manager.shrink_pool(num_given)
             self.events["moved"] += len(copies)
-            cache.give_up(copies)
+            cache.shrink_slabs(copies)
         return cache.make_room_for_states(1)
 
     def _check_budget(self) -> None:

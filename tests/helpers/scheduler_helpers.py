@@ -93,17 +93,17 @@ class FakeSupply:
     def make_room_for_states(self, num_new_seqs: int) -> bool:
         return True
 
-    def num_blocks_to_give_up(self, num_new_seqs: int) -> int:
+    def num_blocks_to_shrink_by(self, num_new_seqs: int) -> int:
         return 0
 
     def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
         manager.fork(seq, new_seq)
         return True
 
-    def give_up(self, copies: Sequence[BlockCopy]) -> None:
+    def shrink_slabs(self, copies: Sequence[BlockCopy]) -> None:
         raise AssertionError("it has no states that need memory of blocks")
 
-    def make_room(self, num_blocks: int, num_new_seqs: int = 0) -> None:
+    def make_room(self, num_blocks: int, num_new_seqs: int = 0, num_found: int = 0) -> None:
         pool = self.manager.pool
         num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_with())
         if num_missing <= 0:

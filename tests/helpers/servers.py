@@ -152,24 +152,77 @@ class HttpAnswer(NamedTuple):
         return json.loads(self.text)
 
 
-def ask(url: str, path: str, body: Any = None, method: str | None = None) -> HttpAnswer:
+def ask(
+    url: str, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> HttpAnswer:
     """One request, without a client that interprets anything.
 
     Args:
         body: bytes as they are, or what is sent as JSON.
         method: ``POST`` by default where there is a body.
+        headers: with ``_`` for ``-``.
     """
     address = urlsplit(url)
     connection = HTTPConnection(str(address.hostname), address.port, timeout=60)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         method = method or ("GET" if body is None else "POST")
-        connection.request(method, path, data, {"Content-Type": "application/json"})
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, data, {"Content-Type": "application/json", **names})
         response = connection.getresponse()
-        headers = {name.lower(): value for name, value in response.getheaders()}
-        return HttpAnswer(response.status, headers, response.read().decode())
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return HttpAnswer(response.status, found, response.read().decode())
     finally:
         connection.close()
+
+
+class RawClient:
+    """A request on a socket of its own, which can be closed at any moment."""
+
+    def __init__(self, server_url: str, path: str, body: Any):
+        address = urlsplit(server_url)
+        self.socket = socket.socket()
+        self.socket.settimeout(20)
+        # Little is on its way to a client that reads nothing.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        self.socket.connect((address.hostname, address.port))
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        self.socket.sendall(head.encode() + data)
+
+    def read_until(self, mark: bytes, seconds: float = 20) -> bytearray:
+        end, seen = time.monotonic() + seconds, bytearray()
+        while seen.find(mark, max(0, len(seen) - 2**17)) < 0:
+            assert time.monotonic() < end
+            data = self.socket.recv(2**16)
+            assert data, f"the server closed the connection after {seen!r}"
+            seen += data
+        return seen
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def bodies_of(text: str, max_tokens: int) -> dict[str, dict[str, Any]]:
+    """A request for an answer to a text, for each path that generates."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        "/v1/completions": {"prompt": text, "max_tokens": max_tokens},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": max_tokens},
+        "/v1/responses": {"input": text, "max_output_tokens": max_tokens},
+        "/v1/messages": {"model": "demo", "messages": messages, "max_tokens": max_tokens},
+    }
+
+
+def num_cached(usage: dict[str, Any]) -> int:
+    """The number of cached tokens of an answer of any of these paths."""
+    for details in ("prompt_tokens_details", "input_tokens_details"):
+        if details in usage:
+            return int(usage[details]["cached_tokens"])
+    return int(usage["cache_read_input_tokens"])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:

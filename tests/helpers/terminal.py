@@ -129,6 +129,11 @@ def saved_messages(file: Path) -> list[dict[str, str]]:
     return messages
 
 
+def reused(err: str) -> list[int]:
+    """Prompt tokens reused, of each answer, out of what the chat said on stderr."""
+    return [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) of [\d,]+ prompt tokens", err)]
+
+
 def plain(text: str) -> str:
     """Text without the codes for a terminal."""
     return _CODE.sub("", text)

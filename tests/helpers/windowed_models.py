@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.engine_runs import CONFIG, livelier_model
 from mlx_paged.models import qwen3
 
 # A window with sinks for a model that sees all, one without, layers with windows, and both.

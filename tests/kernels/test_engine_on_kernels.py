@@ -64,18 +64,8 @@ def prompts_of(tokenizer) -> list[list[int]]:
     return [facts + tokenizer.encode(question) for question in questions]
 
 
-FORMATS = [None, "K:8,V:4", 4]
-each_format = pytest.mark.parametrize("kv_format", FORMATS, ids=["dense", "K8V4", "K4V4"])
-# The first format in the fast lane.
-each_format_slowly = pytest.mark.parametrize(
-    "kv_format",
-    [None, *(pytest.param(bits, marks=pytest.mark.slow) for bits in FORMATS[1:])],
-    ids=["dense", "K8V4", "K4V4"],
-)
-
-
 @pytest.mark.slow
-@each_format
+@pytest.mark.parametrize("kv_format", [None, "K:8,V:4", 4], ids=["dense", "K8V4", "K4V4"])
 def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(
     demo, compiler, kv_format
 ):
@@ -97,8 +87,11 @@ def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_ke
     assert engine.stats().num_hit_tokens >= 3 * 16
 
 
-@each_format_slowly
-@mostly_slow("swaps", [False, True], ids=["recompute", "swap"], quick=(1,))
+@mostly_slow(
+    ("kv_format", "swaps"),
+    [(None, True), (None, False), ("K:8,V:4", True), (4, False)],
+    ids=["dense-swap", "dense-recompute", "K8V4-swap", "K4V4-recompute"],
+)
 def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
     demo, compiler, monkeypatch, swaps: bool, kv_format
 ):

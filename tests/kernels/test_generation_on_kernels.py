@@ -62,12 +62,11 @@ def prompts_of(tokenizer) -> list[list[int]]:
 def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)
-    assert sorted(map(len, prompts))[-1] + NUM_TOKENS > 256 > 8 > min(map(len, prompts)), (
-        "all kernels have work"
-    )
-    expected, _ = greedy_in_a_ragged_batch(model, prompts, "reference")
+    assert max(map(len, prompts)) > 256 > 8 > min(map(len, prompts)), "all kernels have work"
+    num_tokens = 24  # enough for every kernel, and for decodes of several blocks
+    expected, _ = greedy_in_a_ragged_batch(model, prompts, "reference", num_tokens)
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
-        got, seqs = greedy_in_a_ragged_batch(model, prompts, "metal")
+        got, seqs = greedy_in_a_ragged_batch(model, prompts, "metal", num_tokens)
     assert got == expected
     assert seqs.cache.backend.name == "metal"
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
@@ -76,7 +75,7 @@ def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, 
         "paged_attention",
         "merge_partitions",
     }
-    num_steps = NUM_TOKENS + len(prompts) - 1
+    num_steps = num_tokens + len(prompts) - 1
     assert kernels["paged_attention"] >= (num_steps - 1) * len(model.layers)
 
 

@@ -10,7 +10,6 @@ from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
-    checked_metal,
     copy_of,
     random_array,
     random_handle,
@@ -20,12 +19,6 @@ from helpers.numpy_attention import DTYPES
 from paged_testing.by_hand import dense_handle, slots_of
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
 
 
 def handle(num_blocks=12, num_kv_heads=2, block_size=16, head_dim=64, dtype=mx.float16):

@@ -42,12 +42,6 @@ each_shape = mostly_slow(
 )
 
 
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
-
-
 def empty(
     width: int,
     bits: tuple[int, int],
@@ -89,13 +83,20 @@ def test_the_bits_are_those_of_plain_mlx(width, bits, dtype, metal, value_width=
     "widths", [(96, 64), (64, 96), (512, 64), (32, 512), (192, 128)], ids=str, quick=(0, 2)
 )
 def test_the_bits_of_k_and_v_of_different_widths_are_those_of_plain_mlx(widths, metal):
-    for bits, dtype in zip(BITS_OF_K_AND_V, ("f16", "bf16", "f32", "bf16"), strict=True):
+    # Both sides in 8 and in 4 bits, and K and V apart.
+    for bits, dtype in (((8, 4), "f16"), ((4, 8), "bf16"), ((4, 4), "f32")):
         metal.clear()
         test_the_bits_are_those_of_plain_mlx(widths[0], bits, dtype, metal, widths[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@mostly_slow("width", WIDTHS, quick=(2,))
+# Each width with one dtype, and one of 12 parts with all.
+ROTATED = [
+    *((96, dtype) for dtype in DTYPES),
+    *zip((32, 64, 128, 192, 256, 512), 2 * list(DTYPES), strict=True),
+]
+
+
+@mostly_slow(("width", "dtype"), ROTATED, quick=range(3))
 def test_queries_are_rotated_as_by_plain_mlx_beside_rows_and_alone(width, dtype, metal):
     kv, rng = empty(width, (4, 4), dtype, num_kv_heads=2), np.random.default_rng(width)
     q = random_array(rng, (3, 6, width), kv.dtype)

@@ -16,6 +16,7 @@ from helpers.backends import METAL, REFERENCE
 from helpers.fast_lane import mostly_slow
 from helpers.fence_order import disorders
 from helpers.kernel_checks import (
+    assert_same_alone,
     assert_same_bits,
     assert_same_slabs,
     attend_and_compare,
@@ -93,12 +94,6 @@ DECODE = Case("f16", 128, 16, 2, 4, ((300, 1), (17, 1)), None, False, "shuffled"
 RUNS = Case("bf16", 64, 8, 2, 3, ((300, 2), (257, 2)), None, True, "shuffled", "large")
 
 
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
-
-
 def test_the_grid_covers_what_it_says():
     for name, values in {
         "head_dim": set(HEAD_DIMS),
@@ -122,14 +117,8 @@ def test_the_grid_covers_what_it_says():
 @each_case
 def test_attention_matches_the_formula_over_what_the_slabs_stand_for(case, bits, metal):
     problem = quantised(case.problem(), *bits)
-    attend_and_compare(problem)
-    # Rows from the inputs give the bits of rows in the slabs, and each sequence those that it has
-    # alone.
-    whole = METAL.attend(*problem.args)
-    kv, k, v = before_the_step(problem)
-    assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
-    for seq in range(len(problem.tables)):
-        assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
+    whole = attend_and_compare(problem)
+    assert_same_alone(problem, whole)
     if case.window is not None:
         hidden = nan_before_the_window(problem)
         assert_same_bits(METAL.attend(problem.q, hidden, *problem.args[2:]), whole)

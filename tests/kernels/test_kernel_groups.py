@@ -14,12 +14,6 @@ from mlx_paged.ops.attention_plan import cut_rows
 SEQS = ([300, 17], [1, 1])
 
 
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
-
-
 def problem_of(group: int, context_lens=SEQS[0], query_lens=SEQS[1], **changes):
     settings = {"num_kv_heads": 2, "dtype": mx.float16, "sinks": True, "poison": "nan_values"}
     return make_problem(context_lens, query_lens, group=group, **settings | changes)

@@ -25,12 +25,6 @@ from mlx_paged.ops.attention_plan import AttentionPlan
 LATENTS, ROPE, HEADS = 512, 64, 6
 
 
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
-
-
 def problem_of(
     context_lens=(300, 17), run=1, dtype=mx.float16, heads=HEADS, latents=LATENTS, **changes
 ) -> PagedProblem:
@@ -115,9 +109,16 @@ def check_backend(problem: PagedProblem) -> None:
         assert_same_bits(METAL.attend(q, kv, metadata, params), whole[problem.rows(seq)])
 
 
-@mostly_slow("dtype", DTYPES, quick=(1,))
-@mostly_slow("bits", [(8, 8), (8, 4)], ids=str, quick=(1,))
-@mostly_slow("latents", [512, 256], quick=(0,))
+# Each two of a width, a pair of bits and a dtype meet.
+@mostly_slow(
+    ("latents", "bits", "dtype"),
+    [
+        *((512, (8, 4), dtype) for dtype in ("f16", "bf16")),
+        *((256, (8, 8), dtype) for dtype in ("f16", "bf16")),
+        *((512, (8, 8), "f32"), (256, (8, 4), "f32")),
+    ],
+    ids=lambda each: str(each).replace(" ", ""),
+)
 def test_quantised_latents_match_the_formula(latents, bits, dtype, metal):
     check_backend(
         quantised_problem(bits, latents=latents, dtype=DTYPES[dtype], context_lens=(300, 17, 1))

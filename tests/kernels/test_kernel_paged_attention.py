@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 from helpers.backends import METAL
 from helpers.fast_lane import mostly_slow
-from helpers.kernel_checks import assert_same_bits, checked_metal, nan_before_the_window
+from helpers.kernel_checks import (
+    assert_same_bits,
+    attend_and_compare,
+    nan_before_the_window,
+)
 from helpers.kernel_grid import (
     BLOCK_SIZES,
     CAPACITIES,
@@ -38,13 +42,7 @@ RUNS = Case("f16", 80, 16, 2, 9, ((1000, 8),), None, False, "shuffled", "nan_val
 SMALL = Case("f32", 96, 8, 2, 1, ((300, 1),), None, True, "shuffled", "nan_keys")
 
 
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
-
-
-def attend_and_compare(problem):
+def attend_over_slabs(problem):
     assert_matches_formula(METAL.attend(*problem.args), problem)
 
 
@@ -84,10 +82,12 @@ def test_the_grid_covers_what_it_says():
 
 
 @each_case_of_the_grid
-def test_every_instance_matches_the_formula(case, metal):
+def test_every_instance_matches_the_formula_over_slabs_and_with_new_rows(case, metal):
     attend_and_compare(case.problem())
-    call = metal[0]
-    assert [c.kernel for c in metal[1:]] == ["mlx_paged_merge_partitions"] * case.is_merged
+    names = ["mlx_paged_paged_attention"] + ["mlx_paged_merge_partitions"] * case.is_merged
+    assert [call.kernel for call in metal] == 2 * names
+    call, with_rows = metal[0], metal[len(names)]
+    assert call.template == with_rows.template  # one instance, compiled once, does both
     assert (call.template["RUN"], call.template["PARTIAL"]) == (case.capacity, case.is_merged)
     cut = cut_rows(case.capacity * case.group, case.row_bytes)
     assert call.threadgroup == (cut.num_threads, 1, 1)
@@ -104,7 +104,7 @@ def test_every_instance_matches_the_formula(case, metal):
 @mostly_slow("case", [DECODE, SMALL], ids=["bf16", "f32"])
 @mostly_slow("context_len", LENGTHS, quick=(6,))
 def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, case, metal):
-    attend_and_compare(replace(case, seqs=((context_len, 1),)).problem())
+    attend_over_slabs(replace(case, seqs=((context_len, 1),)).problem())
 
 
 @pytest.mark.parametrize("poison", ["nan_keys", "nan_values"])
@@ -134,12 +134,12 @@ def test_every_window_matches_the_formula_at_every_length(window, case, metal):
         sinks=True,
         num_kv_heads=1,
     )
-    attend_and_compare(case.problem())
+    attend_over_slabs(case.problem())
 
 
 @pytest.mark.parametrize("order", ["adjacent", "shuffled", "reversed", "shared"])
 def test_every_order_of_blocks_matches_the_formula(order, metal):
-    attend_and_compare(
+    attend_over_slabs(
         replace(DECODE, seqs=((1000, 1), (257, 1), (999, 1), (16, 1)), order=order).problem()
     )
 
@@ -147,7 +147,7 @@ def test_every_order_of_blocks_matches_the_formula(order, metal):
 @mostly_slow("query_len", [5, 6, 7, 8], quick=(1,))
 def test_a_run_whose_border_is_that_of_a_partition_matches_the_formula(query_len, metal):
     seqs = tuple((context_len, query_len) for context_len in range(255, 265))
-    attend_and_compare(replace(RUNS, seqs=seqs, num_kv_heads=1).problem())
+    attend_over_slabs(replace(RUNS, seqs=seqs, num_kv_heads=1).problem())
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_runs_of_every_length_share_a_batch(metal):
         dtype=mx.float16,
         poison="nan_keys",
     )
-    attend_and_compare(problem)
+    attend_over_slabs(problem)
     # The longest first, each kernel once, and all but the fours have a sequence of several
     # partitions.
     attention = [call.template for call in metal if call.kernel == "mlx_paged_paged_attention"]
@@ -213,7 +213,7 @@ def test_reading_leaves_the_slabs_as_they_were(metal):
 @mostly_slow("num_heads", [1, 2, 3, 7, 8, 9], quick=(2, 4))
 def test_sinks_of_any_number_of_heads_match_the_formula(num_heads, context_len, metal):
     # Fewer than eight are padded to eight, which is what makes them the same kernel.
-    attend_and_compare(
+    attend_over_slabs(
         replace(SMALL, num_kv_heads=num_heads, seqs=((context_len, 1), (1, 1))).problem()
     )
 
@@ -232,7 +232,7 @@ def test_a_sink_takes_all_or_nothing_in_every_dtype(dtype, context_len, metal):
 
 @pytest.mark.parametrize("scale", [0.0, 0.02, 1.0, -0.5], ids=str)
 def test_any_scale_matches_the_formula(scale, metal):
-    attend_and_compare(replace(SMALL, seqs=((300, 1), (1, 1), (16, 1))).problem(scale=scale))
+    attend_over_slabs(replace(SMALL, seqs=((300, 1), (1, 1), (16, 1))).problem(scale=scale))
 
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
@@ -273,7 +273,7 @@ def test_heads_of_very_different_size_and_none_keep_their_precision(metal):
     q[:, 1, 5] = 0
     queries = mx.array(q.reshape(2, 32, 80)).astype(mx.bfloat16)
     dense = tuple((queries[seq : seq + 1], *kv) for seq, (_, *kv) in enumerate(problem.dense))
-    attend_and_compare(replace(problem, q=queries, dense=dense))
+    attend_over_slabs(replace(problem, q=queries, dense=dense))
 
 
 @pytest.mark.parametrize("q_dtype", DTYPES.values(), ids=[f"q_{name}" for name in DTYPES])

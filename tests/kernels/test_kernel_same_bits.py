@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from helpers.backends import METAL
 from helpers.fast_lane import mostly_slow
-from helpers.kernel_checks import assert_same_bits, checked_metal
+from helpers.kernel_checks import assert_same_bits
 from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from paged_testing.by_hand import dense_handle, step_of
@@ -58,12 +58,6 @@ MIXED = [
     (40, 40),
     (513, 2),
 ]
-
-
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
 
 
 def part_of(problem, seqs):

@@ -10,7 +10,6 @@ from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
-    checked_metal,
     copy_of,
     random_array,
     random_handle,
@@ -20,12 +19,6 @@ from helpers.numpy_attention import DTYPES
 from paged_testing.by_hand import dense_handle, slots_of
 
 from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
-
-
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
 
 
 def write_and_compare(kv, k, v, slots):

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from helpers.backends import METAL
 from helpers.fast_lane import mostly_slow
-from helpers.kernel_checks import assert_same_bits, assert_same_slabs, checked_metal
+from helpers.kernel_checks import assert_same_bits, assert_same_slabs
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionShape, choose_backend
@@ -21,12 +21,6 @@ SHAPES = {
         "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64",
     ),
 }
-
-
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
 
 
 @pytest.mark.parametrize(("shape", "lack"), SHAPES.values(), ids=SHAPES)

@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 from helpers.backends import METAL
 from helpers.kernel_checks import (
+    assert_same_alone,
     assert_same_bits,
-    assert_same_slabs,
     attend_and_compare,
     checked_metal,
 )
-from helpers.numpy_attention import DTYPES, before_the_step, make_problem
+from helpers.numpy_attention import DTYPES, make_problem
 from helpers.quantised_problems import quantised
 from metal_emulator import ForbiddenWrite, MemoryFault
 from metal_emulator.errors import UnwrittenOutput
@@ -22,12 +22,6 @@ SEQS = ((300, 1), (17, 1), (40, 2), (265, 4))
 # K and V of Gemma 4's global layers, of MiniCPM3, and of DeepSeek without absorption; narrow keys;
 # loads that do not fill their lanes; and the narrowest rows beside the widest.
 WIDTHS = ((512, 512), (96, 64), (192, 128), (64, 96), (192, 192), (32, 512), (512, 32))
-
-
-@pytest.fixture
-def metal(compiler):
-    with checked_metal() as trace:
-        yield trace
 
 
 def problem_of(widths, dtype=mx.float16, seqs=SEQS, **changes):
@@ -40,7 +34,8 @@ def problem_of(widths, dtype=mx.float16, seqs=SEQS, **changes):
 
 
 # Loads of float16 are those of bfloat16, so each width takes one of them; rows of several loads a
-# lane take both.
+# lane take both. The dtype does not decide how queries share a threadgroup: runs of 4 meet float32,
+# and runs of 2 the others.
 PLAIN = [
     *((widths, "f32") for widths in WIDTHS),
     *((widths, ("f16", "bf16")[n % 2]) for n, widths in enumerate(WIDTHS)),
@@ -52,7 +47,8 @@ PLAIN = [
 @pytest.mark.parametrize(("widths", "dtype"), PLAIN, ids=str)
 def test_rows_of_every_width_match_the_formula(widths, dtype, metal):
     block_size = 8 if dtype == "f16" else 32
-    attend_and_compare(problem_of(widths, DTYPES[dtype], block_size=block_size))
+    seqs = (*SEQS[:2], SEQS[3 if dtype == "f32" else 2])
+    attend_and_compare(problem_of(widths, DTYPES[dtype], seqs, block_size=block_size))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +67,10 @@ def test_decodes_of_wide_rows_and_of_different_widths_match_the_formula(widths, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", WIDTHS[:3], ids=str)
+@pytest.mark.parametrize("widths", WIDTHS[:3:2], ids=str)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(widths, metal):
     problem = problem_of(widths)
-    together = METAL.attend(*problem.args)
-    for seq in range(len(SEQS)):
-        assert_same_bits(METAL.attend(*problem.alone(seq)), together[problem.rows(seq)])
+    assert_same_alone(problem, METAL.attend(*problem.args))
 
 
 @pytest.mark.slow
@@ -107,14 +101,10 @@ QUANTISED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("widths", "bits", "dtype"), QUANTISED, ids=str)
 def test_quantised_rows_of_every_width_match_the_formula(widths, bits, dtype, metal):
-    problem = quantised(problem_of(widths, DTYPES[dtype], SEQS[:3], poison="large"), *bits)
-    attend_and_compare(problem)
-    whole = METAL.attend(*problem.args)
-    kv, k, v = before_the_step(problem)
-    assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
-    assert_same_slabs(kv, problem.kv)
-    for seq in range(3):
-        assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
+    # Runs of several queries with one of each width's two pairs.
+    seqs = SEQS[:3] if bits[0] == 8 else SEQS[:2]
+    problem = quantised(problem_of(widths, DTYPES[dtype], seqs, poison="large"), *bits)
+    assert_same_alone(problem, attend_and_compare(problem))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +118,6 @@ def test_quantised_rows_of_different_widths_and_groups_match_the_formula(
     problem = quantised(problem_of(widths, seqs=SEQS[:2], poison="large"), *bits)
     assert (problem.kv.format.key.group_size, problem.kv.format.value.group_size) == groups
     attend_and_compare(problem)
-    whole = METAL.attend(*problem.args)
-    kv, k, v = before_the_step(problem)
-    assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
-    assert_same_slabs(kv, problem.kv)
     gathered = METAL.gather_step(problem.kv, problem.metadata)
     assert [(k.shape[-1], v.shape[-1]) for k, v in gathered] == [widths] * 2
     for (keys, values), (_, k, v) in zip(gathered, problem.dense, strict=True):

@@ -102,7 +102,7 @@ def test_working_kernels_pass_and_nothing_is_said(metal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "bits"), [(1, None), (5, None), (16, None), (2, (8, 4))])
+@pytest.mark.parametrize(("group", "bits"), [(5, None), (16, None), (2, (8, 4))])
 def test_every_library_that_a_layer_can_need_was_tried(group, bits, metal):
     format = affine(32, *bits, "float32") if bits else KVFormat.dense("float32")
     shape = AttentionShape(1, group, 32, 32, 8, format)

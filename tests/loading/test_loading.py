@@ -3,6 +3,7 @@
 import codecs
 import inspect
 import json
+import re
 import shutil
 import socket
 import sys
@@ -13,7 +14,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from helpers.hybrid_folders import make_folder
-from helpers.mlx_lm_models import random_model
+from helpers.mlx_lm_models import random_model, save_adapters
 from helpers.model_zoo import config_of
 from helpers.qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from mlx.utils import tree_flatten
@@ -45,25 +46,35 @@ def save_tokenizer(folder):
     tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory):
     """A whole model folder: weights, config, tokenizer, chat template."""
-    save_folder(tmp_path / "tiny", random_mlx_lm_model(CONFIG), {**CONFIG, "eos_token_id": 7})
-    save_tokenizer(tmp_path / "tiny")
-    return tmp_path / "tiny"
+    folder = tmp_path_factory.mktemp("whole")
+    save_folder(folder, random_mlx_lm_model(CONFIG), {**CONFIG, "eos_token_id": 7})
+    save_tokenizer(folder)
+    return folder
 
 
-def write_config(folder, drop=(), **fields):
+@pytest.fixture
+def folder(whole_folder, tmp_path):
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(whole_folder, tmp_path / "tiny")
+
+
+def write_config(folder, **fields):
+    """Change fields of the configuration; those that are ``...`` go."""
     config = {**json.loads((folder / "config.json").read_text()), **fields}
-    (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if k not in drop})
-    )
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
-def weights_of(folder):
-    weights = mx.load(str(folder / "model.safetensors"))
+def write_weights(folder, **changes):
+    """Change weights by their names; those that are ``None`` go."""
+    file = str(folder / "model.safetensors")
+    weights = mx.load(file)
     mx.eval(weights)
-    return weights
+    weights = {name: each for name, each in {**weights, **changes}.items() if each is not None}
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
 
 
 def load_error(path_or_hf_repo, **kwargs) -> str:
@@ -108,18 +119,17 @@ def test_the_config_is_returned_when_asked_for(folder):
     assert config["model_type"] == "qwen3"
 
 
-def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_adapters_are_those_of_mlx_lm(folder, tmp_path, model_type):
+    if model_type == "llama":
+        config = {**CONFIG, "model_type": "llama"}
+        save_folder(folder, random_model(config), config)
     parameters = {
         "rank": 4,
         "scale": 10.0,
         "dropout": 0.0,
         "keys": ["self_attn.q_proj", "mlp.down_proj"],
     }
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    (adapters / "adapter_config.json").write_text(
-        json.dumps({"num_layers": 1, "lora_parameters": parameters})
-    )
     theirs, _ = mlx_lm.load(str(folder))
     linear_to_lora_layers(theirs, 1, parameters)
     weights = {
@@ -128,24 +138,20 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
         if "lora_" in name
     }
     assert len(weights) == 4
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+    adapters = save_adapters(tmp_path / "adapters", weights, parameters)
+
+    def logits(adapter_path):
+        model, _ = load(folder, adapter_path=adapter_path)
+        return run_step(model, Sequences(mlx_paged.make_kv_cache(model)), {"s": tokens})[0]
 
     tokens = [3, 1, 4, 1, 5]
     theirs, _ = mlx_lm.load(str(folder), adapter_path=str(adapters))
     expected = theirs(mx.array([tokens]))[0, -1]
-    logits = {}
-    for adapter_path in (None, str(adapters)):
-        model, _ = load(folder, adapter_path=adapter_path)
-        sequences = Sequences(mlx_paged.make_kv_cache(model))
-        (logits[adapter_path],) = run_step(model, sequences, {"s": tokens})
-    assert mx.allclose(logits[str(adapters)], expected, rtol=1e-4, atol=1e-4)
-    assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
-
+    found = logits(str(adapters))
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(logits(None), expected, rtol=1e-2, atol=1e-2)
     with_byte_order_mark(adapters / "adapter_config.json")
-    again = run_step(model, Sequences(mlx_paged.make_kv_cache(model)), {"s": tokens})[0]
-    model, _ = load(folder, adapter_path=adapters)
-    found = run_step(model, Sequences(mlx_paged.make_kv_cache(model)), {"s": tokens})[0]
-    assert mx.array_equal(found, again)
+    assert mx.array_equal(logits(adapters), found)
 
 
 def with_byte_order_mark(file):
@@ -186,11 +192,7 @@ def test_dora_on_a_quantised_embedding_is_refused_by_name(tmp_path, is_quantised
     folder, adapters = tmp_path / "model", tmp_path / "adapters"
     shutil.copytree(demo_model_path(), folder)
     parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
-    adapters.mkdir()
-    (adapters / "adapter_config.json").write_text(
-        json.dumps({"num_layers": 1, "fine_tune_type": "dora", "lora_parameters": parameters})
-    )
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), {})
+    save_adapters(adapters, {}, parameters, fine_tune_type="dora")
     if not is_quantised:
         load(folder, adapter_path=adapters)
         return
@@ -382,21 +384,6 @@ def test_a_config_that_is_not_a_json_object_is_named(folder, text):
     assert "read" in message
 
 
-def test_missing_fields_are_all_named(folder):
-    write_config(folder, drop=("head_dim", "vocab_size"))
-    assert "config.json lacks vocab_size, head_dim" in load_error(folder)
-
-
-def test_a_config_without_rope_theta_says_so(folder):
-    write_config(folder, drop=("rope_theta",))
-    assert "no rope_theta" in load_error(folder)
-
-
-def test_a_model_type_that_mlx_lm_does_not_have_is_refused(folder):
-    write_config(folder, model_type="qwen99")
-    assert "model type 'qwen99' is not supported: mlx-lm" in load_error(folder)
-
-
 def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "hf_olmo", None)
     monkeypatch.delitem(sys.modules, "mlx_lm.models.olmo", raising=False)
@@ -425,24 +412,21 @@ def test_a_model_that_fails_the_check_at_load_runs_with_skip_check(tmp_path):
         load(folder, skip_check=1)
 
 
-@pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])
-def test_a_model_type_that_is_not_a_name_is_refused(folder, model_type):
-    write_config(folder, model_type=model_type)
-    assert "model_type in config.json must be the name" in load_error(folder)
-
-
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, key):
-    write_config(folder, **{field: {key: "dynamic", "factor": 2.0}})
-    message = load_error(folder)
-    assert "'dynamic' is not supported" in message
-    assert "yarn" in message
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        ({"head_dim": ..., "vocab_size": ...}, "config.json lacks vocab_size, head_dim"),
+        ({"rope_theta": ...}, "no rope_theta"),
+        ({"model_type": "qwen99"}, "model type 'qwen99' is not supported: mlx-lm"),
+        *(
+            ({"model_type": kind}, "model_type in config.json must be the name")
+            for kind in ("", None, ["qwen3"], "../qwen3", "os.path")
+        ),
+        *(
+            ({field: {key: "dynamic", "factor": 2.0}}, r"'dynamic' is not supported.*yarn")
+            for field in ("rope_scaling", "rope_parameters")
+            for key in ("type", "rope_type")
+        ),
         ({"rope_scaling": {"type": "spiral"}}, "spiral"),
         ({"num_attention_heads": 3}, "3 query heads"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
@@ -456,17 +440,12 @@ def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, k
         ({"quantization": {"group_size": "64", "bits": 4}}, "group_size of quantization"),
         ({"quantization": [4]}, "quantization in "),
         ({"quantization_config": {"bits": 4}}, "quant_method"),
-        (
-            {"rope_theta": [10000.0]},
-            "rope_theta in config.json must be a finite number above 0, got [10000.0]",
-        ),
-        (
-            {"rope_theta": float("inf")},
-            "rope_theta in config.json must be a finite number above 0, got inf",
-        ),
-        (
-            {"rope_theta": float("nan")},
-            "rope_theta in config.json must be a finite number above 0, got nan",
+        *(
+            (
+                {"rope_theta": theta},
+                rf"rope_theta in config.json must be a finite .* 0, got {shown}",
+            )
+            for theta, shown in (([1.5], r"\[1.5\]"), (float("inf"), "inf"), (float("nan"), "nan"))
         ),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": True}, "rope_theta"),
@@ -489,7 +468,7 @@ def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, k
 )
 def test_fields_that_make_no_sense_are_named(folder, fields, named):
     write_config(folder, **fields)
-    assert named in load_error(folder)
+    assert re.search(named, load_error(folder))
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"eos_token_id": "end"}'])
@@ -543,15 +522,6 @@ def test_a_pointer_that_git_lfs_left_behind_is_not_weights(folder):
     assert "model.safetensors" in message
 
 
-def test_a_missing_weight_is_named(folder):
-    weights = weights_of(folder)
-    del weights["model.layers.1.self_attn.k_norm.weight"]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    message = load_error(folder)
-    assert "Missing" in message
-    assert "model.layers.1.self_attn.k_norm.weight" in message
-
-
 def test_a_missing_shard_is_missing_weights(folder):
     (folder / "model.safetensors").unlink()
     save_folder(folder, random_mlx_lm_model(CONFIG), CONFIG, num_shards=3)
@@ -560,52 +530,49 @@ def test_a_missing_shard_is_missing_weights(folder):
     assert "Missing" in load_error(folder)
 
 
-def test_a_weight_of_the_wrong_shape_is_named_with_both_shapes(folder):
-    weights = weights_of(folder)
-    weights["model.layers.0.mlp.up_proj.weight"] = mx.zeros((47, 32))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    message = load_error(folder)
-    assert "model.layers.0.mlp.up_proj.weight" in message
-    assert "(48, 32)" in message
-    assert "(47, 32)" in message
+LAYER = "model.layers.1"
 
 
-@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.complex64], ids=str)
-def test_weights_that_are_not_floats_are_named_and_not_used(folder, dtype):
-    weights = weights_of(folder)
-    name = "model.layers.1.self_attn.o_proj.weight"
-    weights[name] = weights[name].astype(dtype)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    for lazy in (False, True):
-        assert f"the weights {name} are of type {dtype}" in load_error(folder, lazy=lazy)
-
-
-def test_a_weight_that_the_model_does_not_have_is_named(folder):
-    weights = weights_of(folder)
-    weights["model.layers.0.self_attn.q_proj.bias"] = mx.zeros((64,))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    assert "model.layers.0.self_attn.q_proj.bias" in load_error(folder)
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("name", "weight", "named"),
+    [
+        (f"{LAYER}.self_attn.k_norm.weight", None, "Missing.*"),
+        (f"{LAYER}.mlp.up_proj.weight", mx.zeros((47, 32)), r".*\(48, 32\).*\(47, 32\)"),
+        (f"{LAYER}.self_attn.q_proj.bias", mx.zeros((64,)), ""),
+        *(
+            (f"{LAYER}.self_attn.o_proj.weight", mx.ones((32, 64)).astype(dtype), f"type {dtype}")
+            for dtype in (mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.complex64)
+        ),
+    ],
+)
+def test_a_weight_that_does_not_fit_is_named(folder, name, weight, named, lazy):
+    write_weights(folder, **{name: weight})
+    message = load_error(folder, lazy=lazy)
+    assert name in message and re.search(named, message)
 
 
 # The tokenizer
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("text", ["", "{nope"])
-def test_a_broken_tokenizer_is_named(folder, file, text):
-    (folder / file).write_text(text)
-    assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
-
-
-def test_a_missing_tokenizer_is_not_replaced_by_an_empty_one(folder):
-    # transformers makes up a tokenizer of one word for a folder that has none.
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / file).unlink()
-    assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
-
-
-def test_a_config_of_the_tokenizer_alone_is_not_a_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
+@pytest.mark.parametrize(
+    "files",
+    [
+        *(
+            {file: text}
+            for file in ("tokenizer.json", "tokenizer_config.json")
+            for text in ("", "{nope")
+        ),
+        # transformers makes up a tokenizer of one word for a folder that has none.
+        dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
+        {"tokenizer.json": None},
+    ],
+)
+def test_a_broken_or_missing_tokenizer_is_named(folder, files):
+    for name, text in files.items():
+        (folder / name).unlink()
+        if text is not None:
+            (folder / name).write_text(text)
     assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
 
 

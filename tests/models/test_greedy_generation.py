@@ -66,41 +66,23 @@ def expected(folder):
     return expected
 
 
-@mostly_slow("length", PROMPTS, quick=(2, 4))
-@mostly_slow("kind", CACHES, quick=(1,))
-def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
-    steps = generate_step(PROMPTS[length], model, max_tokens=MAX_TOKENS, kv=kind)
-    assert [token for token, _ in steps] == expected[length]
+CASES = [
+    *((length, MAX_TOKENS, {"kv": kind}) for kind in CACHES for length in PROMPTS),
+    *(
+        (length, 20, {"kv": kind, "prefill_step_size": size})
+        for kind in CACHES
+        for size, length in ((1, 17), (7, 17), (7, 500), (100, 17), (100, 500))
+    ),
+    *((17, 100, {"block_size": size}) for size in (8, 32, 64)),
+]
 
 
-@pytest.mark.parametrize("prefill_step_size", [1, 7, 100])
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_prompt_in_chunks_gives_the_same_words(model, expected, kind, prefill_step_size):
-    for length in (17, 500) if prefill_step_size > 1 else (17,):
-        steps = generate_step(
-            PROMPTS[length], model, max_tokens=20, kv=kind, prefill_step_size=prefill_step_size
-        )
-        assert [token for token, _ in steps] == expected[length][:20]
-
-
-@pytest.mark.parametrize("block_size", [8, 32, 64])
-def test_the_block_size_changes_no_word(model, expected, block_size):
-    steps = generate_step(PROMPTS[17], model, max_tokens=100, kv="paged", block_size=block_size)
-    assert [token for token, _ in steps] == expected[17][:100]
-
-
-@mostly_slow("kind", CACHES, quick=(1,))
-def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model, expected, kind):
-    # All prompts in one packed step, then all decodes in one step each, to the end.
-    seqs = Sequences(make_cache(model, kind))
-    batch = dict(PROMPTS)
-    words = {length: [] for length in PROMPTS}
-    for _ in range(MAX_TOKENS):
-        tokens = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
-        for length, token in zip(batch, tokens, strict=True):
-            words[length].append(token)
-        batch = {length: [words[length][-1]] for length in batch}
-    assert words == expected
+@mostly_slow(("length", "max_tokens", "options"), CASES, ids=str, quick=(7, *range(9, len(CASES))))
+def test_greedy_words_are_those_of_mlx_lm_in_any_chunks_and_blocks(
+    model, expected, length, max_tokens, options
+):
+    steps = generate_step(PROMPTS[length], model, max_tokens=max_tokens, **options)
+    assert [token for token, _ in steps] == expected[length][:max_tokens]
 
 
 @pytest.mark.parametrize("kind", CACHES)

@@ -10,24 +10,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model
-from helpers.engine_runs import greedy, make_engine, run
+from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, run
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GEMMA3, LLAMA, random_model
 from helpers.model_zoo import config_of, make_from_config
+from helpers.qwen3_helpers import SCALINGS
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.models import identity
 from mlx_paged.models.identity import may_be_called, model_identity, model_name
 from mlx_paged.models.mlx_lm import adapt
-
-LLAMA_3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 
 def test_two_processes_and_two_copies_of_a_folder_agree(tmp_path: Path) -> None:
@@ -57,19 +49,10 @@ def test_models_of_mlx_lm_are_the_same_when_they_are_loaded_again(
     assert model_identity(first) != model_identity(other)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        LLAMA_3_SCALING,
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        {"rope_type": "linear", "factor": 2.0},
-    ],
-    ids=lambda scaling: scaling["rope_type"],
-)
-def test_a_model_with_scaled_rope_has_an_identity_that_covers_the_scaling(
-    scaling: dict[str, object],
-) -> None:
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
+def test_a_model_with_scaled_rope_has_an_identity_that_covers_the_scaling(kind: str) -> None:
     """Llama 3.1 and 3.2 have such a module in each layer, which can't be copied."""
+    scaling = SCALINGS[kind]
     config = {**LLAMA, "rope_scaling": scaling}
     scaled = model_identity(adapt(random_model(config), config))
     assert scaled == model_identity(adapt(random_model(config), config))
@@ -85,7 +68,7 @@ def test_a_model_that_runs_one_sequence_at_a_time_has_an_identity() -> None:
 
 
 def test_blocks_of_a_model_with_scaled_rope_are_found_after_a_restart(tmp_path: Path) -> None:
-    config = {**LLAMA, "rope_scaling": LLAMA_3_SCALING}
+    config = {**LLAMA, "rope_scaling": SCALINGS["llama3"]}
     prompt = list(range(1, 41))
     num_cached = []
     for _ in range(2):

@@ -12,6 +12,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import (
     CACHES,
     CONFIG,
+    SCALINGS,
     all_logits,
     chunks,
     float32_tolerance,
@@ -164,38 +165,6 @@ def test_a_tied_checkpoint_that_also_has_a_head_uses_the_embeddings(tmp_path):
     assert_same_logits(
         save_folder(tmp_path, random_mlx_lm_model(config), config, extra_weights=head)
     )
-
-
-SCALINGS = {
-    "none": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 4,
-    },
-    "yarn with its own scale": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-        "mscale": 1.5,
-        "mscale_all_dim": 0.5,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 256,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 3.0, 5.0, 9.0],
-    },
-}
 
 
 @mostly_slow("written", ["rope_scaling", "rope_parameters", "type"], quick=(1,))

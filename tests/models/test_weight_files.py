@@ -16,10 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers.block_stores import open_store
-from helpers.disk_tiers import answer as answer_of
-from helpers.engine_helpers import CONFIG, livelier_model
-from helpers.engine_runs import greedy, make_engine, prompt
-from helpers.mlx_lm_models import LLAMA, random_model
+from helpers.engine_runs import CONFIG, greedy, livelier_model, make_engine, prompt
+from helpers.engine_runs import answer as answer_of
+from helpers.mlx_lm_models import LLAMA, random_model, save_adapters
 from helpers.qwen3_helpers import save_folder
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -208,12 +207,8 @@ def test_adapters_and_copies_without_marks_are_not_taken_for_the_files(tmp_path:
     model, _ = load(path)
     rank = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
     linear_to_lora_layers(model, 1, rank)
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": rank}
-    (adapters / "adapter_config.json").write_text(json.dumps(config))
     weights = {name: each for name, each in tree_flatten(model.parameters()) if "lora" in name}
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+    adapters = save_adapters(tmp_path / "adapters", weights, rank)
     assert load_whole(path, adapter_path=adapters)[0].loaded_from is None
     marked = path / "config.json"
     marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())

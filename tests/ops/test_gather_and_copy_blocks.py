@@ -120,35 +120,15 @@ def test_what_was_gathered_survives_a_later_write(table):
 @pytest.mark.parametrize(
     ("block_table", "num_tokens", "message"),
     [
-        ([], 16, r"\[gather_blocks\] block_table: must name at least one block"),
-        (
-            [[1, 2]],
-            8,
-            r"\[gather_blocks\] block_table: block ids must be integers, got \[1, 2\]",
-        ),
-        ([1.0, 2.0], 16, r"\[gather_blocks\] block_table: block ids must be integers, got 1.0"),
-        (
-            [1, 12],
-            16,
-            r"\[gather_blocks\] block_table: block 12 is out of range, the slabs have 12 blocks",
-        ),
-        (
-            [1, -1],
-            16,
-            r"\[gather_blocks\] block_table: block -1 is out of range, the slabs have 12 blocks",
-        ),
-        ([1, 2**32 + 1], 16, r"\[gather_blocks\] block_table: block 4294967297 is out of range"),
-        (
-            [1, 2],
-            17,
-            r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got 17",
-        ),
-        ([1, 2], 0, r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got 0"),
-        (
-            [1, 2],
-            -1,
-            r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got -1",
-        ),
+        ([], 16, r"block_table: must name at least one block"),
+        ([[1, 2]], 8, r"block_table: block ids must be integers, got \[1, 2\]"),
+        ([1.0, 2.0], 16, r"block_table: block ids must be integers, got 1.0"),
+        ([1, 12], 16, r"block_table: block 12 is out of range, the slabs have 12 blocks"),
+        ([1, -1], 16, r"block_table: block -1 is out of range, the slabs have 12 blocks"),
+        ([1, 2**32 + 1], 16, r"block_table: block 4294967297 is out of range"),
+        ([1, 2], 17, r"num_tokens: must be within 1..16 \(2 blocks of 8\), got 17"),
+        ([1, 2], 0, r"num_tokens: must be within 1..16 \(2 blocks of 8\), got 0"),
+        ([1, 2], -1, r"num_tokens: must be within 1..16 \(2 blocks of 8\), got -1"),
     ],
     ids=[
         "empty_table",
@@ -163,7 +143,7 @@ def test_what_was_gathered_survives_a_later_write(table):
     ],
 )
 def test_gathers_that_do_not_fit_are_refused_by_name(block_table, num_tokens, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"\[gather_blocks\] {message}"):
         REFERENCE.gather_blocks(random_handle(), block_table, num_tokens)
 
 
@@ -240,29 +220,14 @@ def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        (
-            [(0, 12)],
-            r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks",
-        ),
-        (
-            [(12, 0)],
-            r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks",
-        ),
-        (
-            [(-1, 0)],
-            r"\[copy_blocks\] src_dst_pairs: block -1 is out of range, the slabs have 12 blocks",
-        ),
-        ([(1, 3), (2, 3)], r"\[copy_blocks\] src_dst_pairs: a destination is named twice"),
-        (
-            [(1, 2), (2, 3)],
-            r"\[copy_blocks\] src_dst_pairs: a block is both source and destination",
-        ),
-        ([(4, 4)], r"\[copy_blocks\] src_dst_pairs: a block is both source and destination"),
-        (
-            [(1, 2, 3)],
-            r"\[copy_blocks\] src_dst_pairs: expected pairs \(source, destination\), got .*1, 2, 3",
-        ),
-        ([(1.0, 2.0)], r"\[copy_blocks\] src_dst_pairs: block ids must be integers, got 1.0"),
+        ([(0, 12)], r"block 12 is out of range, the slabs have 12 blocks"),
+        ([(12, 0)], r"block 12 is out of range, the slabs have 12 blocks"),
+        ([(-1, 0)], r"block -1 is out of range, the slabs have 12 blocks"),
+        ([(1, 3), (2, 3)], r"a destination is named twice"),
+        ([(1, 2), (2, 3)], r"a block is both source and destination"),
+        ([(4, 4)], r"a block is both source and destination"),
+        ([(1, 2, 3)], r"expected pairs \(source, destination\), got .*1, 2, 3"),
+        ([(1.0, 2.0)], r"block ids must be integers, got 1.0"),
     ],
     ids=[
         "destination_out_of_range",
@@ -278,7 +243,7 @@ def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
 def test_copies_that_do_not_fit_are_refused_and_change_nothing(pairs, message):
     kv = random_handle()
     before = [as_numpy(slab).tolist() for slab in kv.arrays]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"\[copy_blocks\] src_dst_pairs: {message}"):
         REFERENCE.copy_blocks(kv, pairs)
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == before
 

@@ -1,11 +1,13 @@
-"""Decode attention over block tables, held against the float64 formula."""
+"""Attention over block tables, decodes and longer runs, held against the float64 formula."""
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.backends import DECODING
+from helpers.backends import DECODING, GATHERING
 from helpers.numpy_attention import (
     DTYPES,
     ORDERS,
@@ -20,6 +22,7 @@ from paged_testing.by_hand import dense_handle, step_of
 from mlx_paged.ops import AttentionParams, KVHandle
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+backends = pytest.mark.parametrize("backend", [DECODING, GATHERING], ids=["decode", "gather"])
 
 # The formula itself, by hand
 
@@ -108,79 +111,7 @@ def test_the_numpy_formula_does_not_depend_on_a_shift_of_all_logits():
     )
 
 
-# Against the formula, one thing after the other
-
-
-@dtypes
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
-def test_a_ragged_batch_matches_the_formula_for_every_head_dim(head_dim, dtype):
-    problem = make_problem(RAGGED_LENGTHS, head_dim=head_dim, dtype=dtype, seed=head_dim)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@dtypes
-@pytest.mark.parametrize(
-    ("num_kv_heads", "group"),
-    [(1, 1), (8, 1), (4, 2), (8, 2), (1, 3), (2, 4), (3, 5), (1, 7), (2, 8), (1, 16), (2, 16)],
-    ids=lambda n: str(n),
-)
-def test_a_ragged_batch_matches_the_formula_for_every_group_size(num_kv_heads, group, dtype):
-    problem = make_problem(
-        [300, 17, 1], [1, 3, 1], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group
-    )
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_a_ragged_batch_matches_the_formula_for_every_block_size_and_order(
-    block_size, order, dtype
-):
-    problem = make_problem(
-        RAGGED_LENGTHS, 1, block_size=block_size, order=order, dtype=dtype, seed=block_size
-    )
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("context_len", RAGGED_LENGTHS)
-def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, order):
-    problem = make_problem([context_len], order=order, seed=context_len)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@dtypes
-@pytest.mark.parametrize("query_len", range(1, 9))
-def test_query_runs_are_causal_within_themselves(query_len, dtype):
-    problem = make_problem([query_len, 16, 17, 40, 257], query_len, dtype=dtype, seed=query_len)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-def test_query_runs_of_different_lengths_share_a_batch():
-    problem = make_problem([8, 1, 70, 33, 256, 5], [8, 1, 3, 7, 2, 5])
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@pytest.mark.parametrize("order", ["adjacent", "shuffled"])
-@pytest.mark.parametrize("window", [1, 2, 7, 15, 16, 17, 31, 100, 256, 999, 1000, 5000])
-def test_windows_match_the_formula(window, order):
-    problem = make_problem(RAGGED_LENGTHS, 3, window=window, order=order, seed=window)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@dtypes
-@pytest.mark.parametrize("window", [None, 20], ids=["no_window", "window_20"])
-def test_sinks_match_the_formula(window, dtype):
-    problem = make_problem([1, 33, 300], [1, 2, 4], group=4, sinks=True, window=window, dtype=dtype)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
-
-@pytest.mark.parametrize("scale", [0.02, 0.5, 1.0])
-def test_any_scale_matches_the_formula(scale):
-    problem = make_problem([1, 33, 300], [1, 2, 4], scale=scale)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
-
+# Against the formula: blocks that are read where they lie, and gathered ones
 
 AXES = {
     "dtype": list(DTYPES),
@@ -192,31 +123,93 @@ AXES = {
     "window": [None, None, 1, 9, 16, 63, 300],
     "sinks": [False, True],
 }
+GROUPS = [(1, 1), (8, 1), (4, 2), (8, 2), (1, 3), (2, 4), (3, 5), (1, 7), (2, 8), (1, 16), (2, 16)]
+DECODES, RUNS = ([300, 17, 1], [1, 3, 1]), ([12, 40, 100], [12, 40, 30])
 
 
-def random_settings(count: int, max_query_len: int) -> list:
+def one_thing_after_the_other() -> Iterator[tuple[list[int], list[int] | int, dict[str, Any]]]:
+    """Context lengths, query runs, and what else there is to set."""
+    for dtype in DTYPES:
+        for head_dim in AXES["head_dim"]:
+            yield RAGGED_LENGTHS, 1, {"head_dim": head_dim, "dtype": dtype}
+            yield [9, 17, 100, 257], [9, 12, 40, 33], {"head_dim": head_dim, "dtype": dtype}
+        for num_kv_heads, group in GROUPS:
+            yield *DECODES, {"num_kv_heads": num_kv_heads, "group": group, "dtype": dtype}
+        for query_len in (*range(1, 10), 15, 16, 17, 40):
+            yield [query_len, 41, 64, 257], query_len, {"dtype": dtype}
+        for window in (None, 1, 2, 16, 17, 39, 40, 41, 99, 100, 1000):
+            for sinks in (False, True):
+                yield *RUNS, {"window": window, "sinks": sinks, "dtype": dtype}
+        for order in ORDERS:
+            for window in (None, 100):
+                settings = {"order": order, "window": window, "dtype": dtype}
+                yield [300, 1, 64, 77], [2, 1, 4, 1], settings
+        yield [1, 33, 300], [1, 2, 4], {"group": 4, "sinks": True, "window": 20, "dtype": dtype}
+    for order in ORDERS:
+        for block_size in AXES["block_size"]:
+            yield RAGGED_LENGTHS, 1, {"block_size": block_size, "order": order}
+            yield RAGGED_LENGTHS, 13, {"block_size": block_size, "order": order, "dtype": "bf16"}
+    for context_len in RAGGED_LENGTHS:
+        for order in ("adjacent", "shuffled"):
+            yield [context_len], 1, {"order": order}
+    for context_len in RAGGED_LENGTHS[:-1]:
+        yield [context_len], context_len, {"group": 1}
+    for window in (1, 2, 7, 15, 16, 17, 31, 100, 256, 999, 1000, 5000):
+        for order in ("adjacent", "shuffled"):
+            yield RAGGED_LENGTHS, 3, {"window": window, "order": order}
+    yield [8, 1, 70, 33, 256, 5], [8, 1, 3, 7, 2, 5], {}
+    for scale in (0.02, 0.5, 1.0):
+        yield [1, 33, 300], [1, 2, 4], {"scale": scale}
+        yield [40, 100], [40, 30], {"scale": scale}
+
+
+def random_settings(count: int, max_query_len: int) -> Iterator[tuple[list, list, dict]]:
     rng = random.Random(max_query_len)
-    chosen = []
     for seed in range(count):
         setting = {name: rng.choice(values) for name, values in AXES.items()}
         lengths = [
             rng.choice([*RAGGED_LENGTHS, rng.randint(1, 400)]) for _ in range(rng.randint(1, 6))
         ]
-        runs = [min(n, rng.randint(1, max_query_len)) for n in lengths]
-        name = "{dtype}-d{head_dim}-{num_kv_heads}x{group}-b{block_size}-{order}-w{window}".format(
-            **setting
+        yield (
+            lengths,
+            [min(n, rng.randint(1, max_query_len)) for n in lengths],
+            setting | {"seed": seed},
         )
-        name += "-sinks" * setting["sinks"]
-        setting["dtype"] = DTYPES[setting["dtype"]]
-        setting |= {"context_lens": lengths, "query_lens": runs, "seed": seed}
-        chosen.append(pytest.param(setting, id=name))
-    return chosen
 
 
-@pytest.mark.parametrize("setting", random_settings(60, max_query_len=8))
-def test_random_settings_match_the_formula(setting):
-    problem = make_problem(**setting)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens", "setting"),
+    [*one_thing_after_the_other(), *random_settings(60, max_query_len=8)],
+    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else "",
+)
+def test_a_ragged_batch_matches_the_formula(context_lens, query_lens, setting):
+    changes = {"dtype": DTYPES[setting.get("dtype", "f32")]}
+    problem = make_problem(context_lens, query_lens, **setting | changes)
+    for backend in (DECODING, GATHERING):
+        assert_matches_formula(backend.attend(*problem.args), problem)
+
+
+@dtypes
+@pytest.mark.parametrize("poison", ["nan_keys", "nan_values"])
+@pytest.mark.parametrize("order", ["adjacent", "shuffled"])
+def test_nan_and_infinity_in_unused_slots_are_never_gathered(order, poison, dtype):
+    problem = make_problem(
+        [9, 33, 100], [9, 20, 30], order=order, poison=poison, window=50, dtype=dtype
+    )
+    assert_matches_formula(GATHERING.attend(*problem.args), problem)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 20], ids=["no_window", "window_20"])
+def test_prefill_and_decode_are_the_same_operation_within_rounding(window, dtype):
+    problem = make_problem(
+        [8, 33, 100, 300], [8, 20, 3, 30], window=window, sinks=True, dtype=dtype
+    )
+    prefilled = to_float64(GATHERING.attend(*problem.args))
+    decoded = to_float64(DECODING.attend(*problem.args))
+    for seq in range(4):
+        rows = problem.rows(seq)
+        assert np.abs(prefilled[rows] - decoded[rows]).max() <= problem.allowed_errors[seq]
 
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale():
@@ -230,17 +223,6 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale():
         mx.full((1, 1, 128), 30.0, mx.float16), kv, metadata, AttentionParams(128**-0.5)
     )
     assert out.tolist() == mx.full((1, 1, 128), 2.0).tolist()
-
-
-# Blocks wherever they lie
-
-
-@dtypes
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("window", [None, 100], ids=["no_window", "window_100"])
-def test_blocks_in_any_order_match_the_formula(window, order, dtype):
-    problem = make_problem([300, 1, 64, 77], [2, 1, 4, 1], order=order, window=window, dtype=dtype)
-    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 def test_a_decode_reads_blocks_of_float32_where_they_lie():
@@ -267,6 +249,15 @@ def test_a_sequence_gets_the_same_result_alone_and_in_a_batch_within_rounding(or
     for seq in range(len(problem.context_lens)):
         alone = to_float64(DECODING.attend(*problem.alone(seq)))
         assert np.abs(alone - batch[problem.rows(seq)]).max() <= problem.allowed_errors[seq]
+
+
+def test_a_gathered_sequence_gets_the_same_bits_alone_and_in_a_batch():
+    # Sequences are computed one by one here, so nothing else in the batch can change even the
+    # rounding.
+    problem = make_problem([40, 33, 100], [40, 20, 30])
+    batch = GATHERING.attend(*problem.args)
+    alone = mx.concatenate([GATHERING.attend(*problem.alone(seq)) for seq in range(3)])
+    assert mx.array_equal(batch, alone).item()
 
 
 def test_what_else_is_in_the_batch_does_not_leak_into_a_sequence():
@@ -305,13 +296,14 @@ def test_reading_leaves_the_slabs_as_they_were():
     )
 
 
+@backends
 @pytest.mark.parametrize("q_dtype", DTYPES.values(), ids=[f"q_{name}" for name in DTYPES])
 @pytest.mark.parametrize("kv_dtype", DTYPES.values(), ids=[f"kv_{name}" for name in DTYPES])
-def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
+def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype, backend):
     problem = make_problem([33, 5], 2, dtype=kv_dtype)
     q, *rest = problem.args
     # Queries that all three dtypes hold exactly.
-    out = DECODING.attend(q.astype(mx.bfloat16).astype(q_dtype), *rest)
+    out = backend.attend(q.astype(mx.bfloat16).astype(q_dtype), *rest)
     assert out.dtype == q_dtype
     coarse = max(problem.allowed_errors) + 2.0**-7 * 4
     assert (
@@ -327,54 +319,36 @@ METADATA = step_of([[3, 1], [2]], [20, 5], [2, 1], 16)
 Q = mx.zeros((3, 4, 32))
 
 
+@backends
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
             {"q": mx.zeros((2, 4, 32))},
-            r"\[attend\] q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, "
-            r"32\], got \[2, 4, 32\]",
+            r"q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, 32\], got \[2, 4, 32\]",
         ),
-        (
-            {"q": mx.zeros((3, 4, 64))},
-            r"\[attend\] q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]",
-        ),
-        ({"q": mx.zeros((3, 128))}, r"\[attend\] q: expected .*, got \[3, 128\]"),
-        (
-            {"q": mx.zeros((3, 3, 32))},
-            r"\[attend\] q: 3 query heads are not a multiple of 2 KV heads",
-        ),
-        (
-            {"q": mx.zeros((3, 0, 32))},
-            r"\[attend\] q: 0 query heads are not a multiple of 2 KV heads",
-        ),
-        (
-            {"q": mx.zeros((3, 4, 32), mx.int32)},
-            r"\[attend\] q: must be floating, got .*int32",
-        ),
+        ({"q": mx.zeros((3, 4, 64))}, r"q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]"),
+        ({"q": mx.zeros((3, 128))}, r"q: expected .*, got \[3, 128\]"),
+        ({"q": mx.zeros((3, 3, 32))}, r"q: 3 query heads are not a multiple of 2 KV heads"),
+        ({"q": mx.zeros((3, 0, 32))}, r"q: 0 query heads are not a multiple of 2 KV heads"),
+        ({"q": mx.zeros((3, 4, 32), mx.int32)}, r"q: must be floating, got .*int32"),
         (
             {"step": step_of([], [], [], 16), "q": mx.zeros((0, 4, 32))},
-            r"\[attend\] step: the batch has no sequence",
+            r"step: the batch has no sequence",
         ),
         (
             {"step": step_of([[3, 1], [2]], [10, 5], [2, 1], 8)},
-            r"\[attend\] step: built for blocks of 8, the slabs hold 16",
+            r"step: built for blocks of 8, the slabs hold 16",
         ),
         (
             {"step": step_of([[3, 4], [2]], [20, 5], [2, 1], 16)},
-            r"\[attend\] step: block 4 is out of range, the slabs have 4 blocks",
+            r"step: block 4 is out of range, the slabs have 4 blocks",
         ),
-        (
-            {"params": AttentionParams(1.0, window=0)},
-            r"\[attend\] window: must be at least 1 .*, got 0",
-        ),
-        (
-            {"params": AttentionParams(1.0, window=-3)},
-            r"\[attend\] window: must be at least 1 .*, got -3",
-        ),
+        ({"params": AttentionParams(1.0, window=0)}, r"window: must be at least 1 .*, got 0"),
+        ({"params": AttentionParams(1.0, window=-3)}, r"window: must be at least 1 .*, got -3"),
         (
             {"params": AttentionParams(1.0, sinks=mx.zeros(2))},
-            r"\[attend\] sinks: expected \[num_heads\] = \[4\], got \[2\]",
+            r"sinks: expected \[num_heads\] = \[4\], got \[2\]",
         ),
     ],
     ids=[
@@ -392,10 +366,10 @@ Q = mx.zeros((3, 4, 32))
         "one_sink_per_kv_head",
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
+def test_arguments_that_do_not_fit_are_refused_by_name(change, message, backend):
     arguments = {"q": Q, "kv": KV, "step": METADATA, "params": AttentionParams(1.0)} | change
-    with pytest.raises(ValueError, match=message):
-        DECODING.attend(**arguments)
+    with pytest.raises(ValueError, match=rf"\[attend\] {message}"):
+        backend.attend(**arguments)
 
 
 def test_a_reserved_block_after_the_context_is_not_read():

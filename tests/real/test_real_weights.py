@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -39,7 +40,7 @@ CHAT = [
     [{"role": "user", "content": "What is the capital of France?"}],
     [{"role": "user", "content": "Write a Python function that adds two numbers."}],
 ]
-NUM_TOKENS = 14
+NUM_TOKENS = 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS)
 TEXT = Path(__file__).parents[2] / "benchmarks" / "lib" / "prose.txt"
 # Bounds on perplexity over dense K/V; docs/internals/measured.md has what was measured.
@@ -48,7 +49,6 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "The weather of a city.",
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
@@ -59,15 +59,12 @@ TOOL = {
 }
 
 
-def folder_of(
-    file: Path, model: Module, config: dict[str, Any], folder: Path
-) -> tuple[Path, dict[str, mx.array]]:
-    """What was read from a GGUF file as a folder that mlx-lm loads, and its arrays."""
+def save(model: Module, config: dict[str, Any], folder: Path) -> dict[str, mx.array]:
+    """What was read from a GGUF file as a folder that mlx-lm loads; returns its arrays."""
     arrays = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(GGUFFile.open(file).metadata, folder)
-    return folder, arrays
+    return arrays
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +75,9 @@ def smollm_file() -> Path:
 @pytest.fixture(scope="session")
 def smollm(smollm_file, tmp_path_factory) -> tuple[Path, dict[str, mx.array]]:
     model, _, config = load_gguf(smollm_file)
-    return folder_of(smollm_file, model, config, tmp_path_factory.mktemp("smollm2"))
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_tokenizer(GGUFFile.open(smollm_file).metadata, folder)
+    return folder, save(model, config, folder)
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +154,7 @@ def test_a_restart_reads_the_prefix_from_disk_and_generates_the_same_tokens(chec
 
 
 def test_quantised_k_v_predict_a_text_within_the_bounds(checked):
-    token_ids = checked[1].encode(TEXT.read_text())[:80]
+    token_ids = checked[1].encode(TEXT.read_text())[:56]
     losses = {}
     for bits in (None, *BOUNDS):
         with opened(*checked, kv_format=bits) as llm:
@@ -171,14 +170,15 @@ def test_quantised_k_v_predict_a_text_within_the_bounds(checked):
 def test_the_chat_answers_from_the_file(smollm_file):
     command = [sys.executable, "-m", "mlx_paged.chat", "--model", str(smollm_file), "--temp", "0"]
     done = subprocess.run(
-        [*command, "--max-tokens", "12", CHAT[0][0]["content"]], capture_output=True, text=True
+        [*command, "--max-tokens", "8", CHAT[0][0]["content"]], capture_output=True, text=True
     )
     assert (done.returncode, "Paris" in done.stdout) == (0, True), done.stderr
 
 
 def test_the_server_answers_two_turns_with_tools(smollm, checked):
-    """Its own template shows no tools, so one of Qwen2.5's kind is given."""
+    """Its own template shows no tools, so Qwen2.5's is given, without most of what it tells."""
     template = (require("llama.cpp") / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text()
+    template = re.sub(r"You are Qwen.*?assistant\.|(You may|For each).*?XML tags:", "", template)
     client_of = partial(openai.OpenAI, api_key="none", max_retries=0, timeout=300)
     fields = {"model": "demo", "temperature": 0}
     question = {"role": "user", "content": "What is the weather in Paris?"}
@@ -211,17 +211,17 @@ def test_gemma_3_is_read_as_mlx_lm_computes_it_and_tokenised_as_by_its_own_token
     gemma_file, tmp_path
 ):
     with warnings.catch_warnings(action="ignore"):  # tensors of Q6_K are quantised again
-        read, own_tokenizer, config = load(gemma_file, skip_check=True, return_config=True)
-    folder, arrays = folder_of(gemma_file, read.inner, config, tmp_path)
-    model, tokenizer = mlx_lm.load(str(folder))
+        read, tokenizer, config = load(gemma_file, skip_check=True, return_config=True)
+    arrays = save(read.inner, config, tmp_path)
+    model, _ = mlx_lm.utils.load_model(tmp_path)
     assert_are_arrays(dict(tree_flatten(model.parameters())), arrays)
     theirs = read_tokenizer(require("gemma3"), None, None)
     texts = [*TEXT.read_text().splitlines(), "def f(x):\n        return  x\n", "東京 🙂 é\t\n\n\n"]
     for text in texts:
         assert tokenizer.encode(text) == theirs.encode(text)
     prompt = tokenizer.encode("The capital of Italy is Rome. The capital of France is")
-    expected = mlx_lm_tokens(model, tokenizer, prompt, 6)
+    expected = mlx_lm_tokens(model, tokenizer, prompt, 3)
     assert "Paris" in tokenizer.decode(expected)
-    with opened(read, own_tokenizer) as llm:
-        [output] = llm.generate([prompt], SamplingParams(max_tokens=6))
+    with opened(read, tokenizer) as llm:
+        [output] = llm.generate([prompt], SamplingParams(max_tokens=3))
     assert output.outputs[0].token_ids == expected

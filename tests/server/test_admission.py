@@ -11,15 +11,20 @@ from mlx_paged.server.http.limits import Counts, QueueLimit
 
 
 class Engine:
-    """An engine that says how many run and wait, and what the time is."""
+    """An engine that says how many run and wait, how many of these have no token yet, and what the
+    time is.
+    """
 
     def __init__(self) -> None:
         self.counts = (0, 0, 0)
         self.seconds = 100.0
 
     def admission(self, max_queue_len: int, max_num_seqs: int) -> QueueLimit:
-        counts, clock = (lambda: Counts(*self.counts)), (lambda: self.seconds)
-        return QueueLimit(max_queue_len, max_num_seqs, counts, clock)
+        def counts() -> Counts:
+            num_running, num_waiting, num_new = self.counts
+            return Counts(num_running, num_waiting, {None: num_running + num_waiting - num_new})
+
+        return QueueLimit(max_queue_len, max_num_seqs, counts, lambda: self.seconds)
 
 
 def refusal(admission: QueueLimit, num_seqs: int = 1) -> ApiError:
@@ -141,8 +146,7 @@ def test_a_server_that_just_began_takes_its_rate_from_that_time():
 
 
 def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the_queue():
-    by_user: dict[str | None, tuple[int, int]] = {"ann": (64, 0)}
-    admission = QueueLimit(20, 64, lambda: Counts(64, 0, 0, by_user))
+    admission = QueueLimit(20, 64, lambda: Counts(64, 0, {"ann": 64}))
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(admission.admit(1, "ann"))
@@ -158,12 +162,10 @@ def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the
 
 
 def test_the_sequences_of_a_user_that_the_engine_has_are_not_counted_twice():
-    by_user: dict[str | None, tuple[int, int]] = {"ann": (2, 0)}
-    counts = [Counts(2, 0, 0, by_user)]
+    counts = [Counts(2, 0, {"ann": 2})]
     admission = QueueLimit(2, 2, lambda: counts[0])
     with admission.admit(1, "ann"), admission.admit(1, "bob"):
-        by_user["bob"] = (1, 1)
-        counts[0] = Counts(2, 1, 1, by_user)
+        counts[0] = Counts(2, 1, {"ann": 2})  # The third one is Bob's.
         # Two of four places are half.
         with admission.admit(1, "bob"):
             for user in ("ann", "bob"):

@@ -43,6 +43,14 @@ def raw_events(url: str, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]
     return [(name[len("event: ") :], json.loads(data[len("data: ") :])) for name, data in lines]
 
 
+def message_of(agent, is_streamed, **body):
+    """The message of an answer, put together by the client if it is streamed."""
+    if not is_streamed:
+        return agent.anthropic.messages.create(**body)
+    with agent.anthropic.messages.stream(**body) as stream:
+        return stream.get_final_message()
+
+
 def test_an_answer_has_blocks_of_thinking_text_and_calls(agent):
     agent.script(ANSWER)
     message = agent.anthropic.messages.create(**BODY, tools=[TOOL], **THINK)
@@ -100,11 +108,7 @@ def test_a_stream_and_a_whole_answer_say_the_same(agent):
     messages = []
     for is_streamed in (False, True):
         agent.script(ANSWER)
-        if is_streamed:
-            with agent.anthropic.messages.stream(**BODY, tools=[TOOL], **THINK) as stream:
-                messages.append(stream.get_final_message())
-        else:
-            messages.append(agent.anthropic.messages.create(**BODY, tools=[TOOL], **THINK))
+        messages.append(message_of(agent, is_streamed, **BODY, tools=[TOOL], **THINK))
     whole, streamed = (
         [
             {name: value for name, value in block.model_dump().items() if name != "id"}
@@ -130,12 +134,7 @@ def test_a_stream_and_a_whole_answer_say_the_same(agent):
 )
 def test_an_answer_says_why_it_ended(agent, answer, fields, reason, sequence, is_streamed):
     agent.script(answer)
-    body = {**BODY, **fields}
-    if is_streamed:
-        with agent.anthropic.messages.stream(**body) as stream:
-            message = stream.get_final_message()
-    else:
-        message = agent.anthropic.messages.create(**body)
+    message = message_of(agent, is_streamed, **{**BODY, **fields})
     assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
     assert message.content[-1].type == "text"
 
@@ -162,11 +161,7 @@ def test_a_call_whose_arguments_are_no_json_is_text(agent):
     text = '<tool_call>{"name": "read", "arguments": {"path": oops}}</tool_call>'
     for is_streamed in (False, True):
         agent.script(text)
-        if is_streamed:
-            with agent.anthropic.messages.stream(**BODY, tools=[TOOL]) as stream:
-                message = stream.get_final_message()
-        else:
-            message = agent.anthropic.messages.create(**BODY, tools=[TOOL])
+        message = message_of(agent, is_streamed, **BODY, tools=[TOOL])
         assert [(block.type, block.text) for block in message.content] == [("text", text)]
         assert message.stop_reason == "end_turn"
 
@@ -263,7 +258,7 @@ def test_fields_become_parameters(shared_agent_service):
     assert (body.tool_choice, body.parallel_tool_calls) == ("read", False)
     assert body.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
     [tool] = body.tools
-    assert tool == {
+    assert tool.form == {
         "type": "function",
         "function": {
             "name": "read",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import threading
 import time
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import pytest
-from helpers.servers import is_idle, make_service, serving, wait_until
+from helpers.servers import RawClient, is_idle, make_service, serving, wait_until
+from starlette.requests import ClientDisconnect
 
 from mlx_paged.server import routes
 from mlx_paged.server.app import App
-from mlx_paged.server.errors import ApiError, ClientLeftError, until_disconnect
+from mlx_paged.server.errors import ApiError, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event
+from mlx_paged.server.service import MAX_PREPARING
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {
@@ -26,38 +25,21 @@ LONG_CHAT = {
 }
 
 
-class RawClient:
-    """A request on a socket of its own, which can be closed at any moment."""
-
-    def __init__(self, server_url, path, body):
-        address = urlsplit(server_url)
-        self.socket = socket.socket()
-        self.socket.settimeout(20)
-        # Little is on its way to a client that reads nothing.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
-        self.socket.connect((address.hostname, address.port))
-        data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        self.socket.sendall(head.encode() + data)
-
-    def read_until(self, mark, seconds=20):
-        end, seen = time.monotonic() + seconds, bytearray()
-        while seen.find(mark, max(0, len(seen) - 2**17)) < 0:
-            assert time.monotonic() < end
-            data = self.socket.recv(2**16)
-            assert data, f"the server closed the connection after {seen!r}"
-            seen += data
-        return seen
-
-    def leave(self):
-        self.socket.close()
-
-
 def runs(service):
     return service.engine.stats().num_running > 0
+
+
+def hold_steps(service, monkeypatch):
+    """Let no step of the engine run until the event that this returns is set."""
+    going_on, steps = threading.Event(), service.engine.engine.steps
+    run = steps.run
+
+    def held():
+        assert going_on.wait(20)
+        return run()
+
+    monkeypatch.setattr(steps, "run", held)
+    return going_on
 
 
 @pytest.mark.parametrize(
@@ -108,15 +90,7 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
 
 
 def test_a_client_that_leaves_before_the_first_token_aborts(server_url, service, monkeypatch):
-    going_on = threading.Event()
-    steps = service.engine.engine.steps
-    run = steps.run
-
-    def held():
-        assert going_on.wait(20)
-        return run()
-
-    monkeypatch.setattr(steps, "run", held)
+    going_on = hold_steps(service, monkeypatch)
     client = RawClient(server_url, "/v1/completions", {**LONG, "stream": True})
     wait_until(lambda: service.engine.engine.has_unfinished_requests())
     client.leave()
@@ -128,15 +102,7 @@ def test_a_client_that_leaves_before_the_first_token_aborts(server_url, service,
 def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
     monkeypatch.setattr(EventStream, "max_pause", 0.02)
     service = replace(make_service(), first_part_seconds=0.02)
-    going_on = threading.Event()
-    steps = service.engine.engine.steps
-    run = steps.run
-
-    def held():
-        assert going_on.wait(20)
-        return run()
-
-    monkeypatch.setattr(steps, "run", held)
+    going_on = hold_steps(service, monkeypatch)
     with service.engine, serving(App(service)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
         begin = client.read_until(b": the answer is on its way")
@@ -161,13 +127,7 @@ def test_clients_that_come_and_vanish_leave_nothing(server_url, service):
         for client in clients:
             client.leave()
     wait_until(lambda: is_idle(service) and not service.engine._receivers)
-    assert threading.active_count() <= num_threads + chat_threads()
-
-
-def chat_threads():
-    from mlx_paged.server.service import MAX_PREPARING
-
-    return MAX_PREPARING
+    assert threading.active_count() <= num_threads + MAX_PREPARING
 
 
 @pytest.mark.slow
@@ -211,7 +171,7 @@ def test_work_is_cancelled_when_the_client_leaves_and_not_before():
         with pytest.raises(ZeroDivisionError):
             await until_disconnect(receive, fail())
         asyncio.get_running_loop().call_later(0.01, left.set)
-        with pytest.raises(ClientLeftError):
+        with pytest.raises(ClientDisconnect):
             await until_disconnect(receive, work())
         assert ended == ["work"]
         outer = asyncio.create_task(until_disconnect(asyncio.Event().wait, work()))

@@ -13,9 +13,8 @@ from typing import Any
 import openai
 import pytest
 from helpers.fast_lane import mostly_slow
-from helpers.servers import ask, serving, wait_until
+from helpers.servers import RawClient, ask, serving, wait_until
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from test_disconnects import RawClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

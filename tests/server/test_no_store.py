@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from helpers.fast_lane import mostly_slow
+from helpers.servers import ask, bodies_of
 
 from mlx_paged.server.service import Service
 
-MESSAGES = [{"role": "user", "content": "Hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
-    "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
-    "/v1/messages": {"model": "demo", "messages": MESSAGES, "max_tokens": 1},
-}
+BODIES = bodies_of("Hello", 1)
+BODIES["/v1/completions"]["prompt"] = ["a", "b"]
 
 
 CASES: list[tuple[dict[str, Any], dict[str, str], bool]] = [
@@ -24,9 +19,9 @@ CASES: list[tuple[dict[str, Any], dict[str, str], bool]] = [
     ({"no_store": False}, {}, False),
     ({"no_store": None}, {}, False),
     ({"no_store": True}, {}, True),
-    ({}, {"Cache-Control": "no-store"}, True),
-    ({"no_store": False}, {"cache-control": "no-cache, No-Store"}, True),
-    ({}, {"Cache-Control": "no-cache, max-age=0"}, False),
+    ({}, {"Cache_Control": "no-store"}, True),
+    ({"no_store": False}, {"cache_control": "no-cache, No-Store"}, True),
+    ({}, {"Cache_Control": "no-cache, max-age=0"}, False),
 ]
 OF_OPENAI: list[tuple[dict[str, Any], dict[str, str], bool]] = [
     ({"prompt_cache_retention": "24h"}, {}, False),
@@ -67,20 +62,14 @@ def test_a_body_or_a_header_says_that_nothing_is_stored(
     monkeypatch.setattr(service.engine, "generate", noting)
     for is_streamed in (False, True):
         asked.clear()
-        answer = httpx.post(
-            f"{server_url}{path}",
-            json={**BODIES[path], **body, "stream": is_streamed},
-            headers=headers,
-            timeout=60,
-        )
-        assert answer.status_code == 200, answer.text
+        answer = ask(server_url, path, {**BODIES[path], **body, "stream": is_streamed}, **headers)
+        assert answer.status == 200, answer.text
         assert asked == [no_store] * (2 if "prompt" in BODIES[path] else 1)
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("value", ["yes", 1, [], {}], ids=str)
 def test_no_store_is_true_or_false(server_url: str, path: str, value: object):
-    body = {**BODIES[path], "no_store": value}
-    answer = httpx.post(f"{server_url}{path}", json=body, timeout=60)
-    assert answer.status_code == 400
-    assert "no_store must be true or false" in answer.json()["error"]["message"]
+    answer = ask(server_url, path, {**BODIES[path], "no_store": value})
+    assert answer.status == 400
+    assert "no_store must be true or false" in answer.body["error"]["message"]

@@ -476,7 +476,8 @@ def test_arguments_keep_their_order(shared_service):
 def test_tools_and_their_choice(shared_service):
     other = {"type": "function", "function": {"name": "sub"}}
     job = chat(shared_service, tools=[TOOL, other])
-    assert (job.tools, job.tool_choice, job.parallel_tool_calls) == ((TOOL, other), "auto", True)
+    assert [tool.form for tool in job.tools] == [TOOL, other]
+    assert (job.tool_choice, job.parallel_tool_calls) == ("auto", True)
     choice = {"type": "function", "function": {"name": "sub"}}
     job = chat(shared_service, tools=[TOOL, other], tool_choice=choice, parallel_tool_calls=False)
     assert (job.tool_choice, job.parallel_tool_calls) == ("sub", False)

@@ -79,6 +79,23 @@ def ask(agent, messages=ASK, **fields):
     return agent[1].chat.completions.create(model="demo", messages=messages, **fields)
 
 
+def told(agent, is_streamed, **fields):
+    """An answer, streamed or not: its content, its reasoning, the name, the JSON of the arguments
+    and the id of each call, and its end.
+    """
+    if is_streamed:
+        message, calls, reason = streamed(ask(agent, stream=True, **fields))
+        calls = [(each["name"], each["text"], each["id"]) for each in calls]
+        return message["content"], message["reasoning_content"], calls, reason
+    [choice] = ask(agent, **fields).choices
+    reasoning = choice.message.to_dict().get("reasoning_content")
+    assert choice.message.to_dict().get("reasoning") == reasoning
+    calls = [
+        (each.function.name, each.function.arguments, each.id) for each in choice.message.tool_calls
+    ]
+    return choice.message.content, reasoning, calls, choice.finish_reason
+
+
 def call(body):
     return f"<tool_call>\n{body}\n</tool_call>"
 
@@ -111,26 +128,13 @@ def streamed(chunks):
 @mostly_slow("is_streamed", [False, True], quick=(1,))
 def test_reasoning_text_and_calls_are_told_apart(agent, dictate, is_streamed):
     dictate(f"{THOUGHT}I look.\n{call(PARIS)}\n{call(ROME)}")
-    if is_streamed:
-        message, calls, reason = streamed(ask(agent, tools=[WEATHER], stream=True))
-        content, reasoning = message["content"], message["reasoning_content"]
-        found = [(each["name"], each["text"]) for each in calls]
-        ids = [each["id"] for each in calls]
-    else:
-        [choice] = ask(agent, tools=[WEATHER]).choices
-        content, reason = choice.message.content, choice.finish_reason
-        reasoning = choice.message.to_dict()["reasoning_content"]
-        assert choice.message.to_dict()["reasoning"] == reasoning
-        found = [
-            (each.function.name, each.function.arguments) for each in choice.message.tool_calls
-        ]
-        ids = [each.id for each in choice.message.tool_calls]
+    content, reasoning, calls, reason = told(agent, is_streamed, tools=[WEATHER])
     assert (content, reasoning, reason) == ("I look.", "Hm, the weather.", "tool_calls")
-    assert [(name, json.loads(text)) for name, text in found] == [
+    assert [(name, json.loads(text)) for name, text, _ in calls] == [
         ("get_weather", {"city": "Paris", "days": 2}),
         ("get_weather", {"city": "Rome", "days": 1}),
     ]
-    assert len(set(ids)) == 2
+    assert len({call_id for *_, call_id in calls}) == 2
 
 
 def test_a_call_without_a_text_has_no_content(agent, dictate):
@@ -176,18 +180,10 @@ def test_stop_texts_sleep_within_reasoning_and_calls(agent, dictate):
     for is_streamed in (False, True):
         dictate(answer)
         fields = {"tools": [WEATHER], "stop": ["STOP"]}
-        if is_streamed:
-            message, calls, reason = streamed(ask(agent, stream=True, **fields))
-            content, reasoning = message["content"], message["reasoning_content"]
-            arguments = [each["text"] for each in calls]
-        else:
-            [choice] = ask(agent, **fields).choices
-            content, reason = choice.message.content, choice.finish_reason
-            reasoning = choice.message.to_dict()["reasoning_content"]
-            arguments = [each.function.arguments for each in choice.message.tool_calls]
+        content, reasoning, calls, reason = told(agent, is_streamed, **fields)
         assert reasoning == "Not STOP."
         assert content == "I look.\n\nThen "
-        assert [json.loads(each)["city"] for each in arguments] == ["Rome, STOP"]
+        assert [json.loads(text)["city"] for _, text, _ in calls] == ["Rome, STOP"]
         assert reason == "tool_calls"
     dictate("I STOP here.")
     [choice] = ask(agent, stop=["STOP"]).choices
@@ -220,15 +216,9 @@ def test_a_call_that_max_tokens_breaks_off_is_neither_a_call_nor_text(agent, dic
     for is_streamed in (False, True):
         dictate(answer)
         fields = {"tools": [WEATHER], "max_tokens": length - 4}
-        if is_streamed:
-            message, calls, reason = streamed(ask(agent, stream=True, **fields))
-            content, found = message["content"], [each["text"] for each in calls]
-        else:
-            [choice] = ask(agent, **fields).choices
-            content, reason = choice.message.content, choice.finish_reason
-            found = [each.function.arguments for each in choice.message.tool_calls]
+        content, _, calls, reason = told(agent, is_streamed, **fields)
         assert (content, reason) == ("I look.", "length")
-        assert [json.loads(each)["city"] for each in found] == ["Paris"]
+        assert [json.loads(text)["city"] for _, text, _ in calls] == ["Paris"]
 
 
 def test_an_agents_second_step_has_its_history_and_hits_the_cache(agent, dictate):

@@ -10,13 +10,15 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 
 import pytest
 from helpers.asgi import IdleEngine, echo
 from helpers.fast_lane import mostly_slow
+from helpers.servers import wait_until
 
+from mlx_paged.server.http import http_server
 from mlx_paged.server.http.http_server import Connection, Gate, HttpServer, bind
 from mlx_paged.server.http.limits import Limits
 from mlx_paged.server.http.logs import RequestLog
@@ -118,7 +120,8 @@ def serving(max_connections: int = 50, drain_seconds: float = 0.0) -> Iterator[S
 
 @pytest.fixture(autouse=True)
 def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.server.http.http_server.ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "STOP_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -243,8 +246,8 @@ def test_rubbish_behind_a_request_is_refused_after_the_answer(served: Served):
 def test_a_client_that_reads_nothing_is_cut(served: Served):
     with served.connect() as client:
         client.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert wait_until(lambda: served.server.server_state.tasks)
-        assert wait_until(lambda: not served.server.server_state.tasks)
+        wait_until(lambda: served.server.server_state.tasks)
+        wait_until(lambda: not served.server.server_state.tasks)
 
 
 def test_a_client_that_reads_little_and_often_is_not_cut(served: Served):
@@ -252,12 +255,12 @@ def test_a_client_that_reads_little_and_often_is_not_cut(served: Served):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         client.settimeout(10)
         client.connect(served.address)
-        assert wait_until(lambda: served.connections)
+        wait_until(lambda: served.connections)
         # Without room in between, what is read here is seen there.
         sender = served.connections[0].transport.get_extra_info("socket")
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
         client.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert wait_until(lambda: any(each.flow.write_paused for each in served.connections))
+        wait_until(lambda: any(each.flow.write_paused for each in served.connections))
         end = time.monotonic() + 3 * Connection.stall_seconds
         while time.monotonic() < end:
             assert client.recv(2**10)
@@ -277,15 +280,15 @@ def test_what_is_logged_as_complete_was_read_to_the_end(
     with serving() as served:
         with served.connect() as client:  # which reads nothing, and is cut
             client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert wait_until(lambda: lines_of(caplog))
+            wait_until(lambda: lines_of(caplog))
         client = served.connect()
         client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         client.recv(1)
         client.close()
-        assert wait_until(lambda: len(lines_of(caplog)) == 2)
+        wait_until(lambda: len(lines_of(caplog)) == 2)
         last = b"GET /large HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert len(served.ask(last)) > LARGE
-        assert wait_until(lambda: len(lines_of(caplog)) == 3)
+        wait_until(lambda: len(lines_of(caplog)) == 3)
     assert lines_of(caplog)[:3] == [
         "- GET /large 200 disconnected",
         "- GET /large 200 disconnected",
@@ -325,9 +328,9 @@ def test_http_client_reads_over_what_asks_whether_it_is_there(served: Served):
 def test_a_client_that_leaves_takes_its_request_along(served: Served, path: bytes):
     client = served.connect()
     client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert wait_until(lambda: served.server.server_state.tasks)
+    wait_until(lambda: served.server.server_state.tasks)
     client.close()
-    assert wait_until(lambda: not served.server.server_state.tasks)
+    wait_until(lambda: not served.server.server_state.tasks)
 
 
 def test_a_request_that_ends_in_the_middle_is_given_up(served: Served):
@@ -350,7 +353,7 @@ def test_more_connections_than_there_may_be_are_told_to_come_back():
         assert read_answer(kept[0]).endswith(b"{}")
         for client in kept:
             client.close()
-        assert wait_until(served.is_serving)
+        wait_until(served.is_serving)
 
 
 def test_hundreds_of_clients_that_vanish_leave_nothing():
@@ -362,8 +365,8 @@ def test_hundreds_of_clients_that_vanish_leave_nothing():
             )
         for client in clients:
             client.close()
-        assert wait_until(lambda: not served.server.server_state.connections)
-        assert wait_until(lambda: not served.server.server_state.tasks)
+        wait_until(lambda: not served.server.server_state.connections)
+        wait_until(lambda: not served.server.server_state.tasks)
         assert served.is_serving()
 
 
@@ -377,7 +380,7 @@ def test_a_kept_connection_is_told_that_the_server_ends():
         reader = threading.Thread(target=read_all, args=[running])
         reader.start()
         served.server.should_exit = True
-        assert wait_until(lambda: is_refused(served.address))
+        wait_until(lambda: is_refused(served.address))
         kept.sendall(POST + b"Content-Length: 2\r\n\r\n{}")
         answer = read_all(kept)
         assert status_of(answer) == 503
@@ -389,21 +392,22 @@ def test_a_kept_connection_is_told_that_the_server_ends():
         kept.close()
 
 
+def test_a_client_that_leaves_while_the_server_ends_is_not_waited_for():
+    with serving(drain_seconds=60) as served, served.connect() as client:
+        client.sendall(b"GET /slow?1000 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: served.server.server_state.tasks)
+        served.server.should_exit = True
+        wait_until(lambda: is_refused(served.address))
+        client.close()
+        wait_until(lambda: not served.server.server_state.tasks)
+
+
 def is_refused(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=1).close()
     except ConnectionRefusedError:
         return True
     return False
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while not is_so():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def test_the_server_ends_in_time_whatever_its_clients_do():

@@ -17,8 +17,7 @@ JSON = StructuredOutputsParams(json=SCHEMA)
 
 
 def structured(body: dict[str, Any]) -> StructuredOutputsParams | None:
-    wanted = FormatFields.read(body).structured()
-    return wanted and wanted.params
+    return FormatFields.read(body).structured().params
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,8 @@ def test_the_format_of_responses_has_its_schema_beside_the_type():
     text = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     for answer_format, expected in ((text, JSON), ({"type": "text"}, None)):
         found = TextOptions.read({"format": answer_format}).format
-        wanted = found and found.requested("text.format")
-        assert (wanted and wanted.params) == expected
+        assert found is not None
+        assert found.requested("text.format").params == expected
 
 
 @pytest.mark.parametrize(

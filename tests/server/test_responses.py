@@ -278,6 +278,8 @@ def test_fields_become_parameters(shared_agent_service):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "a", "tools": [TOOL]}]},
+         "tools[1].tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"include": ["file_search_call.results"]}, "include[0]"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import time
@@ -11,22 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from helpers.disk_tiers import block_files
 from helpers.server_programs import running
-from helpers.servers import client_of, make_service, wait_until
+from helpers.servers import ask as ask_url
+from helpers.servers import bodies_of, client_of, make_service, num_cached, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 TEXT = "The code of apple is 4821. The code of pear is 1234. " * 4
-MESSAGES = [{"role": "user", "content": TEXT}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": TEXT, "max_tokens": 2},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
-    "/v1/responses": {"input": TEXT, "max_output_tokens": 2},
-    "/v1/messages": {"model": "demo", "messages": MESSAGES, "max_tokens": 2},
-}
+BODIES = bodies_of(TEXT, 2)
 
 
 @contextmanager
@@ -35,13 +28,6 @@ def started(folder: Path) -> Iterator[TestClient]:
     service = make_service(cache_dir=folder, num_history_tokens=10_000)
     with service.engine:
         yield client_of(service)
-
-
-def num_cached(usage: dict[str, Any]) -> int:
-    for details in ("prompt_tokens_details", "input_tokens_details"):
-        if details in usage:
-            return int(usage[details]["cached_tokens"])
-    return int(usage["cache_read_input_tokens"])
 
 
 def ask(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
@@ -152,12 +138,12 @@ def test_users_find_their_own_prompts_after_a_restart_and_a_failure_is_a_line_of
     # Without names; they come in another order at the second start.
     keys = ["--api-key", "first-key", "--api-key", "second-key"]
 
-    def ask_program(url: str, key: str) -> int:
-        body = BODIES["/v1/completions"]
-        headers = {"x-api-key": key}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return num_cached(answer.json()["usage"])
+    def ask_program(url: str, key: str, text: str = TEXT) -> int:
+        answer = ask_url(
+            url, "/v1/completions", bodies_of(text, 2)["/v1/completions"], x_api_key=key
+        )
+        assert answer.status == 200, answer.text
+        return num_cached(answer.body["usage"])
 
     with running(*flags, *keys) as program:
         assert f"disk: up to 1.1 GB, in {folder} |" in program.said[1]
@@ -173,11 +159,7 @@ def test_users_find_their_own_prompts_after_a_restart_and_a_failure_is_a_line_of
         shutil.rmtree(folder)
         folder.write_text("mine")
         for number in range(3):
-            body = {"prompt": f"{number} {TEXT}", "max_tokens": 2}
-            headers = {"x-api-key": "first-key"}
-            url = f"{program.url}/v1/completions"
-            answer = httpx.post(url, json=body, headers=headers, timeout=60)
-            assert answer.status_code == 200, json.dumps(answer.json())
+            ask_program(program.url, "first-key", f"{number} {TEXT}")
             time.sleep(0.5)  # A thread writes; what fails is said in the step after that.
         program.signal(signal.SIGTERM)
         assert program.end() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 
 from mlx_paged.cli import flags as shared_flags
 from mlx_paged.options.engine_options import EngineOptions
-from mlx_paged.server import command_line, program
-from mlx_paged.server.command_line import read_settings, setup_arg_parser, template_options
+from mlx_paged.server import program
 from mlx_paged.server.http import logs
+from mlx_paged.server.program import read_settings, setup_arg_parser, template_options
 from mlx_paged.server.settings import ApiKey, ServerSettings, in_words, read_api_keys
 
 ENGINE_FLAGS = shared_flags.engine_flags("server")
@@ -34,6 +35,20 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
         return lines[0].removeprefix("serve: error: ")
 
     return run
+
+
+@pytest.fixture
+def loading_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Where a model would be loaded, raise an error instead."""
+
+    def set_error(error: BaseException) -> None:
+        def load(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(program, "make_service", load)
+        monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+
+    return set_error
 
 
 # Flags and options
@@ -251,11 +266,8 @@ def test_a_mistake_is_one_line_that_names_the_flag(fails, argv: list[str], messa
     assert message in fails(*port, *argv)
 
 
-def test_a_port_in_use_is_known_before_anything_is_loaded(fails, monkeypatch):
-    def load(*_: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(program, "make_service", load)
+def test_a_port_in_use_is_known_before_anything_is_loaded(fails, loading_raises):
+    loading_raises(AssertionError("a model was loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -296,29 +308,18 @@ def test_a_server_without_what_it_is_made_of_says_how_to_get_it(fails, monkeypat
     ],
 )
 def test_only_a_key_or_a_word_by_name_opens_the_server_to_others(
-    argv: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch, capsys
+    argv: list[str], is_refused: bool, loading_raises: Callable[[BaseException], None]
 ):
-    class BoundError(Exception):
-        pass
-
-    def load(*_: object) -> None:
-        raise BoundError
-
-    monkeypatch.setattr(program, "make_service", load)
-    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+    loading_raises(InterruptedError("it is bound"))
     if is_refused:
         assert program.main(["--port", "0", *argv]) == 2
     else:
-        with pytest.raises(BoundError):
+        with pytest.raises(InterruptedError, match="it is bound"):
             program.main(["--port", "0", *argv])
 
 
-def test_keys_with_equals_signs_are_said_to_have_no_name(monkeypatch, capsys):
-    def load(*_: object) -> None:
-        raise ValueError("no model")
-
-    monkeypatch.setattr(program, "make_service", load)
-    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+def test_keys_with_equals_signs_are_said_to_have_no_name(loading_raises, capsys):
+    loading_raises(ValueError("no model"))
     for texts, line in [
         (["alice=sesame", "plain"], "[1 of the keys contains a =, which is part of the key; "),
         (["alice=sesame", "b=c"], "[2 of the keys contain a =, which is part of the key; "),
@@ -344,12 +345,8 @@ def test_the_announcement_counts_keys_and_users(texts: list[str], words: str):
     assert in_words(read_api_keys(texts)) == words
 
 
-def test_an_interrupt_while_the_model_is_loaded_ends_quietly(monkeypatch, capsys):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(program, "make_service", interrupted)
-    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+def test_an_interrupt_while_the_model_is_loaded_ends_quietly(loading_raises, capsys):
+    loading_raises(KeyboardInterrupt())
     assert program.main(["--port", "0"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -365,5 +362,5 @@ def test_clients_call_a_model_by_the_last_part_of_its_path(tmp_path: Path):
 
 def test_the_names_of_other_servers_flags_lead_to_flags():
     flags = {name for action in setup_arg_parser("x")._actions for name in action.option_strings}
-    assert set(command_line._OTHER_FLAGS.values()) <= flags
-    assert set(command_line.FLAGS.values()) <= flags
+    assert set(program._OTHER_FLAGS.values()) <= flags
+    assert set(program.FLAGS.values()) <= flags

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from helpers.server_programs import running
+from helpers.server_programs import Program, running
+from helpers.servers import ask, bodies_of, num_cached
 
 from mlx_paged.__main__ import main as run_command
 from mlx_paged.engine.thread import STUCK_STATUS
@@ -43,8 +46,8 @@ memory.memory_size = lambda: 200_000
 HANGING = """
 import sys, time
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.server import program
-program.STEP_SECONDS_AT_END = 1.0
+from mlx_paged.server.http import http_server
+http_server.ABORT_SECONDS = http_server.STEP_SECONDS = 1.0
 def launch(self, *arguments):
     print("begun", file=sys.stderr, flush=True)
     while {is_native}:
@@ -71,6 +74,23 @@ def events_of(response: httpx.Response) -> Iterator[object]:
         if line.startswith("data: "):
             text = line.removeprefix("data: ")
             yield text if text == "[DONE]" else json.loads(text)
+
+
+@contextmanager
+def streaming(
+    *flags: str, max_tokens: int = 3500, key: str = "none"
+) -> Iterator[tuple[Program, Iterator[object]]]:
+    """A slow server process in the middle of an answer, and the events that are left of it."""
+    body = LONG | {"max_tokens": max_tokens}
+    with (
+        running(*flags, patch=SLOW) as program,
+        httpx.stream(
+            "POST", f"{program.url}/v1/completions", json=body, headers={"x-api-key": key}
+        ) as answer,
+    ):
+        events = events_of(answer)
+        next(events)
+        yield program, events
 
 
 def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
@@ -111,17 +131,12 @@ def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budg
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_answers_end_and_takes_no_others(number: signal.Signals):
-    with (
-        running("--log-prompts", "--log-cache", patch=SLOW) as program,
-        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 25}) as it,
-    ):
-        events = events_of(it)
-        first = next(events)
+    with streaming("--log-prompts", "--log-cache", max_tokens=25) as (program, events):
         program.signal(number)
         program.wait_for("shutting down")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{program.url}/health")
-        *_, last_choice, done = [first, *events]
+        *_, last_choice, done = events
         assert done == "[DONE]"
         assert last_choice["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
         assert program.end() == 0
@@ -129,23 +144,19 @@ def test_a_signal_lets_answers_end_and_takes_no_others(number: signal.Signals):
     assert re.search(r"prompt=\d+ cached=0 answer=25 ", "".join(program.said))
 
 
-@pytest.mark.slow
-def test_hanging_up_reads_keys_again_and_ends_no_answer(tmp_path: Path):
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
     file = tmp_path / "keys"
     file.write_text("alice old\n")
     file.chmod(0o600)
-    with (
-        running("--api-key-file", str(file), patch=SLOW) as program,
-        httpx.stream(
-            "POST",
-            f"{program.url}/v1/completions",
-            json=LONG | {"max_tokens": 60},
-            headers={"x-api-key": "old"},
-        ) as it,
-    ):
-        events = events_of(it)
-        next(events)
-        file.write_text("alice new\n")
+    return file
+
+
+@pytest.mark.slow
+def test_hanging_up_reads_keys_again_and_ends_no_answer(key_file: Path):
+    flags = ("--api-key-file", str(key_file))
+    with streaming(*flags, max_tokens=60, key="old") as (program, events):
+        key_file.write_text("alice new\n")
         program.signal(signal.SIGHUP)
         program.wait_for("the API keys were reread: 1 key")
         statuses = [
@@ -154,24 +165,21 @@ def test_hanging_up_reads_keys_again_and_ends_no_answer(tmp_path: Path):
         ]
         assert statuses == [401, 200]
         assert [*events][-1] == "[DONE]"
-        file.write_text("alice newer\n")  # without a signal
+        key_file.write_text("alice newer\n")  # without a signal
         program.wait_for("the API keys were reread: 1 key")
         program.signal(signal.SIGTERM)
         assert program.end() == 0
 
 
 @pytest.mark.slow
-def test_the_end_of_its_terminal_ends_a_server_also_with_a_file_of_keys(tmp_path: Path):
-    file = tmp_path / "keys"
-    file.write_text("alice old\n")
-    file.chmod(0o600)
+def test_the_end_of_its_terminal_ends_a_server_also_with_a_file_of_keys(key_file: Path):
     master, slave = os.openpty()
     in_terminal = f"""
 import fcntl, os, sys, termios
 os.setsid()
 fcntl.ioctl(os.open({os.ttyname(slave)!r}, os.O_RDWR), termios.TIOCSCTTY, 0)
 """
-    with running("--api-key-file", str(file), patch=in_terminal) as program:
+    with running("--api-key-file", str(key_file), patch=in_terminal) as program:
         program.signal(signal.SIGHUP)
         program.wait_for("the API keys were reread")
         os.close(slave)
@@ -182,12 +190,7 @@ fcntl.ioctl(os.open({os.ttyname(slave)!r}, os.O_RDWR), termios.TIOCSCTTY, 0)
 
 @pytest.mark.slow
 def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():
-    with (
-        running("--drain-seconds", "0.3", patch=SLOW) as program,
-        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG) as it,
-    ):
-        events = events_of(it)
-        next(events)
+    with streaming("--drain-seconds", "0.3") as (program, events):
         program.signal(signal.SIGTERM)
         error = [event for event in events if isinstance(event, dict) and "error" in event]
         assert [each["error"]["code"] for each in error] == ["aborted"]
@@ -211,13 +214,22 @@ def test_a_step_that_hangs_is_abandoned_with_a_status_of_its_own(is_native: bool
 
 
 @pytest.mark.slow
+def test_the_second_interrupt_ends_at_once_while_a_step_that_hangs_is_waited_for():
+    patch = HANGING.format(is_native=True) + "http_server.STEP_SECONDS = 600.0\n"
+    with running(patch=patch) as program:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{program.url}/v1/completions", json={"prompt": "a"}, timeout=2)
+        program.wait_for(" disconnected ")
+        program.signal(signal.SIGINT)
+        program.wait_for("shutting down; 0 requests")
+        time.sleep(1)  # By then, the end of the step is waited for.
+        program.signal(signal.SIGINT)
+        assert program.end() == 130
+
+
+@pytest.mark.slow
 def test_the_second_interrupt_ends_at_once():
-    with (
-        running(patch=SLOW) as program,
-        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG) as it,
-    ):
-        events = events_of(it)
-        next(events)
+    with streaming() as (program, events):
         program.signal(signal.SIGINT)
         program.wait_for("Ctrl-C again to end at once")
         next(events)
@@ -253,42 +265,19 @@ def test_serve_is_a_command_and_the_help_names_it(capsys: pytest.CaptureFixture)
 def test_users_share_no_cached_prompt_on_any_path_and_see_no_reports_of_others():
     with running("--api-key", "key2 a", "--api-key", "b") as program:
 
-        def ask(key: str, path: str, field: str, text: str, **fields: object) -> dict[str, object]:
-            messages = [{"role": "user", "content": text}]
-            prompt: object = messages if field in ("messages", "input") else text
-            answer = httpx.post(
-                f"{program.url}{path}",
-                headers={"x-api-key": key},
-                json={"model": "demo", field: prompt, **fields},
-                timeout=60,
-            )
-            assert answer.status_code == 200, answer.text
-            usage: dict[str, object] = answer.json()["usage"]
-            return usage
-
-        def num_cached(usage: dict[str, object]) -> object:
-            for details in ("prompt_tokens_details", "input_tokens_details"):
-                if details in usage:
-                    return usage[details]["cached_tokens"]  # type: ignore[index]
-            return usage["cache_read_input_tokens"]
-
-        for path, field, limit in [
-            ("/v1/completions", "prompt", "max_tokens"),
-            ("/v1/chat/completions", "messages", "max_tokens"),
-            ("/v1/messages", "messages", "max_tokens"),
-            ("/v1/responses", "input", "max_output_tokens"),
-        ]:
+        def found(key: str, path: str) -> int:
             # They differ from the first token on, as a user's own prompts are shared.
             text = f"{path.rpartition('/')[2]}: the code of apple is 4821. " * 6
-            found = [
-                num_cached(ask(key, path, field, text, **{limit: 2})) for key in ("a", "a", "b")
-            ]
-            assert found[0] == found[2] == 0 < found[1], path  # type: ignore[operator]
+            answer = ask(program.url, path, bodies_of(text, 2)[path], x_api_key=key)
+            assert answer.status == 200, answer.text
+            return num_cached(answer.body["usage"])
 
         def reports(key: str) -> list[dict[str, object]]:
-            answer = httpx.get(f"{program.url}/v1/cache?limit=100", headers={"x-api-key": key})
-            return list(answer.json()["reports"])
+            return list(ask(program.url, "/v1/cache?limit=100", x_api_key=key).body["reports"])
 
+        for path in bodies_of("", 2):
+            first, again, others = (found(key, path) for key in ("a", "a", "b"))
+            assert first == others == 0 < again, path
         assert (len(reports("a")), len(reports("b"))) == (8, 4)
         program.signal(signal.SIGTERM)
         assert program.end() == 0

@@ -19,7 +19,7 @@ from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import read_answer
 from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.tool_grammar import reasoning_before, required_calls, strict_calls
+from mlx_paged.server.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 
 STRICT = ["json_tools", "mistral", "glm47", "kimi_k2", "gemma4", "deepseek_v3", "qwen3_coder"]
 # Formats whose marks are spelled out, because the vocabulary has no such tokens.
@@ -57,13 +57,17 @@ def dialect_of(kind: str | None, tokenizer: Any) -> Dialect:
     return Dialect.of_tokens(format_named(name), reasoning, tokens, encode)
 
 
-def tool(
-    name: str, parameters: dict[str, Any] | None, strict: bool | None = None
-) -> dict[str, Any]:
+def tool(name: str, parameters: dict[str, Any] | None, strict: bool | None = None) -> Tool:
     function: dict[str, Any] = {"name": name, "strict": strict}
     if parameters is not None:
         function["parameters"] = parameters
-    return {"type": "function", "function": function}
+    return Tool({"type": "function", "function": function}, f"tools.{name}")
+
+
+def required(*arguments: Any) -> ToolGrammar:
+    grammar = grammar_of_calls(*arguments)
+    assert grammar is not None
+    return grammar
 
 
 def an_object(**properties: Any) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def an_object(**properties: Any) -> dict[str, Any]:
     }
 
 
-def random_tools(rng: random.Random) -> list[dict[str, Any]]:
+def random_tools(rng: random.Random) -> list[Tool]:
     schemas = [an_object(a=random_schema(rng, 1), b=random_schema(rng, 0)), an_object()]
     return [tool(f"tool_{number}", schema) for number, schema in enumerate(schemas)]
 
@@ -93,7 +97,7 @@ SIMPLE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def simple_tools(rng: random.Random) -> list[dict[str, Any]]:
+def simple_tools(rng: random.Random) -> list[Tool]:
     """Tools whose arguments every format can hold, some of them optional."""
     properties = {f"key_{index}": rng.choice(SIMPLE) for index in range(rng.randrange(1, 4))}
     required = [name for name in properties if rng.random() < 0.6]
@@ -101,17 +105,17 @@ def simple_tools(rng: random.Random) -> list[dict[str, Any]]:
     return [tool("tool_0", parameters), tool("tool_1", an_object())]
 
 
-def read_calls(text: str, dialect: Dialect, tools: list[Any]) -> list[dict[str, Any]]:
+def read_calls(text: str, dialect: Dialect, tools: list[Tool]) -> list[dict[str, Any]]:
     """The calls of an answer, as the server reads it."""
-    form = AnswerFormat.for_prompt(dialect, "", tools)
+    form = AnswerFormat.for_prompt(dialect, "", [each.form for each in tools])
     for token in TOKENS:  # This tokenizer decodes the sign for a space even in added tokens.
         text = text.replace(token.replace("▁", " "), token)
     reading = read_answer(form, form.marks.encode(text))
     return [{"name": name, "arguments": json.loads(arguments)} for name, arguments in reading.calls]
 
 
-def check_calls(calls: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
-    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+def check_calls(calls: list[dict[str, Any]], tools: list[Tool]) -> None:
+    schemas = {each.name: each.parameters for each in tools}
     for call in calls:
         assert is_valid(call["arguments"], schemas[call["name"]]), (call, schemas[call["name"]])
 
@@ -128,13 +132,13 @@ def test_required_calls_are_valid_and_read_by_the_server(
     counts, names = set(), set()
     for _ in range(12):
         tools = simple_tools(rng)
-        grammar = required_calls(tools, dialect)
+        grammar = required(tools, dialect)
         assert not grammar.is_json
         text = random_answer(compiler, tokenizer, grammar.structured_outputs, rng)
         calls = read_calls(text, dialect, tools)
         check_calls(calls, tools)
         counts.add(len(calls))
-        one = required_calls(tools, dialect, name="tool_1", parallel_tool_calls=False)
+        one = required(tools, dialect, "tool_1", False)
         text = random_answer(compiler, tokenizer, one.structured_outputs, rng)
         (call,) = read_calls(text, dialect, tools)
         assert call["name"] == "tool_1"
@@ -160,7 +164,7 @@ def test_the_grammar_of_a_format_allows_what_its_models_write(
     )
     tools = [tool("read", {**parameters, "required": ["text"]}), tool("list", an_object())]
     is_one = writer == "harmony"
-    matcher = compiler.compile(required_calls(tools, dialect).structured_outputs).matcher
+    matcher = compiler.compile(required(tools, dialect).structured_outputs).matcher
     for text in ("a < b && c", "two\nlines", "", '{"a": "}"}', "</arg>", "é ☕"):
         calls = [("read", {"text": text, "limit": 3}), ("list", {}), ("read", {"text": text})]
         calls = calls[:1] if is_one else calls
@@ -188,7 +192,7 @@ def test_calls_of_qwen3_coder_are_in_its_own_tags(tokenizer: Any, compiler: Gram
         "$defs": {"tag": {"enum": ["a", None, 3]}},
     }
     tools = [tool("paint_it", parameters, strict=True), tool("ping", None)]
-    grammar = required_calls(tools, dialect)
+    grammar = required(tools, dialect)
     assert not grammar.is_json
     names, seen = [], set()
     for _ in range(25):
@@ -227,24 +231,31 @@ def test_calls_of_qwen3_coder_are_in_its_own_tags(tokenizer: Any, compiler: Gram
 )
 def test_what_tags_would_not_tell_apart_is_json(tokenizer: Any, schema: Any):
     dialect = dialect_of("qwen3_coder", tokenizer)
-    assert required_calls([tool("f", an_object(a=schema))], dialect).is_json
-    assert required_calls([tool("f g", an_object())], dialect).is_json
+    assert required([tool("f", an_object(a=schema))], dialect).is_json
+    assert required([tool("f g", an_object())], dialect).is_json
     strict = [tool("f", an_object(a=schema), strict=True)]
     with pytest.raises(ArgumentError, match="that writes qwen3_coder"):
-        strict_calls(strict, dialect)
+        grammar_of_calls(strict, dialect, "auto")
+
+
+@pytest.mark.parametrize("reference", ["#", "#/$defs/tree", "#/$defs/none", "elsewhere#/a"])
+def test_a_reference_that_gemmas_notation_can_not_follow_is_json(tokenizer: Any, reference: str):
+    tree = an_object(inner={"$ref": reference})
+    parameters = {**tree, "$defs": {"tree": tree}}
+    assert required([tool("f", parameters)], dialect_of("gemma4", tokenizer)).is_json
 
 
 def test_a_model_without_a_format_writes_a_json_array(tokenizer: Any, compiler: GrammarCompiler):
     rng, counts, dialect = random.Random(5), set(), dialect_of(None, tokenizer)
     for _ in range(8):
         tools = random_tools(rng)
-        grammar = required_calls(tools, dialect)
+        grammar = required(tools, dialect)
         assert grammar.is_json
         calls = json.loads(random_answer(compiler, tokenizer, grammar.structured_outputs, rng))
         check_calls(calls, tools)
         assert all(call.keys() == {"name", "arguments"} for call in calls)
         counts.add(len(calls))
-        one = required_calls(tools, dialect, parallel_tool_calls=False).structured_outputs
+        one = required(tools, dialect, "required", False).structured_outputs
         assert len(json.loads(random_answer(compiler, tokenizer, one, rng))) == 1
     assert min(counts) == 1 and max(counts) > 1
 
@@ -260,8 +271,8 @@ def test_strict_tools_leave_text_free_and_keep_calls_valid(
     counts, texts = set(), set()
     for _ in range(25):
         tools = simple_tools(rng)
-        tools[0]["function"]["strict"] = True
-        grammar = strict_calls(tools, dialect, parallel_tool_calls=is_parallel)
+        tools[0].form["function"]["strict"] = True
+        grammar = grammar_of_calls(tools, dialect, "auto", is_parallel)
         assert grammar is not None and not grammar.is_json
         text = random_answer(compiler, tokenizer, grammar.structured_outputs, rng, preferred)
         calls = read_calls(text, dialect, tools)
@@ -276,7 +287,7 @@ def test_marks_that_are_text_begin_a_call_wherever_they_come(
     tokenizer: Any, compiler: GrammarCompiler
 ):
     tools = [tool("f", an_object(n={"enum": [7]}), strict=True)]
-    grammar = strict_calls(tools, dialect_of("json_tools, spelled out", tokenizer))
+    grammar = grammar_of_calls(tools, dialect_of("json_tools, spelled out", tokenizer), "auto")
     assert grammar is not None
     matcher = compiler.compile(grammar.structured_outputs).matcher
 
@@ -298,8 +309,8 @@ def test_marks_that_are_text_begin_a_call_wherever_they_come(
 
 def test_tools_that_are_not_strict_leave_the_answer_free(tokenizer: Any):
     tools = [tool("a", an_object(), strict=False), tool("b", None)]
-    assert strict_calls(tools, dialect_of("json_tools", tokenizer)) is None
-    assert strict_calls([], PLAIN_DIALECT) is None
+    assert grammar_of_calls(tools, dialect_of("json_tools", tokenizer), "auto") is None
+    assert grammar_of_calls([], PLAIN_DIALECT, "auto") is None
 
 
 def test_what_a_schema_that_is_not_strict_says_beyond_grammars_is_left_out(
@@ -307,8 +318,8 @@ def test_what_a_schema_that_is_not_strict_says_beyond_grammars_is_left_out(
 ):
     schema = an_object(a={"type": "integer", "minimum": 1, "maximum": 2, "not": {"const": 1}})
     dialect = dialect_of("json_tools", tokenizer)
-    compiler.compile(required_calls([tool("a", schema)], dialect).structured_outputs)
-    strict = required_calls([tool("a", schema, strict=True)], dialect)
+    compiler.compile(required([tool("a", schema)], dialect).structured_outputs)
+    strict = required([tool("a", schema, strict=True)], dialect)
     with pytest.raises(ArgumentError, match=r'Unimplemented keys: ."not"'):
         compiler.compile(strict.structured_outputs)
 
@@ -328,7 +339,7 @@ def test_unions_that_a_property_tells_apart_have_it_in_every_call(
     }
     tools = [tool("f", {**an_object(pet=pet), "$defs": members}, is_strict)]
     dialect, rng = dialect_of("json_tools", tokenizer), random.Random(0)
-    params = required_calls(tools, dialect, parallel_tool_calls=False).structured_outputs
+    params = required(tools, dialect, "required", False).structured_outputs
     kinds = set()
     for _ in range(10):
         [call] = read_calls(random_answer(compiler, tokenizer, params, rng), dialect, tools)
@@ -337,19 +348,19 @@ def test_unions_that_a_property_tells_apart_have_it_in_every_call(
 
 
 @pytest.mark.parametrize(
-    ("tools", "name", "argument", "message"),
+    ("tools", "choice", "argument", "message"),
     [
-        ([], None, "tools", "tool_choice requires a call, but there are no tools"),
+        ([], "required", "tools", "tool_choice requires a call, but there are no tools"),
         ([tool("a", None)], "b", "tool_choice", "tool_choice names 'b', which is not in tools"),
-        ([tool("a", {"type": "array"})], None, "tools[0].function.parameters", "of an object"),
-        ([tool("b", None), tool("a", 3)], None, "tools[1].function.parameters", "got 3"),  # type: ignore[arg-type]
+        ([tool("a", {"type": "array"})], "required", "tools.a.parameters", "of an object"),
+        ([tool("b", None), tool("a", 3)], "b", "tools.a.parameters", "got 3"),  # type: ignore[arg-type]
     ],
 )
 def test_calls_that_can_not_be_required_are_refused_by_name(
-    tools: list[Any], name: str | None, argument: str, message: str
+    tools: list[Tool], choice: str, argument: str, message: str
 ):
     with pytest.raises(ArgumentError, match=re.escape(message)) as refused:
-        required_calls(tools, PLAIN_DIALECT, name=name)
+        grammar_of_calls(tools, PLAIN_DIALECT, choice)
     assert refused.value.argument == argument
 
 
@@ -357,8 +368,8 @@ def test_calls_that_can_not_be_required_are_refused_by_name(
 def test_a_strict_tool_that_no_grammar_can_keep_to_is_refused_by_name(tokenizer: Any, kind: Any):
     tools = [tool("a", None), tool("b", an_object(), strict=True)]
     with pytest.raises(ArgumentError, match="can't be enforced with tool_choice 'auto'") as refused:
-        strict_calls(tools, dialect_of(kind, tokenizer))
-    assert refused.value.argument == "tools[1].function.strict"
+        grammar_of_calls(tools, dialect_of(kind, tokenizer), "auto")
+    assert refused.value.argument == "tools.b.strict"
 
 
 def test_reasoning_is_what_the_prompt_has_left_open(tokenizer: Any):
@@ -388,7 +399,7 @@ def test_the_structure_of_an_answer_in_harmony_begins_after_a_header(tokenizer: 
     assert found["reasoning_start"] == ()
     text = tokenizer.decode(list(found["begin_after"]), skip_special_tokens=False)
     assert text.replace(" ", "") == "<|channel|>final<|message|>"
-    calls = required_calls([tool("f", an_object())], dialect)
+    calls = required([tool("f", an_object())], dialect)
     found = reasoning_before(dialect, "<|start|>assistant", calls)
     assert found["begin_after"] == (ids["<|end|>"],)
     assert found["reasoning_start"][0] == ids["<|channel|>"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
+from helpers.engine_runs import CONFIG, livelier_model, tiny_models
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3 as mlx_lm_qwen3
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.engine_runs import CONFIG, livelier_model
 from helpers.snapshot_helpers import config_of, fill
 from mlx.utils import tree_map
 

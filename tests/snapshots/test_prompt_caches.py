@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import tiny_models
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import (
     DEEPSEEK_V3,
@@ -88,11 +88,16 @@ def made_by_mlx_lm(path: Path, stock: Any, token_ids: list[int], **options: Any)
     save_prompt_cache(str(path), made, {"model": "m", "tokenizer_config": "{}"})
 
 
-@pytest.mark.parametrize(
-    "num_tokens",
-    [pytest.param(8, marks=pytest.mark.slow), 29, pytest.param(50, marks=pytest.mark.slow)],
+# Each model with tokens that leave windows of 8, and those that have such within them, too.
+@mostly_slow(
+    ("name", "num_tokens"),
+    [
+        *((name, 29) for name in ("qwen3", *CONFIGS)),
+        *((name, 8) for name in ("qwen3", "gemma3", "gpt_oss", "gemma3n")),
+        ("gemma3", 50),
+    ],
+    quick=(0, 2, 4, 6),
 )
-@mostly_slow("name", ["qwen3", *CONFIGS], quick=(0, 2, 4, 6))
 def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, num_tokens: int):
     path, (_, stock) = tmp_path / "a.safetensors", models(name)
     token_ids = prompt(num_tokens)

@@ -7,8 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
-from helpers.disk_tiers import answer
-from helpers.engine_runs import greedy, make_engine, prompt
+from helpers.engine_runs import answer, greedy, make_engine, prompt
 from safetensors import safe_open
 
 from mlx_paged.cache import Sequences

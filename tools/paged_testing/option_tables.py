@@ -37,8 +37,8 @@ from mlx_paged.options.foreign_arguments import NAMES_ELSEWHERE
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.app import ROUTES
-from mlx_paged.server.command_line import setup_arg_parser as server_parser
 from mlx_paged.server.metrics import EngineCollector
+from mlx_paged.server.program import setup_arg_parser as server_parser
 
 ROOT = Path(__file__).parents[2]
 # The columns where all rows are shown, and where some are.
@@ -119,7 +119,7 @@ def _tables() -> dict[str, dict[str, Row]]:
     options, params = {}, {}
     for name, option in ENGINE_OPTIONS.items():
         default = "none" if option.default is None else f"`{option.default}`"
-        options[name] = _row(name, option, types[name], option.says or default)
+        options[name] = _row(name, option, types[name], option.default_text or default)
     for each in fields(SamplingParams):
         default = f"`{getattr(SamplingParams(), each.name)}`"
         params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], _type_of(each), default)

@@ -262,7 +262,7 @@ class Soak:
             and not engine.reports._news
             and not engine.steps.in_flight
         )
-        assert not engine.swap_space._held and not engine.steps._retry_alone
+        assert not engine.swap_space._held and not engine.steps._to_retry_alone
         assert engine.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         engine.thread.call(mx.synchronize)

@@ -13,19 +13,15 @@ from typing import TypeAlias
 
 from rich.cells import cell_len, set_cell_size
 
-from mlx_paged.block_store import BlockName, CacheFolder
-from mlx_paged.cli.cache.prefixes import (
-    SHOWN_DIGITS,
-    BlockRun,
-    PrefixBlock,
-    PrefixTree,
-    num_unique_digits,
-)
+from mlx_paged.block_store import BlockName, BlockRun, CacheFolder, PrefixBlock, PrefixTree
+from mlx_paged.block_store.prefixes import run_from, runs_of
+from mlx_paged.core.block_hash import HASH_NBYTES
 from mlx_paged.errors import CONTROLS, REVERSING
 
 TextOf: TypeAlias = Callable[[Sequence[PrefixBlock]], str]
 """Returns the text of consecutive blocks."""
 
+SHOWN_DIGITS = 8  # of a hash, unless more are needed
 # "prefixes" counts the prefixes that contain all blocks of the line.
 _TITLES = ("hash", "tokens", "bytes", "used", "prefixes", "")
 _ALIGNED = ("<", "<", ">", ">", ">", "<")
@@ -82,7 +78,7 @@ class ListStyle:
 
 def list_trees(trees: Sequence[PrefixTree], style: ListStyle) -> Iterator[str]:
     """The lines of ``ls``."""
-    num_digits = num_unique_digits(block_hash for tree in trees for block_hash in tree.blocks)
+    num_digits = num_unique_digits(each.hash for tree in trees for each in tree.blocks.values())
     for number, tree in enumerate(trees):
         if number:
             yield ""
@@ -118,7 +114,7 @@ def _cells(run: BlockRun, num_digits: int, style: ListStyle) -> tuple[str, ...]:
     mark = f"{_CUT_OFF} " if run.is_cut_off else ""
     states = counted(run.num_states, "state") if run.num_states else ""
     return (
-        style.rails(run) + mark + run.last.block_hash.hex()[:num_digits],
+        style.rails(run) + mark + run.hash[:num_digits],
         f"{run.first_token:,}-{run.end_token:,}",
         in_bytes(run.nbytes),
         in_short(max(0.0, style.now - run.last_used)),
@@ -153,23 +149,22 @@ def show_prefix(
     Args:
         pins: all pins of the folder.
     """
-    path, num_digits = tree.path_to(block), num_unique_digits(tree.blocks)
-    holders = [each.block_hash.hex()[:num_digits] for each in pinned_by(tree, block, pins)]
+    path = block.path()
+    num_digits = num_unique_digits(each.hash for each in tree.blocks.values())
+    holders = [each.hash[:num_digits] for each in pinned_by(block, pins)]
     for name, fact in _facts(tree, path, ", ".join(holders), style.now).items():
         yield f"{name:<12}{in_a_line(fact, _MAX_FACT)}"
-    after = [tree.run_from(child) for child in tree.after(block)]
-    for title, runs in (("its parts", tree.runs_of(path)), ("what continues it", after)):
+    after = [BlockRun(run_from(child)) for child in block.after]
+    for title, runs in (("its parts", list(runs_of(path))), ("what continues it", after)):
         if runs:
             yield from ("", title, *list_runs(runs, num_digits, style))
     if style.text_of is not None:
         yield from ("", in_lines(style.text_of(path)))
 
 
-def pinned_by(
-    tree: PrefixTree, block: PrefixBlock, pins: Collection[BlockName]
-) -> list[PrefixBlock]:
+def pinned_by(block: PrefixBlock, pins: Collection[BlockName]) -> list[PrefixBlock]:
     """The blocks whose pins keep a block: itself or its successors."""
-    blocks = [block, *(tree.below(block) if block.is_pinned else ())]
+    blocks = [block, *(block.below() if block.is_pinned else ())]
     return [each for each in blocks if each.entries[0].name in pins]
 
 
@@ -179,7 +174,7 @@ def _facts(
     block, known = path[-1], tree.fingerprint
     before = f" (those before {path[0].first_token:,} are gone)" if path[0].first_token else ""
     num_files = sum(len(each.entries) for each in path)
-    facts = {"hash": block.block_hash.hex(), "model": tree.name, "fingerprint": tree.digest}
+    facts = {"hash": block.hash, "model": tree.name, "fingerprint": tree.digest}
     if known is not None:
         num_states = sum(layer.startswith("state ") for layer in known.layers)
         facts["content"] = known.model
@@ -187,20 +182,26 @@ def _facts(
         num_layers = len(known.layers) - num_states
         facts["K/V"] = f"{known.kv_format}, {counted(num_layers, 'layer')}"
         if num_states:
-            places = [f"{each.end_token:,}" for each in path if each.state is not None]
+            places = [f"{each.end_token:,}" for each in path if each.has_state]
             after = f"after {', '.join(places)} tokens" if places else "none, so no hit ends in it"
             facts["states"] = f"{counted(num_states, 'layer')}, {after}"
     pinned = f"yes, by the pin of {holders}" if holders else "yes" if block.is_pinned else "no"
     return facts | {
         "tokens": f"{block.end_token:,} in {counted(len(path), 'block')}{before}",
         "bytes": f"{in_bytes(sum(each.nbytes for each in path))} in {counted(num_files, 'file')}",
-        "prefixes": f"{tree.num_prefixes[block.block_hash]:,} go through it, "
-        f"of {tree.num_leaves:,} of the model",
+        "prefixes": f"{block.num_prefixes:,} go through it, of {tree.num_leaves:,} of the model",
         "created": in_full(block.created, now),
         "used": in_full(block.last_used, now),
         "pinned": pinned,
         "expires": "never" if block.expires is None else in_full(block.expires, now),
     }
+
+
+def num_unique_digits(hashes: Iterable[str]) -> int:
+    """How many digits distinguish these hashes, in hex; at least 8."""
+    hashes = set(hashes)
+    lengths = range(SHOWN_DIGITS, 2 * HASH_NBYTES + 1)
+    return next(n for n in lengths if len({each[:n] for each in hashes}) == len(hashes))
 
 
 # Sizes, times and ages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,20 +97,6 @@ def _run_command(dialogue: Dialogue, name: str, argument: str) -> None:
 def _said(error: BaseException) -> str:
     """The text of an error, for a line in brackets."""
     return without_room(error_line(error, FLAGS))
-
-
-def complete(typed: str) -> Iterable[str] | None:
-    """The words that may come next in a command; ``None`` for the name of a file."""
-    name, *words = typed.lower().split(" ")
-    if not words:
-        return sorted(COMMANDS)
-    if name in COMMANDS and COMMANDS[name].argument == "FILE":
-        return None
-    if name == "/set" and len(words) == 1:
-        return VARIABLES
-    if name == "/set" and len(words) == 2 and canonical_name(words[0]) in VARIABLES:
-        return VARIABLES[canonical_name(words[0])].choices or ()
-    return ()
 
 
 # The commands. Each returns what is said of it in brackets, if anything.
@@ -299,9 +286,8 @@ def save_messages(
     Raises:
         ValueError: the file is something else, or can't be written; the message is one line.
     """
-    content = {"format": FORMAT, "version": VERSION, "kv_file": kv_file, "messages": messages}
-    if kv_file is None:
-        del content["kv_file"]
+    kv = {} if kv_file is None else {"kv_file": kv_file}
+    content = {"format": FORMAT, "version": VERSION, **kv, "messages": messages}
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     try:
         if file.exists() and not is_transcript(file):
@@ -321,16 +307,7 @@ def load_messages(file: Path) -> tuple[list[Any], Path | None]:
     Raises:
         ValueError: it can't be read, or is not a conversation; the message is one line.
     """
-    try:
-        is_other = file.exists() and not file.is_file()
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    kv_file = None
+    content, kv_file = _read_json(file), None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
             raise ValueError(
@@ -348,11 +325,23 @@ def load_messages(file: Path) -> tuple[list[Any], Path | None]:
 
 def is_transcript(file: Path) -> bool:
     """Whether :func:`save_messages` wrote the file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return False
+    content = None
+    with suppress(ValueError):
+        content = _read_json(file)
     return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
+        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
+    if is_other:
+        raise ValueError(f"{file} is not a file")
+    return content
 
 
 def _expand(path: str) -> Path:

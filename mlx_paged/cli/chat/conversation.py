@@ -22,6 +22,7 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
+from mlx_paged.loading.folder import DEMO, demo_model_path
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
 from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
@@ -296,10 +297,11 @@ def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: 
     Raises:
         ArgumentError: they name different models, and may not.
     """
+    # A file that this package exported may have only the folder's name, as for the bundled model.
+    named = DEMO if facts.model == demo_model_path().name else facts.model
     if model is None or facts.model is None or allow_other_model:
-        return model or facts.model
-    # A file that this package exported may have only the folder's name.
-    if facts.model in (model, Path(model).name):
+        return model or named
+    if model == named or facts.model == Path(model).name:
         return model
     folders = [Path(name).expanduser() for name in (model, facts.model)]
     if all(folder.exists() for folder in folders) and folders[0].samefile(folders[1]):

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -82,18 +81,18 @@ class Dialogue:
         Raises:
             OutputLostError: stdout can't be written; the conversation keeps the answer so far.
         """
-        screen, hides_thinking, is_hidden = self.screen, not self.settings.show_thinking, False
+        screen, hides_thinking, is_hidden = self.screen, self.settings.thinking == "hide", False
 
         def show(piece: Piece) -> None:
             nonlocal is_hidden
             if piece.is_thinking and hides_thinking:
                 is_hidden = True
                 screen.show_progress("[thinking ...]")
-                return
-            # Empty lines between hidden reasoning and the answer are hidden, too.
-            text = piece.text.lstrip() if is_hidden else piece.text
-            is_hidden = is_hidden and not text
-            screen.answer(text, piece.is_thinking)
+            else:
+                # Empty lines between hidden reasoning and the answer are hidden, too.
+                text = piece.text.lstrip() if is_hidden else piece.text
+                is_hidden = is_hidden and not text
+                screen.answer(text, piece.is_thinking)
 
         params = self.settings.next_params()
         try:
@@ -103,7 +102,10 @@ class Dialogue:
             raise
         if response is not None:
             screen.finish_answer()
-            self._say_figures(response, params.max_tokens)
+            figures = describe_answer(self.conversation, response, self.is_verbose)
+            screen.say(figures, is_dim=not self.is_verbose)
+            if response.finish_reason == "length":
+                screen.say(describe_cut(response, params.max_tokens, self.conversation.engine))
         if is_interrupted:
             screen.say("[stopped]")
         return is_interrupted
@@ -116,21 +118,22 @@ class Dialogue:
         Raises:
             KeyboardInterrupt: Ctrl-C came before the first token.
         """
-        pieces: list[Piece] = []
+        texts = {True: "", False: ""}  # reasoning or not
+
+        def keep(piece: Piece) -> None:
+            texts[piece.is_thinking] += piece.text
+
         ask, params = partial(self.conversation.ask, text), self.settings.next_params()
-        response, is_interrupted = self._stream(ask, params, pieces.append)
+        response, is_interrupted = self._stream(ask, params, keep)
         if response is None:
             raise KeyboardInterrupt
-        said, reasoning = (
-            "".join(piece.text for piece in pieces if piece.is_thinking is is_thinking)
-            for is_thinking in (False, True)
-        )
+        reasoning, said = texts.values()
         marks = self.conversation.answer_format.dialect.reasoning
         for mark in () if marks is None else (marks.start, marks.end):
             reasoning = reasoning.replace(mark, "")
         return {
             "text": said.lstrip() if reasoning else said,
-            "reasoning": reasoning.strip() if self.settings.show_thinking else "",
+            "reasoning": reasoning.strip() if self.settings.thinking == "show" else "",
             "finish_reason": "interrupted" if is_interrupted else response.finish_reason,
             **{name: getattr(response, name) for name in _FIGURES},
         }
@@ -176,12 +179,6 @@ class Dialogue:
         for piece in () if splitter is None else splitter.finish():
             show(piece)
         return response, bool(interrupted)
-
-    def _say_figures(self, response: GenerationResponse, max_tokens: int | None) -> None:
-        figures = describe_answer(self.conversation, response, self.is_verbose)
-        self.screen.say(figures, is_dim=not self.is_verbose)
-        if response.finish_reason == "length":
-            self.screen.say(describe_cut(response, max_tokens, self.conversation.engine))
 
 
 @contextmanager
@@ -254,18 +251,19 @@ class ThinkingSplitter:
         return self._split(len(self._text))
 
     def _split(self, length: int) -> list[Piece]:
-        begin, end = self._num_split, self._num_split + length
-        spans = [
-            (span.begin, sys.maxsize if span.end is None else span.end)
-            for span in self._reader.spans
+        spans, places = self._reader.spans, enumerate(self._text[:length], self._num_split)
+        self._text, self._num_split = self._text[length:], self._num_split + length
+
+        def is_thinking(character: tuple[int, str]) -> bool:
+            place, _ = character
+            return any(
+                span.begin <= place and (span.end is None or place < span.end) for span in spans
+            )
+
+        return [
+            Piece(self._marks.decode("".join(text for _, text in characters)), is_reasoning)
+            for is_reasoning, characters in itertools.groupby(places, is_thinking)
         ]
-        edges = {begin, end, *(edge for span in spans for edge in span if begin < edge < end)}
-        pieces = []
-        for first, last in itertools.pairwise(sorted(edges)):
-            text = self._marks.decode(self._text[first - begin : last - begin])
-            pieces.append(Piece(text, any(start <= first < stop for start, stop in spans)))
-        self._text, self._num_split = self._text[length:], end
-        return pieces
 
 
 # Statistics

@@ -30,13 +30,14 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.shortcuts import CompleteStyle, confirm
 
-from mlx_paged.cli.chat.terminal import Screen, clean
+from mlx_paged.cli.chat.program import VARIABLES, canonical_name
+from mlx_paged.cli.chat.terminal import Reader, Screen, clean
 
 PROMPT = ">> "
 
 
-class LineEditor:
-    """A :class:`Reader` of a terminal.
+class LineEditor(Reader):
+    """Reads messages from a terminal, where they can be edited.
 
     Args:
         screen: tells what the terminal supports.
@@ -147,17 +148,23 @@ class _CommandCompleter(Completer):
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
-        from mlx_paged.cli.chat.commands import complete  # MLX with it, once the model is loaded
+        from mlx_paged.cli.chat.commands import COMMANDS  # MLX with it, once the model is loaded
 
         typed = document.text_before_cursor
         if not typed.startswith("/") or "\n" in typed:
             return ()
-        words = complete(typed)
-        completer: Completer = PathCompleter(expanduser=True)
-        if words is None:
-            document = Document(typed.partition(" ")[2])
-        else:
-            completer = WordCompleter(list(words), ignore_case=True, WORD=True)
+        command, *words = typed.lower().split(" ")
+        options: Iterable[str] = ()
+        if not words:
+            options = sorted(COMMANDS)
+        elif command in COMMANDS and COMMANDS[command].argument == "FILE":
+            path = Document(typed.partition(" ")[2])
+            return PathCompleter(expanduser=True).get_completions(path, complete_event)
+        elif command == "/set" and len(words) == 1:
+            options = VARIABLES
+        elif command == "/set" and len(words) == 2 and canonical_name(words[0]) in VARIABLES:
+            options = VARIABLES[canonical_name(words[0])].choices or ()
+        completer = WordCompleter(list(options), ignore_case=True, WORD=True)
         return completer.get_completions(document, complete_event)
 
 

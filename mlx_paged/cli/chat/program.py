@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.cli import flags
-from mlx_paged.cli.chat.terminal import PipeReader, Reader, Screen, clean, read_stdin
+from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
 from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
@@ -47,7 +47,8 @@ OPTIONS = {
     "prefill_step_size": Option(
         "prompt tokens computed at a time",
         AT_LEAST_1,
-        says=f"as many as take --prefill-step-seconds, up to {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
+        default_text="as many as take --prefill-step-seconds, up to "
+        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}",
     ),
     "plain": switch(
         "write plain text to a terminal, for screen readers too: no markdown, no dimmed or redrawn "
@@ -142,7 +143,7 @@ def _answer_or_converse(args: argparse.Namespace, screen: Screen) -> int:
         ValueError: there was no message in the pipe.
     """
     message = _read_message(args)
-    with closing(_make_reader(screen) if message is None else PipeReader()) as reader:
+    with closing(_make_reader(screen) if message is None else Reader()) as reader:
         loading = f"[loading {args.model or 'the bundled demo model'} ...]"
         if args.verbose:
             screen.say(loading)
@@ -217,7 +218,7 @@ def _read_words(args: argparse.Namespace) -> None:
 def _make_reader(screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if not sys.stdin.isatty() or not (screen.stderr_is_terminal or screen.stdout_is_terminal):
-        return PipeReader()
+        return Reader()
     from mlx_paged.cli.chat.line_editor import LineEditor, history_path
 
     return LineEditor(screen, history_path(os.environ))
@@ -258,14 +259,15 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.engine.options import with_step_seconds
 
     facts = None
-    if args.allow_other_model and args.prompt_cache_file is None:
-        raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
-    if args.prompt_cache_file is not None:
-        if args.system_prompt is not None:
-            raise ValueError(
-                "--system-prompt can't be combined with --prompt-cache-file, which already begins "
-                "the conversation; make it part of the cached prompt"
-            )
+    if args.prompt_cache_file is None:
+        if args.allow_other_model:
+            raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
+    elif args.system_prompt is not None:
+        raise ValueError(
+            "--system-prompt can't be combined with --prompt-cache-file, which already begins the "
+            "conversation; make it part of the cached prompt"
+        )
+    else:
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model, args.allow_other_model)
     folder, own = flags.find_model(args)
@@ -274,7 +276,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     model, tokenizer, options = flags.load_model(args, "chat", folder, config)
     # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
+    spared = [*newline, *tokenizer.eos_token_ids]
+    settings.sampling = replace(settings.sampling, xtc_special_tokens=spared)
     # One answer at a time; the branches stay in the prefix cache.
     options |= {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
     engine = Engine(model, tokenizer, **with_step_seconds(options))
@@ -316,6 +319,8 @@ class Settings:
     Attributes:
         sampling: parameters of the next answer, without its seed.
         from_model: names of the sampling settings that the model recommends.
+        seed: of the seeds of the next answers.
+        thinking: ``"show"`` or ``"hide"``: what becomes of the model's reasoning.
     """
 
     def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
@@ -325,17 +330,9 @@ class Settings:
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
         self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
-        self._others = {"seed": args.seed, "thinking": "hide" if args.hide_thinking else "show"}
+        self.thinking = "hide" if args.hide_thinking else "show"
+        self.seed = args.seed
         self._seeds = random.Random(args.seed)
-
-    @property
-    def show_thinking(self) -> bool:
-        """Whether reasoning is shown."""
-        return bool(self._others["thinking"] == "show")
-
-    def spare_from_xtc(self, token_ids: Sequence[int]) -> None:
-        """Exempt these tokens from XTC."""
-        self.sampling = replace(self.sampling, xtc_special_tokens=token_ids)
 
     def next_params(self) -> SamplingParams:
         """The parameters of the next answer, with a new seed."""
@@ -357,8 +354,7 @@ class Settings:
     def get(self, name: str) -> str:
         """The value of a setting as text; raises ``ValueError`` for an unknown name."""
         _check_name(name)
-        field = _FIELDS.get(name)
-        value = self._others[name] if field is None else getattr(self.sampling, field)
+        value = getattr(self.sampling if name in _FIELDS else self, _FIELDS.get(name, name))
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def set(self, name: str, text: str) -> None:
@@ -374,8 +370,8 @@ class Settings:
             raise ValueError(f"{name} {error}") from error
         if name in _FIELDS:
             self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
-            return
-        self._others[name] = value
+        else:
+            setattr(self, name, value)
         if name == "seed":
             self._seeds = random.Random(value)
 

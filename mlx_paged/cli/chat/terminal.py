@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mlx_paged.cli.streams import write, write_codes
 from mlx_paged.errors import harmless, system_reason
@@ -261,39 +261,25 @@ def size_of(stream: TextIO) -> os.terminal_size:
 # What is read
 
 
-class Reader(Protocol):
-    """Reads messages.
+class Reader:
+    """Reads each line of stdin as a message, without its line end.
 
     Attributes:
         is_interactive: whether a user sees a prompt and can edit a text.
     """
 
-    is_interactive: bool
-
-    def read(self, text: str = "") -> str | None:
-        """The next message, ``None`` at the end of the input; ``text`` is offered for editing."""
-
-    def confirm(self, question: str) -> bool:
-        """Whether the user answers yes."""
-        ...
-
-    def close(self) -> None:
-        """Restore the terminal's settings."""
-
-
-class PipeReader:
-    """Reads each line of stdin as a message, without its line end."""
-
     is_interactive = False
 
     def read(self, text: str = "") -> str | None:
+        """The next message, ``None`` at the end of the input; ``text`` is offered for editing."""
         return read_stdin(sys.stdin.readline)
 
     def confirm(self, question: str) -> bool:
+        """Whether the user answers yes."""
         return False
 
     def close(self) -> None:
-        pass
+        """Restore the terminal's settings."""
 
 
 def read_stdin(read: Callable[[], str]) -> str | None:

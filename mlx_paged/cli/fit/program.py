@@ -37,14 +37,10 @@ def setup_arg_parser(prog: str | None = None) -> Parser:
     )
     parser.add_argument("--revision", help="branch, tag or commit of the repo")
     _add_kv_bits(parser)
-    parser.add_value(
-        "--context",
-        AT_LEAST_1,
-        "tokens of each conversation (default: the model's context length)",
-    )
-    parser.add_value(
-        "--parallel", AT_LEAST_1, "the number of conversations at once (default: 1)", default=1
-    )
+    context_help = "tokens of each conversation (default: the model's context length)"
+    parser.add_value("--context", AT_LEAST_1, context_help, default=0)
+    parallel_help = "the number of conversations at once (default: 1)"
+    parser.add_value("--parallel", AT_LEAST_1, parallel_help, default=1)
     parser.add_value(
         "--kv-cache-bytes",
         NBYTES,
@@ -129,13 +125,12 @@ def _machine(args: argparse.Namespace) -> Machine:
 def _judge(args: argparse.Namespace) -> int:
     import_first("mlx_paged.cli.fit.report")
     from mlx_paged.cli.fit.report import report
-    from mlx_paged.cli.fit.verdict import Fit
+    from mlx_paged.cli.fit.verdict import Fit, Footprint
     from mlx_paged.loading.outline import read_outline
 
     machine, outline = _machine(args), read_outline(args.model, args.revision)
-    fit = Fit.of(
-        outline.model, machine, args.kv_bits, args.context, args.parallel, args.kv_cache_bytes
-    )
+    footprint = Footprint(outline.model, args.kv_bits)
+    fit = Fit(footprint, machine, args.context, args.parallel, args.kv_cache_bytes)
     ways_out = [] if fit.is_yes else fit.ways_out()
     if args.json:
         write(json.dumps(_as_json(outline, fit, ways_out), indent=2) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlx_paged.cli.fit.machine import Machine
-from mlx_paged.cli.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit
+from mlx_paged.cli.fit.verdict import LAUNCH_SECONDS, LAUNCHES_PER_LAYER, Fit, Footprint
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError
 from mlx_paged.loading.folder import GGUF_SUFFIX, find_local_model, local_repositories
@@ -138,7 +138,7 @@ def _cells(where: str | Path, machine: Machine, kv_bits: KVBits | None) -> tuple
         if path is None:
             return "", "", "not fully downloaded"
         outline = read_outline(path)
-        fit = Fit.of(outline.model, machine, kv_bits)
+        fit = Fit(Footprint(outline.model, kv_bits), machine)
     except LoadError as error:
         return "", "refused", str(error).removeprefix("[load] ")
     held = fit.longest_context(1)

@@ -139,7 +139,7 @@ class Fit:
     """The memory that conversations with a model take on a machine.
 
     Args:
-        context: tokens of each conversation.
+        context: tokens of each conversation; 0 for the model's context length.
         num_seqs: the number of conversations at once.
         kv_cache_bytes: the budget of K/V and states; ``None`` for the default.
 
@@ -150,16 +150,26 @@ class Fit:
         nbytes: all bytes, weights included.
         is_yes: whether all of it fits.
         loads: whether the machine can hold the weights at all.
+
+    Raises:
+        ArgumentError: ``context`` exceeds the model's context length.
     """
 
     footprint: Footprint
     machine: Machine
-    context: int
-    num_seqs: int
+    context: int = 0
+    num_seqs: int = 1
     kv_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         footprint, machine = self.footprint, self.machine
+        most = footprint.context_length
+        self.context = self.context or most
+        if self.context > most:
+            raise ArgumentError(
+                f"max_model_len: the model was made for {most:,} tokens, got {self.context:,}",
+                "max_model_len",
+            )
         is_cpu, weights = None if machine.is_this_one else False, footprint.weight_nbytes
         activations = default_activation_nbytes(footprint.model, is_cpu)
         default = machine.kv_share(weights, activations)
@@ -171,31 +181,6 @@ class Fit:
         fits_budget = self.longest_context(self.num_seqs) >= self.context
         self.is_yes = fits_budget and self.nbytes <= machine.limit
         self.loads = weights <= machine.limit
-
-    @classmethod
-    def of(
-        cls,
-        model: LanguageModel,
-        machine: Machine,
-        kv_bits: KVBits | None = None,
-        context: int | None = None,
-        num_seqs: int = 1,
-        kv_cache_bytes: int | None = None,
-    ) -> Fit:
-        """For conversations of ``context`` tokens, by default the model's context length.
-
-        Raises:
-            ArgumentError: ``context`` exceeds the model's context length, or its K/V can't be
-                stored in these bits.
-        """
-        footprint = Footprint(model, kv_bits)
-        most = footprint.context_length
-        if context is not None and context > most:
-            raise ArgumentError(
-                f"max_model_len: the model was made for {most:,} tokens, got {context:,}",
-                "max_model_len",
-            )
-        return cls(footprint, machine, context or most, num_seqs, kv_cache_bytes)
 
     def longest_context(self, num_seqs: int) -> int:
         """The most tokens for each of these conversations; 0 if the weights leave too little."""

@@ -51,8 +51,8 @@ class Failure(NamedTuple):
 class Trials:
     """Tries grammars, one at a time in each process. Any thread may call it."""
 
-    def __init__(self, num_processes: int = NUM_PROCESSES):
-        self._processes = [TrialProcess() for _ in range(num_processes)]
+    def __init__(self) -> None:
+        self._processes = [TrialProcess() for _ in range(NUM_PROCESSES)]
 
     def failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
         """As :meth:`TrialProcess.failure_of`, in a free process if there is one."""

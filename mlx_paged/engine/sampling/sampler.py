@@ -20,7 +20,6 @@ import numpy as np
 
 from mlx_paged.engine.request import Completion, SampledToken
 from mlx_paged.engine.sampling.sampling_state import (
-    Filters,
     SamplingState,
     allow_tokens,
     fill_masks,
@@ -155,7 +154,12 @@ class SampledTokens:
             (token,) = cast(list[int], drawn.tolist())
             assert self.rows is not None
             if not 0 <= token < self.rows.shape[-1]:
-                failed.setdefault(entry, _no_such_token(token, self.rows.shape[-1]))
+                # An embedding would accept any number without an error.
+                error = ValueError(
+                    f"[sampler] the sampler chose token {token}, outside the model's vocabulary of "
+                    f"{self.rows.shape[-1]}"
+                )
+                failed.setdefault(entry, error)
         if not failed and self.report is None:
             return list(map(SampledToken, token_ids))
         logprobs: dict[int, dict[int, Logprob]] = {}
@@ -392,13 +396,6 @@ def _no_token(completion: Completion, position: int, peak: float) -> ValueError:
     )
 
 
-def _no_such_token(token: int, vocab_size: int) -> ValueError:
-    # An embedding would accept any number without an error.
-    return ValueError(
-        f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}"
-    )
-
-
 def _check_sampled(sampled: object) -> mx.array:
     """``[1]`` integers; raises ``ValueError`` for anything else."""
     if not isinstance(sampled, mx.array):
@@ -436,7 +433,7 @@ def _draw(
     positions: Sequence[int],  # [num_completions]
 ) -> mx.array:
     """Token ids ``[num_completions]``, sampled in one call for each group of requests."""
-    groups: dict[Filters | None, list[int]] = {}
+    groups: dict[tuple[float, ...] | None, list[int]] = {}
     for entry, state in enumerate(states):
         groups.setdefault(state.group, []).append(entry)
     parts = []
@@ -447,7 +444,7 @@ def _draw(
             continue
         drawn = [(states[entry], positions[entry]) for entry in entries]
         keys = b"".join([state.draw_key(position) for state, position in drawn])
-        rows = filter_logprobs(log_softmax(rows), group, drawn)
+        rows = filter_logprobs(log_softmax(rows), drawn)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]

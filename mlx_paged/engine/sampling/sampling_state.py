@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -249,14 +249,14 @@ class ThinkingBudget:
         self._reader.add(completion.token_ids[completion.num_prompt_tokens + self._num_read :])
         self._num_read = completion.num_output_tokens
         end, reader = self._limit.end_token_ids, self._reader
-        is_over = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
-        if is_over or self._is_forcing:
+        is_used_up = reader.is_reasoning and reader.num_within >= self._limit.num_tokens
+        if is_used_up or self._is_forcing:
             for length in range(min(len(end) - 1, self._num_read), 0, -1):
                 if tuple(completion.token_ids[-length:]) == end[:length]:
                     return end[length]  # The mark has begun.
         # The first of several tokens may end the reasoning; the others follow all the same.
-        self._is_forcing = is_over
-        return end[0] if is_over else None
+        self._is_forcing = is_used_up
+        return end[0] if is_used_up else None
 
 
 def force_tokens(
@@ -293,15 +293,6 @@ _CROSS_ROW_DEFAULTS = [
 COLDEST = 1e-6  # the least temperature: log-probabilities over a lower one overflow float32
 
 
-class Filters(NamedTuple):
-    """The filters that a group of requests shares, which is sampled in one call."""
-
-    has_top_p: bool
-    has_min_p: bool
-    has_xtc: bool
-    top_k: int  # 0 is off
-
-
 class SamplingState:
     """A request's state in the sampler between two tokens.
 
@@ -309,8 +300,11 @@ class SamplingState:
     context.
 
     Attributes:
-        group: requests of a group are sampled in one call; ``None`` is greedy.
-        filters: 1 / temperature, top_p, log(min_p).
+        params: of the request.
+        group: requests of a group are sampled in one call; ``None`` is greedy. For each of
+            ``FILTERS`` it has whether the request uses it or, if that has to be the same in the
+            group, its value.
+        scale: 1 / temperature.
         token_ids: the distinct tokens of the request.
         counts: how often the answer contains each of them.
         mask: the tokens that can't be sampled; ``None`` if there are none.
@@ -320,21 +314,11 @@ class SamplingState:
     """
 
     def __init__(self, completion: Completion, vocab_size: int):
-        params = completion.request.params
-        self.group: Filters | None = None
-        self.filters = 0.0, 0.0, 0.0
-        self._xtc_probability, self._xtc_threshold = params.xtc_probability, params.xtc_threshold
-        self.xtc_spared = [int(token) for token in params.xtc_special_tokens]
+        self.params = params = completion.request.params
+        self.group: tuple[float, ...] | None = None
         if not params.is_greedy:
-            top_k = int(params.top_k) if 0 < params.top_k < vocab_size else 0
-            has_xtc = params.xtc_probability > 0
-            self.group = Filters(params.top_p < 1, params.min_p > 0, has_xtc, top_k)
-            log_min_p = math.log(params.min_p) if params.min_p > 0 else 0.0
-            self.filters = (
-                1 / min(max(float(params.temperature), COLDEST), HUGE),
-                max(params.top_p, 1 / HUGE),
-                log_min_p,
-            )
+            self.group = tuple(each.of_group(params) for each in FILTERS)
+        self.scale = 1 / min(max(float(params.temperature), COLDEST), HUGE)
         self.bias: tuple[np.ndarray, np.ndarray] | None = None  # token ids, biases
         if params.logit_bias:
             with np.errstate(over="ignore"):
@@ -394,7 +378,8 @@ class SamplingState:
         key = self.key.copy()
         key.update(position.to_bytes(8, "little") + b"xtc")
         coin = int.from_bytes(key.digest(), "little") / 2**64
-        return float(self._xtc_threshold) if coin < self._xtc_probability else math.inf
+        is_applied = coin < self.params.xtc_probability
+        return float(self.params.xtc_threshold) if is_applied else math.inf
 
     def draw_key(self, position: int) -> bytes:
         """8 bytes that depend only on the request's seed, its index and the position in its
@@ -405,34 +390,42 @@ class SamplingState:
         return key.digest()
 
 
-def filter_logprobs(
-    logprobs: mx.array,  # [num_requests, vocab_size]
-    group: Filters,
-    drawn: Sequence[tuple[SamplingState, int]],  # [num_requests], with their positions
-) -> mx.array:
-    """Apply the filters like mlx-lm's ``make_sampler``, in its order, with the temperature last.
+Drawn: TypeAlias = tuple[SamplingState, int]  # a request, and the position of the drawn token
 
-    The settings are arrays: mlx-lm compiles its filters, and compiling a kernel for each new value
-    would stall all requests.
+
+class Filter(NamedTuple):
+    """A filter of log-probabilities ``[num_requests, vocab_size]``.
+
+    Attributes:
+        of_group: what requests that are sampled in one call have in common: whether they use the
+            filter, or its value; 0 is off.
+        apply: called with the log-probabilities, the requests and ``of_group``.
     """
-    values = np.array([state.filters for state, _ in drawn], np.float32)
-    scale, top_p, log_min_p = mx.array(values.T[:, :, None])
-    if group.has_top_p:
-        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
-    if group.has_min_p:  # mlx-lm's apply_min_p takes no array
-        logprobs = mx.where(
-            logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
-        )
-    if group.has_xtc:
-        logprobs = _exclude_top_choices(logprobs, drawn)
-    if group.top_k > 0:
-        logprobs = apply_top_k(logprobs, group.top_k)
-    return logprobs * scale
+
+    of_group: Callable[[SamplingParams], float]
+    apply: Callable[[mx.array, Sequence[Drawn], float], mx.array]
 
 
-def _exclude_top_choices(
-    logprobs: mx.array, drawn: Sequence[tuple[SamplingState, int]]
-) -> mx.array:
+# Settings are arrays ``[num_requests, 1]`` where mlx-lm's filters take them: mlx-lm compiles its
+# filters, and compiling a kernel for each new value would stall all requests.
+
+
+def _column(drawn: Sequence[Drawn], value: Callable[[SamplingParams], float]) -> mx.array:
+    return mx.array([[float(value(state.params))] for state, _ in drawn], dtype=mx.float32)
+
+
+def _keep_top_p(logprobs: mx.array, drawn: Sequence[Drawn], _: float) -> mx.array:
+    top_p = _column(drawn, lambda params: max(params.top_p, 1 / HUGE))
+    return apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
+
+
+def _keep_min_p(logprobs: mx.array, drawn: Sequence[Drawn], _: float) -> mx.array:
+    log_min_p = _column(drawn, lambda params: math.log(params.min_p))
+    least = logprobs.max(axis=-1, keepdims=True) + log_min_p  # mlx-lm's apply_min_p takes no array
+    return mx.where(logprobs < least, -mx.inf, logprobs)
+
+
+def _exclude_top_choices(logprobs: mx.array, drawn: Sequence[Drawn], _: float) -> mx.array:
     """mlx-lm's ``apply_xtc`` after the random decision for each row: remove the tokens above the
     threshold, except for the least likely of them and special tokens.
     """
@@ -441,8 +434,37 @@ def _exclude_top_choices(
     probabilities = mx.softmax(logprobs, axis=-1)
     above = mx.where(probabilities > thresholds, probabilities, mx.inf)
     is_removed = probabilities > above.min(axis=-1, keepdims=True)
-    spared = [(row, token) for row, (state, _) in enumerate(drawn) for token in state.xtc_spared]
+    spared = [
+        (row, token)
+        for row, (state, _) in enumerate(drawn)
+        for token in state.params.xtc_special_tokens
+    ]
     if spared:
         rows, tokens = zip(*spared, strict=True)
         is_removed[mx.array(rows), mx.array(tokens)] = False
     return mx.where(is_removed, -mx.inf, logprobs)
+
+
+def _keep_top_k(logprobs: mx.array, drawn: Sequence[Drawn], top_k: float) -> mx.array:
+    is_less = top_k < logprobs.shape[-1]
+    return apply_top_k(logprobs, int(top_k)) if is_less else logprobs
+
+
+# In the order of mlx-lm's ``make_sampler``.
+FILTERS = (
+    Filter(lambda params: params.top_p < 1, _keep_top_p),
+    Filter(lambda params: params.min_p > 0, _keep_min_p),
+    Filter(lambda params: params.xtc_probability > 0, _exclude_top_choices),
+    Filter(lambda params: max(params.top_k, 0), _keep_top_k),
+)
+
+
+def filter_logprobs(
+    logprobs: mx.array,  # [num_requests, vocab_size]
+    drawn: Sequence[Drawn],  # [num_requests], of one group
+) -> mx.array:
+    """Apply the filters of a group like mlx-lm's ``make_sampler``, the temperature last."""
+    for each, value in zip(FILTERS, drawn[0][0].group or (), strict=True):
+        if value:
+            logprobs = each.apply(logprobs, drawn, value)
+    return logprobs * mx.array([[state.scale] for state, _ in drawn], dtype=mx.float32)

@@ -375,7 +375,7 @@ class PrefixHistory:
             elif other is not None and other.is_running:
                 reason = "pending"
         elif other is None or not position or position < num_cached_tokens:
-            # More may be cached than is remembered, such as blocks from disk.
+            # More may be cached than is remembered, such as blocks from a tier.
             reason, other, position = "new", None, num_cached_tokens
         elif position == len(other.token_ids):
             reason = "continued"

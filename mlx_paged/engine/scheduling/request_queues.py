@@ -155,7 +155,8 @@ class RequestQueues:
         if not self.are_shared:
             return
         active = [share for share in self._shares.values() if share.is_active]
-        active.sort(key=attrgetter("step_turn"))
+        # First, with the tokens for prompts: one of whom nothing runs yet, then the least work.
+        active.sort(key=lambda share: (share.num_running > 0, share.work, share.number))
         if any(share.rank != rank for rank, share in enumerate(active)):
             for rank, share in enumerate(active):
                 share.rank = rank
@@ -189,7 +190,8 @@ class RequestQueues:
         if not self.are_shared:
             return () if passed else self.waiting
         users = [share for share in self._shares.values() if share.waiting]
-        users.sort(key=attrgetter("admission_turn"))
+        # The next is the one of whom the fewest completions run, then the one with the least work.
+        users.sort(key=attrgetter("num_running", "work", "number"))
         if passed:
             last = min(each.order[1] for each in passed) + MAX_PASSING
             heads = (each.waiting[0] for each in users if not each.num_running)
@@ -298,11 +300,11 @@ class RequestQueues:
             num_needed += manager.num_needed_blocks(completion.seq_id, num_new_tokens)
         return num_needed <= num_free
 
-    def num_blocks_to_give_up(self, completion: Completion) -> int:
+    def num_blocks_to_shrink_by(self, completion: Completion) -> int:
         """By how many blocks the pool has to shrink so that a waiting request, which fits, and the
         states of its sequences are admitted; 0 if it does not fit.
         """
-        num_blocks = self._cache.num_blocks_to_give_up(completion.num_seqs)
+        num_blocks = self._cache.num_blocks_to_shrink_by(completion.num_seqs)
         num_places = self.num_places([*self.running, completion])
         if num_blocks <= 0 or num_places > self._config.max_num_seqs:
             return 0

@@ -29,7 +29,7 @@ from mlx_paged.engine.scheduling.batch import (
 )
 from mlx_paged.engine.scheduling.prefix_cache import FoundPrefix, PrefixCache, SwapSpace
 from mlx_paged.engine.scheduling.request_queues import RequestQueues, place_of
-from mlx_paged.engine.scheduling.step_budget import TokenBudgets, limits_of, token_budget
+from mlx_paged.engine.scheduling.step_budget import TokenBudgets, token_budget
 from mlx_paged.engine.speculation.speculation import (
     NO_SPECULATION,
     Speculation,
@@ -42,7 +42,7 @@ from mlx_paged.request import SeqId, StopReason
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.cache import KVCache
     from mlx_paged.cache.contiguous import ContiguousKVCache
-    from mlx_paged.engine.storing.disk_cache import DiskCache
+    from mlx_paged.engine.storing.tier_cache import TierCache
 
 # The most rows of logits that a step computes for the log-probabilities of prompts. 256 rows of
 # 152,000 logits take 156 MB in float32, several times over.
@@ -100,7 +100,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
-        tier: DiskCache | None = None,
+        tier: TierCache | None = None,
         context_length: int | None = None,
         unshared: ContiguousKVCache | None = None,
     ):
@@ -118,10 +118,11 @@ class Scheduler:
         self.waiting: Sequence[Completion] = self._queues.waiting
         self.completions: Mapping[SeqId, Completion] = MappingProxyType(self._queues.completions)
         self.verification = Verification(manager, self._prefix_cache)
-        self.limits = limits_of(config)
+        limit = config.max_num_batched_tokens
+        self.limits = TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
         self.num_steps = 0
         self.num_preemptions = 0
-        self._disk_cache = tier
+        self._tier_cache = tier
         self._block_size = manager.pool.block_size
         self._max_num_tokens = 0  # of one request, in the newest step
 
@@ -197,7 +198,7 @@ class Scheduler:
         running, manager, queues = self.running, self.manager, self._queues
         queues.rank()
         if self.waiting and manager.states is not None and not is_ahead:
-            self._give_up_blocks(only)
+            self._shrink_pool(only)
         self.num_steps += 1
         self._max_num_tokens = queues.max_num_tokens()
         max_more, limits = self.speculation.max_more, self.limits
@@ -262,7 +263,7 @@ class Scheduler:
             return None
         queues.rank()
         first = next(iter(queues.in_turn()), None)
-        if first is not None and queues.num_blocks_to_give_up(first) > 0:
+        if first is not None and queues.num_blocks_to_shrink_by(first) > 0:
             return None
         urgent = self._first_urgent()
         if urgent is not None and queues.requests_to_preempt(
@@ -278,16 +279,16 @@ class Scheduler:
                 completion.token_ids.append(PENDING_TOKEN)
         return self.schedule(None, budgets, is_ahead=True)
 
-    def _give_up_blocks(self, only: Completion | None) -> None:
+    def _shrink_pool(self, only: Completion | None) -> None:
         """Shrink the pool if it has memory that the recurrent states of the next waiting request
         need. No step is in flight, and none is planned on the blocks that move.
         """
         completion = only or self._first_ready(self._queues.in_turn())
         if completion is None or completion.seq_id in self.manager.tables:
             return
-        num_blocks = self._queues.num_blocks_to_give_up(completion)
+        num_blocks = self._queues.num_blocks_to_shrink_by(completion)
         if num_blocks > 0:
-            self.cache.give_up(self.manager.give_up_blocks(num_blocks))
+            self.cache.shrink_slabs(self.manager.shrink_pool(num_blocks))
 
     def _next_chunk(self, plan: Batch, completion: Completion, num_after: int) -> int:
         """How many tokens of its prompt a running request computes in this step. It leaves a token
@@ -303,13 +304,13 @@ class Scheduler:
 
     def _first_ready(self, waiting: Iterable[Completion]) -> Completion | None:
         """The first waiting request that does not have to wait for blocks to be read."""
-        if self._disk_cache is None:
+        if self._tier_cache is None:
             return next(iter(waiting), None)
-        return self._disk_cache.first_ready(waiting, self._queues, self._prefix_cache)
+        return self._tier_cache.first_ready(waiting, self._queues, self._prefix_cache)
 
     def _end_prefetch(self, completion: Completion) -> int:
         """A request leaves the queue; returns how many tokens were read for it."""
-        return 0 if self._disk_cache is None else self._disk_cache.end_prefetch(completion)
+        return 0 if self._tier_cache is None else self._tier_cache.end_prefetch(completion)
 
     def _first_urgent(self, passed: Sequence[Completion] = ()) -> Completion | None:
         """The first waiting request, if a running one may be preempted for it, or if it is the turn
@@ -355,8 +356,8 @@ class Scheduler:
             return
         queues, tables, max_num_seqs = self._queues, self.manager.tables, self.config.max_num_seqs
         num_running = queues.num_places(self.running)
-        if self._disk_cache is not None:
-            self._disk_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
+        if self._tier_cache is not None:
+            self._tier_cache.prefetch(queues.in_turn(), queues, self._prefix_cache)
         while self.waiting and plan.token_budget > 0 and num_running < max_num_seqs:
             completion = plan.only or self._first_ready(queues.in_turn(plan.passed))
             # ``plan.only`` may run already, or have just ended.
@@ -389,7 +390,8 @@ class Scheduler:
         num_groups = len(self.manager.retentions)
         num_slots = num_held - computed.num_tokens + num_new_tokens
         num_new_blocks = -(-num_slots // self._block_size) * num_groups
-        self.cache.make_room(computed.num_loaded_blocks + num_new_blocks, completion.num_seqs)
+        num_new_blocks += computed.num_loaded_blocks
+        self.cache.make_room(num_new_blocks, completion.num_seqs, computed.num_free_blocks)
         num_fitting = self.manager.max_fitting(completion.seq_id, num_slots, num_left, computed)
         copies = self.manager.allocate_slots(completion.seq_id, num_fitting, computed)
         if copies is None:
@@ -462,8 +464,8 @@ class Scheduler:
         held, block_ids = self.manager.describe(completion.seq_id)
         if self.swap_space.reserve(completion.seq_id, held):
             plan.swap_outs.append(SwapOut(completion.seq_id, block_ids))
-        elif self._disk_cache is not None:
-            self._disk_cache.save_preempted(completion)
+        elif self._tier_cache is not None:
+            self._tier_cache.save_preempted(completion)
         self.manager.free(completion.seq_id)
         plan.preempted.append(completion)
         self._queues.requeue(completion)
@@ -518,8 +520,8 @@ class Scheduler:
     def start_over(self) -> None:
         """Let all running requests wait again, after all K/V in the pool were lost."""
         self.manager.reset()
-        if self._disk_cache is not None:
-            self._disk_cache.clear()
+        if self._tier_cache is not None:
+            self._tier_cache.clear()
         self._prefix_cache.clear()
         for completion in list(self.running):
             self._queues.requeue(completion)

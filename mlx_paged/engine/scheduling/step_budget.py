@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduling.batch import Batch
-from mlx_paged.options.config import SchedulerConfig
 
 # Budgets are powers of 2 from here on, up to the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
@@ -68,12 +67,6 @@ class ChosenBudgets(NamedTuple):
     step: int
     prefill: int
     mixed: int
-
-
-def limits_of(config: SchedulerConfig) -> TokenBudgets:
-    """The largest budgets."""
-    limit = config.max_num_batched_tokens
-    return TokenBudgets(limit, min(limit, config.max_num_mixed_tokens))
 
 
 def token_budget(
@@ -191,7 +184,9 @@ class StepPrice:
         last, ratio = self._last_ratio, step.seconds / self.seconds(step.num_tokens, step.context)
         self._last_ratio = ratio
         if min(last, ratio) > OUTLIER or max(last, ratio) * OUTLIER < 1:
-            self._scale(min(last, ratio) if ratio > 1 else max(last, ratio))
+            scale = min(last, ratio) if ratio > 1 else max(last, ratio)
+            self._prices = [price * scale for price in self._prices]
+            self._covariance = [[each * scale**2 for each in row] for row in self._covariance]
             self._last_ratio = 1.0
         elif ratio > OUTLIER:
             return False
@@ -218,11 +213,6 @@ class StepPrice:
                 for other, covariance in enumerate(row):
                     self._prices[other] -= covariance * price / row[index]
         self._prices = [max(0.0, price) for price in self._prices]
-
-    def _scale(self, ratio: float) -> None:
-        """Multiply all prices: the device has become slower or faster."""
-        self._prices = [price * ratio for price in self._prices]
-        self._covariance = [[each * ratio**2 for each in row] for row in self._covariance]
 
     def _drift(self) -> None:
         per_token, per_context, fixed = self._prices

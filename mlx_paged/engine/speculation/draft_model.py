@@ -92,7 +92,7 @@ class DraftModel(Drafter):
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
-    def made(self, part: Scheduled) -> list[int]:
+    def drafts_of(self, part: Scheduled) -> list[int]:
         state = self._state_of(part.completion, part.start)
         return [cast(list[int], tokens.tolist())[entry] for tokens, entry in state.drafts]
 

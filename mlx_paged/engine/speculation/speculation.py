@@ -29,8 +29,8 @@ ACCEPTANCE_RATE = 1 / 8
 class Drafter:
     """Proposes drafts for requests of which only the last token is not computed yet.
 
-    A drafter has to implement ``acceptance`` and ``propose``. The default of ``made`` is for drafts
-    that are known when they are proposed.
+    A drafter has to implement ``acceptance`` and ``propose``. The default of ``drafts_of`` is for
+    drafts that are known when they are proposed.
     """
 
     def acceptance(self, completion: Completion) -> float:
@@ -45,7 +45,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def made(self, part: Scheduled) -> Sequence[int]:
+    def drafts_of(self, part: Scheduled) -> Sequence[int]:
         """``[num_drafts]`` token ids: the drafts of a part of a step that was computed."""
         return part.draft_token_ids
 

@@ -21,7 +21,7 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity, code_of
 from mlx_paged.ops import StateRow
 from mlx_paged.options.argument_values import BOOL
-from mlx_paged.request import check_cache_salt
+from mlx_paged.request import NAME
 from mlx_paged.snapshots import (
     KVFacts,
     PromptCacheFile,
@@ -269,4 +269,4 @@ class Snapshots:
 
 
 def _keys(cache_salt: str | None) -> tuple[str, ...]:
-    return extra_hash_keys(check_cache_salt(cache_salt))
+    return extra_hash_keys(NAME.check("engine", "cache_salt", cache_salt))

@@ -2,7 +2,7 @@
 
 A model of mlx-lm passes its new K and V to a cache, receives those of the whole sequence, and calls
 ``scaled_dot_product_attention`` with them, a function that its module has imported. A
-:class:`PackedKV` returns the new rows, as arrays with a reference to it. :class:`OurAttention`
+:class:`PackedKV` returns the new rows, as arrays with a reference to it. :class:`AttentionPatch`
 replaces mlx-lm's function with one that calls the cache's ``attend`` for such arrays, and the
 original for all others. A few modules attend in another place, which is replaced in the same way.
 """
@@ -148,7 +148,7 @@ class PackedKV:
         return out[:, :, None]
 
 
-class OurAttention:
+class AttentionPatch:
     """While an object of this class lives, the modules of mlx-lm's models that were imported when
     it was made attend on :class:`FetchedKeys`. When the last one is gone, their functions are
     mlx-lm's own again.
@@ -161,7 +161,7 @@ class OurAttention:
             _put_functions()
         weakref.finalize(self, _leave, names).atexit = False
 
-    def __deepcopy__(self, memo: object) -> OurAttention:
+    def __deepcopy__(self, memo: object) -> AttentionPatch:
         return self  # A copy of a model needs the replaced functions for as long as it lives.
 
 

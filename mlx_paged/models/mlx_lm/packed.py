@@ -23,9 +23,9 @@ from mlx_paged.cache.state_bytes import state_layout
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.language_model import LanguageModel, rotate_on, stock_cache
 from mlx_paged.models.mlx_lm.attention import (
+    AttentionPatch,
     FetchedKeys,
     FetchedValues,
-    OurAttention,
     PackedKV,
     WindowMask,
 )
@@ -168,7 +168,7 @@ class Recording:
     vocab_size: int
     keeps_wanted_rows: bool
     ropes: tuple[Module | None, ...]
-    attention: OurAttention
+    attention: AttentionPatch
 
 
 class RecurrentCaches:
@@ -228,7 +228,7 @@ def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
     Raises:
         UnsuitableModelError: the model can't run on such a step.
     """
-    attention = OurAttention()
+    attention = AttentionPatch()
     windows = [
         _window_of(leaf)
         for leaf in leaves_of(recurrent.caches)

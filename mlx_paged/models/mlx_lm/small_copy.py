@@ -140,15 +140,15 @@ def _num_first_of_all_kinds(layers: Sequence[Module], model: Module) -> int:
     for index, layer in enumerate(layers):
         cache = caches[index] if has_one_each else None
         switches = [
-            (path, type(module).__name__, sorted(_switches(module)))
+            (
+                path,
+                type(module).__name__,
+                sorted(each for each in vars(module).items() if isinstance(each[1], bool)),
+            )
             for path, module in layer.named_modules()
         ]
         first.setdefault(repr((type(cache), getattr(cache, "max_size", 0), switches)), index)
     return max([min(2, len(layers)), *(index + 1 for index in first.values())])
-
-
-def _switches(module: Module) -> list[tuple[str, bool]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, bool)]
 
 
 def _is_float32(model: Module) -> bool:

@@ -158,7 +158,12 @@ def check_model(model: object) -> LanguageModel:
     """
     if isinstance(model, LanguageModel):
         return model
-    if not isinstance(model, Module) or not _is_called_as_mlx_lm(model):
+    is_called_as_mlx_lm = (
+        isinstance(model, Module)
+        and (hasattr(model, "make_cache") or hasattr(model, "layers"))
+        and "cache" in inspect.signature(type(model).__call__).parameters
+    )
+    if not isinstance(model, Module) or not is_called_as_mlx_lm:
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
         raise ArgumentError(
             f"[model] model must be one that mlx_paged.load or mlx_lm.load returns, got {kind}",
@@ -182,11 +187,6 @@ def check_model(model: object) -> LanguageModel:
     # A plain attribute: as a submodule, it would contain the model that contains it.
     object.__setattr__(model, _ADAPTED, found)
     return found
-
-
-def _is_called_as_mlx_lm(model: Module) -> bool:
-    has_caches = hasattr(model, "make_cache") or hasattr(model, "layers")
-    return has_caches and "cache" in inspect.signature(type(model).__call__).parameters
 
 
 def layer_specs_of(model: Module) -> list[LayerSpec]:

@@ -21,22 +21,20 @@ from mlx_paged.server.anthropic.messages import (
 from mlx_paged.server.generations import (
     Answer,
     AnswerBlock,
-    AnswerState,
     BlockEvent,
     CompletionState,
     Generation,
     parts_of,
 )
 from mlx_paged.server.http.sse import event
-from mlx_paged.server.routes import RequestContext
+from mlx_paged.server.routes import Renderer, RequestContext
 
 C = TypeVar("C", bound=AnyRequest)
 
 
 async def messages(context: RequestContext[MessagesRequest]) -> Response:
     """The answer to a conversation, as one object or as events."""
-    body, generation = await _prepare(context)
-    return await context.respond(MessageRenderer(context, body, generation), generation)
+    return await context.respond(MessageRenderer(context, *await _prepare(context)))
 
 
 async def count_tokens(context: RequestContext[CountRequest]) -> Response:
@@ -51,30 +49,20 @@ async def _prepare(context: RequestContext[C]) -> tuple[C, Generation]:
     return await context.prepare_chat(read_messages_body, leaves_out=has_betas)
 
 
-class MessageRenderer:
+class MessageRenderer(Renderer[MessagesRequest]):
     """Renders an answer."""
 
-    def __init__(
-        self,
-        context: RequestContext[MessagesRequest],
-        body: MessagesRequest,
-        generation: Generation,
-    ):
-        thinking = body.thinking
-        self.request_id, self.is_streamed = context.request_id, body.stream
-        self._model = body.model_name(context.service)
-        self._params = generation.params
-        # If false, thinking blocks have no text.
-        self._shows_thinking = thinking is None or thinking.display != "omitted"
-        self._has_context_management = body.context_management is not None
-        self._state = AnswerState(generation.answer_format)
+    @property
+    def _shows_thinking(self) -> bool:
+        """Whether thinking blocks have a text."""
+        thinking = self.body.thinking
+        return thinking is None or thinking.display != "omitted"
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
         [output] = outputs
-        [(completion, part)] = self._state.parts(output)
+        [(completion, part)] = self.states[0].parts(output)
         completion.add(part)
-        content = [self._whole_block(block) for block in completion.blocks]
+        content = [self._block(block, is_whole=True) for block in completion.blocks]
         has_calls = any(block["type"] == "tool_use" for block in content)
         return {
             **self._start(),
@@ -85,7 +73,7 @@ class MessageRenderer:
     async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
         """The events of a stream: the message's start, its blocks one after another, its end."""
         async for _, output in parts_of(answers):
-            for completion, part in self._state.parts(output):
+            for completion, part in self.states[0].parts(output):
                 is_first, events = not completion.has_begun, completion.add(part)
                 if is_first:
                     yield event({"type": "message_start", "message": self._start()})
@@ -105,30 +93,30 @@ class MessageRenderer:
             "id": f"msg_{self.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        if self._has_context_management:
+        if self.body.context_management is not None:
             message["context_management"] = {"applied_edits": []}
         return message
 
     def _end(self, completion: CompletionState, has_calls: bool) -> dict[str, Any]:
         """The fields that say why the answer ended."""
-        stop, most = completion.stop_reason, self._params.max_tokens
+        stop, most = completion.stop_reason, self.params.max_tokens
         reason = "tool_use" if has_calls else "end_turn"
         if completion.finish_reason == "length":
             is_own_limit = most is not None and completion.num_tokens >= most
             reason = "max_tokens" if is_own_limit else "model_context_window_exceeded"
-        elif isinstance(stop, str) and stop in self._params.stop:
+        elif isinstance(stop, str) and stop in self.params.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """The usage so far. Everything is cached, so no tokens count as cache creation."""
-        usage = self._state.usage
+        usage = self.states[0].usage
         return {
             "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
             "cache_read_input_tokens": usage.num_cached_tokens,
@@ -142,7 +130,8 @@ class MessageRenderer:
         block = each.block
         place = {"index": block.index}
         if each.what == "start":
-            yield {"type": "content_block_start", **place, "content_block": _new_block(block)}
+            new = self._block(block, is_whole=False)
+            yield {"type": "content_block_start", **place, "content_block": new}
             return
         if each.what == "end":
             if block.kind == "reasoning":
@@ -153,17 +142,21 @@ class MessageRenderer:
             kind, name = _DELTAS[block.kind]
             yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: each.text}}
 
-    def _whole_block(self, block: AnswerBlock) -> dict[str, Any]:
-        text, new = block.text, _new_block(block)
-        if block.kind == "text":
-            return {**new, "text": text}
+    def _block(self, block: AnswerBlock, is_whole: bool) -> dict[str, Any]:
+        """A whole block, or its beginning without a text."""
+        text = block.text if is_whole else ""
+        if block.call is not None:
+            arguments = _object_of(text) if is_whole else {}
+            if arguments is None:
+                # Python reads no integer of more than 4,300 digits.
+                return {"type": "text", "text": f"{block.call.name} {text}"}
+            call = {"id": block.call.call_id, "name": block.call.name, "input": arguments}
+            return {"type": "tool_use", **call}
         if block.kind == "reasoning":
+            signature = signature_of(text) if is_whole else ""
             shown = text if self._shows_thinking else ""
-            return {**new, "thinking": shown, "signature": signature_of(text)}
-        if _is_object(text):
-            return {**new, "input": json.loads(text)}
-        # Python reads no integer of more than 4,300 digits.
-        return {"type": "text", "text": f"{new['name']} {text}"}
+            return {"type": "thinking", "thinking": shown, "signature": signature}
+        return {"type": "text", "text": text}
 
 
 # The type of a delta and the field with its text.
@@ -174,21 +167,12 @@ _DELTAS = {
 }
 
 
-def _new_block(block: AnswerBlock) -> dict[str, Any]:
-    """A block without its text."""
-    if block.call is not None:
-        call = block.call
-        return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
-
-
-def _is_object(text: str) -> bool:
+def _object_of(text: str) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(text), dict)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def signature_of(thinking: str) -> str:

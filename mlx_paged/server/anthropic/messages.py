@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.conversations import (
     Content,
@@ -15,16 +14,13 @@ from mlx_paged.server.conversations import (
     OtherPart,
     TextPart,
     checked_tool_choice,
-    function_tool,
     refuse_second_names,
     texts_of,
-    tool_fields,
 )
 from mlx_paged.server.fields import (
     ModelFields,
     RequestedFormat,
     StopTexts,
-    fields_of,
     make_params,
     read_format,
 )
@@ -39,6 +35,7 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import Tool
 
 # A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
 # with each request, so prompts with it would share no prefix.
@@ -76,20 +73,18 @@ class ResultBlock(ContentBlock):
     is_error: bool = False
 
 
+AnswerPart = Annotated[
+    TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
+]
+QuestionPart = Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]
+
+
 class AssistantTurn(Repeated):
     """A message of the model."""
 
     place = "messages[]"
     role: Literal["assistant"]
-    content: Annotated[
-        str
-        | Children[
-            Annotated[
-                TextPart | ThinkingBlock | RedactedBlock | CallBlock | OtherPart, OneOf("type")
-            ]
-        ],
-        OneOf(),
-    ]
+    content: Annotated[str | Children[AnswerPart], OneOf()]
 
 
 class UserTurn(Repeated):
@@ -97,9 +92,7 @@ class UserTurn(Repeated):
 
     place = "messages[]"
     role: Literal["user", "msg"]
-    content: Annotated[
-        str | Children[Annotated[TextPart | ResultBlock | OtherPart, OneOf("type")]], OneOf()
-    ]
+    content: Annotated[str | Children[QuestionPart], OneOf()]
 
 
 class SystemTurn(Repeated):
@@ -125,10 +118,6 @@ class AnthropicTool(Repeated):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
-
-    def as_function(self) -> dict[str, Any]:
-        """The tool in the form that chat templates take, which is OpenAI's."""
-        return function_tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class ToolChoice(Body):
@@ -219,8 +208,13 @@ AnyRequest = MessagesRequest | CountRequest
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
     request.model_name(service)
-    tools = tuple(tool.as_function() for tool in request.tools)
-    choice = _tool_choice(request.tool_choice, tools)
+    tools = tuple(
+        Tool.of(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict, "input_schema")
+        for i, t in enumerate(request.tools)
+    )
+    refuse_second_names(tools)
+    requested_choice = request.tool_choice or ToolChoice(type="auto")
+    choice = _tool_choice(requested_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort
     if thinking is None:
         # Off by default, as in Anthropic's API, unless the server was started with another default.
@@ -238,15 +232,22 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     fields = {
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
-        **tool_fields([f"tools[{index}]" for index in range(len(tools))], "input_schema"),
-        **fields_of(requested),
+        **requested.fields,
     }
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    values = {
+        **{name: getattr(request, name) for name in names},
+        "stop": request.stop_sequences,
+        "thinking_token_budget": thinking and thinking.budget_tokens,
+        "structured_outputs": requested.params,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
     return ChatJob(
         messages,
-        _read_params(request, service, requested, fields),
+        make_params(service.default_params, given, fields),
         tools,
         choice,
-        request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
+        not requested_choice.disable_parallel_tool_use,
         options,
         request.priority,
         request.cache_salt or None,
@@ -255,45 +256,23 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     )
 
 
-def _requested_format(request: AnyRequest) -> RequestedFormat | None:
+def _requested_format(request: AnyRequest) -> RequestedFormat:
     """The JSON that is requested, if any."""
-    in_config = request.output_config.format
-    if in_config is not None:
-        return read_format("output_config.format.schema", json=in_config.schema_)
-    if request.output_format is not None:
-        return read_format("output_format.schema", json=request.output_format.schema_)
-    return None
+    places = {
+        "output_config.format.schema": request.output_config.format,
+        "output_format.schema": request.output_format,
+    }
+    given = [(place, form.schema_) for place, form in places.items() if form is not None]
+    return read_format(given[0][0], json=given[0][1]) if given else RequestedFormat()
 
 
-def _read_params(
-    request: AnyRequest,
-    service: Service,
-    requested: RequestedFormat | None,
-    fields: Mapping[str, str],
-) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "max_tokens")
-    values = {name: getattr(request, name) for name in names}
-    values["stop"] = request.stop_sequences
-    if request.thinking is not None:
-        values["thinking_token_budget"] = request.thinking.budget_tokens
-    values = {name: value for name, value in values.items() if value is not None}
-    if requested is not None:
-        values["structured_outputs"] = requested.params
-    return make_params(service.default_params, values, fields)
-
-
-def _tool_choice(choice: ToolChoice | None, tools: tuple[dict[str, Any], ...]) -> str:
+def _tool_choice(choice: ToolChoice, tools: Sequence[Tool]) -> str:
     """The choice in OpenAI's terms."""
-    refuse_second_names([tool["function"]["name"] for tool in tools])
-    if choice is None:
-        return "auto"
-    if choice.type == "tool":
-        if choice.name is None:
-            raise refused("tool_choice.name", "is missing")
-        return checked_tool_choice(choice.name, "tool_choice.name", tools)
-    if choice.type == "any" and not tools:
-        raise refused("tool_choice", "is 'any', but there are no tools; send some")
-    return "required" if choice.type == "any" else choice.type
+    if choice.type != "tool":
+        return checked_tool_choice(choice.type, "", tools)
+    if choice.name is None:
+        raise refused("tool_choice.name", "is missing")
+    return checked_tool_choice(choice.name, "tool_choice.name", tools)
 
 
 # Messages

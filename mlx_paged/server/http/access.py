@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import json
 from collections.abc import Mapping
@@ -67,37 +66,29 @@ class Access(Guard):
         self._read(settings.api_keys if key_file is None else key_file.keys)
 
     def _read(self, keys: tuple[ApiKey, ...]) -> None:
-        # Digests have equal lengths, so the time of a comparison reveals nothing about a key.
         is_alone = num_users(keys) == 1
         self._keys = keys
-        self._principals = [
-            (_digest(key.key.encode()), _principal_of(key, self._share_cache, is_alone))
+        # By digest, so that the time of a lookup reveals nothing about a key.
+        self._principals = {
+            _digest(key.key.encode()): _principal_of(key, self._share_cache, is_alone)
             for key in keys
-        ]
+        }
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        key = _key_in(dict(scope["headers"]))
-        principal = self._principal_with(key)
-        if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
-            principal = ANONYMOUS
-        if principal is None:
-            return _refusal(key)
-        scope.setdefault("state", {})["principal"] = principal
-        return None
-
-    def _principal_with(self, key: bytes | None) -> Principal | None:
         if self._key_file is not None and self._key_file.keys is not self._keys:
             self._read(self._key_file.keys)
-        if not self._principals:
-            return ANONYMOUS
-        if key is None:
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS
+        principal = ANONYMOUS if is_open or not self._keys else None
+        key = _key_in(dict(scope["headers"]))
+        if key is not None:
+            principal = self._principals.get(_digest(key), principal)
+        if principal is not None:
+            scope.setdefault("state", {})["principal"] = principal
             return None
-        digest = _digest(key)
-        found = None
-        for expected, principal in self._principals:  # no early exit: constant time
-            if hmac.compare_digest(expected, digest):
-                found = principal
-        return found
+        what = "the API key is wrong"
+        if key is None:
+            what = "no API key was given; send it as Authorization: Bearer KEY or as x-api-key: KEY"
+        return ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -106,14 +97,6 @@ def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()
     return headers.get(b"x-api-key", b"").strip() or None
-
-
-def _refusal(key: bytes | None) -> ApiError:
-    if key is None:
-        what = "no API key was given; send it as Authorization: Bearer KEY or as x-api-key: KEY"
-    else:
-        what = "the API key is wrong"
-    return ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
@@ -144,11 +127,10 @@ class OriginGuard(Guard):
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_loopback: bool):
         super().__init__(app)
-        self._origins = frozenset(settings.cors_origins)
-        self._hosts = frozenset(settings.allowed_hosts)
+        self._origins = settings.cors_origins
+        self._hosts = {*settings.allowed_hosts, settings.host.lower()}
         self._is_loopback = is_loopback
-        self._is_any_host = not is_loopback and not self._hosts and bool(settings.api_keys)
-        self._own_host = settings.host.lower()
+        self._is_any_host = not (is_loopback or settings.allowed_hosts or not settings.api_keys)
 
     def refusal(self, scope: Scope) -> ApiError | None:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
@@ -179,7 +161,7 @@ class OriginGuard(Guard):
         if self._is_any_host:
             return True
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name in self._hosts or name == self._own_host or is_loopback_name(name):
+        if name in self._hosts or is_loopback_name(name):
             return True
         return not self._is_loopback and _address(name) is not None
 

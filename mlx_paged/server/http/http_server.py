@@ -5,15 +5,15 @@ shutdown.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import math
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -34,6 +34,7 @@ logger = logging.getLogger("mlx_paged.server")
 BACKLOG = 2048
 ABORT_SECONDS = 5.0  # for aborted answers to send their error
 STOP_SECONDS = 1.0  # after that, for a step to end, and for the answers that it held up
+STEP_SECONDS = 5.0  # for a step to end once no request is left
 MAX_CONNECTIONS = 1024
 _TICKS_PER_CHECK, _TICKS_PER_REREAD = 5, 10  # of connections, of the key file; 10 are a second
 _RESTART_SECONDS, _CONNECTION_SECONDS = "10", "5"  # after which a client may retry
@@ -58,21 +59,29 @@ def bind(host: str, port: int) -> list[socket.socket]:
             f"[server] host {shown(host)} is unknown: {system_reason(error)}", "host"
         ) from error
     sockets: list[socket.socket] = []
-    refusal: OSError | None = None
+    number = None  # of the system's refusal
     for family, _, _, _, address in dict.fromkeys(infos):
         if port == 0 and sockets:
             break  # a port that is free on one address may be in use on another
         try:
             sockets.append(_listen(family, address))
         except OSError as error:
-            refusal = error
+            number = error.errno
             # "localhost" may have an IPv6 address on a machine without IPv6.
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            if number not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 break
-    if not sockets or (refusal and refusal.errno in (errno.EADDRINUSE, errno.EACCES)):
-        close_all(sockets)
-        raise _bind_error(host, port, refusal)
-    return sockets
+    if sockets and number not in (errno.EADDRINUSE, errno.EACCES):
+        return sockets
+    close_all(sockets)
+    argument = "port"
+    if number == errno.EADDRINUSE:
+        what = f"port {port} is in use on {host}; choose another with --port, or 0 for a free one"
+    elif number == errno.EACCES:
+        what = f"there is no permission to listen on port {port}; choose another with --port"
+    else:
+        why = os.strerror(number) if number else "it has no address"
+        what, argument = f"can't listen on host {shown(host)}: {why}", "host"
+    raise ArgumentError(f"[server] {what}", argument)
 
 
 def close_all(sockets: list[socket.socket]) -> None:
@@ -81,32 +90,10 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def _listen(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.create_server(address, family=family, backlog=BACKLOG)
     # Unless TCP is named, asyncio leaves Nagle's algorithm on, and the second part of each response
     # waits for the client's delayed acknowledgement, 40 ms.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-        made.setblocking(False)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _bind_error(host: str, port: int, error: OSError | None) -> ArgumentError:
-    number = error.errno if error else None
-    if number == errno.EADDRINUSE:
-        what = f"port {port} is in use on {host}; choose another with --port, or 0 for a free one"
-    elif number == errno.EACCES:
-        what = f"there is no permission to listen on port {port}; choose another with --port"
-    else:
-        why = system_reason(error) if error else "it has no address"
-        return ArgumentError(f"[server] can't listen on host {shown(host)}: {why}", "host")
-    return ArgumentError(f"[server] {what}", "port")
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, made.detach())
 
 
 def is_loopback(sockets: list[socket.socket]) -> bool:
@@ -256,7 +243,8 @@ class HttpServer(uvicorn.Server):
     """Serves until a signal arrives or the engine fails.
 
     To shut down, it stops listening, answers 503 on open connections, and lets running answers
-    continue for ``drain_seconds``. Then it aborts them, and each ends with an error.
+    continue for ``drain_seconds``. Then it aborts them, and each ends with an error. At last it
+    ends the engine.
 
     Args:
         app: contains ``gate``.
@@ -265,7 +253,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         has_failed: whether the engine stopped by itself.
-        is_hung_up: whether a SIGHUP arrived that was not handled yet.
+        has_abandoned: whether a step of the engine did not end.
     """
 
     def __init__(
@@ -293,25 +281,42 @@ class HttpServer(uvicorn.Server):
                 backlog=BACKLOG,
             )
         )
-        self.has_failed = False
-        self.is_hung_up = False
+        self.has_failed = self.has_abandoned = False
         self._key_file = key_file
         self._had_terminal = has_terminal()
         self._gate = gate
         self._engine = engine
-        self._drain_seconds = settings.drain_seconds
-        self._step_timeout = settings.step_timeout
-        self._step_hangs = False
+        self._settings = settings
+        self._step_hangs = self._was_interrupted = False
         self._announce = announce
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to :func:`ended_by_signals`, which remains active longer."""
-        yield
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT (Ctrl-C) end the server; a second SIGINT ends the process at once."""
+        if sig == signal.SIGINT and self._was_interrupted:
+            say("")
+            # Without waiting for the engine's step, which may take long, and without finalising
+            # Python and MLX while it runs.
+            os._exit(130)
+        if sig == signal.SIGINT:
+            self._was_interrupted = True
+            say("[waiting for running answers; press Ctrl-C again to end at once]")
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
+        if threading.current_thread() is threading.main_thread() and not is_ignored:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hang_up)
         self._announce()
+
+    def _hang_up(self) -> None:
+        """Handle SIGHUP. It ends the server if its terminal was closed, which sends one; otherwise
+        a server with a key file rereads it.
+        """
+        if self._key_file is None or (self._had_terminal and not has_terminal()):
+            self.should_exit = True
+        else:
+            self._key_file.reread()
 
     async def on_tick(self, counter: int) -> bool:
         if self._engine.stopped() is not None:
@@ -319,30 +324,20 @@ class HttpServer(uvicorn.Server):
             return True
         self._check_step()
         if counter % _TICKS_PER_CHECK == 0:
-            for connection in list(self.server_state.connections):
-                connection.check()  # type: ignore[union-attr]
-        # A SIGHUP that arrives from here on is handled in the next tick.
-        hung_up, self.is_hung_up = self.is_hung_up, False
-        if hung_up and self._ends_with_terminal():
-            return True
-        if self._key_file is not None:
-            if hung_up:
-                self._key_file.reread()
-            elif counter % _TICKS_PER_REREAD == 0:
-                self._key_file.reread_if_changed()
+            self._check_connections()
+        if self._key_file is not None and counter % _TICKS_PER_REREAD == 0:
+            self._key_file.reread_if_changed()
         return await super().on_tick(counter)
 
-    def _ends_with_terminal(self) -> bool:
-        """Whether a SIGHUP ends the server. A closed terminal sends one; otherwise a server with a
-        key file rereads it.
-        """
-        return self._key_file is None or (self._had_terminal and not has_terminal())
+    def _check_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.check()  # type: ignore[union-attr]
 
     def _check_step(self) -> None:
         """Log once that a step hangs, and when it ends after all."""
-        hangs = self._engine.step_seconds() > self._step_timeout
+        hangs = self._engine.step_seconds() > self._settings.step_timeout
         if hangs and not self._step_hangs:
-            logger.error("a step of the engine has run for %g seconds", self._step_timeout)
+            logger.error("a step of the engine has run for %g seconds", self._settings.step_timeout)
         elif self._step_hangs and not hangs:
             logger.warning("the step that hung has ended")
         self._step_hangs = hangs
@@ -352,7 +347,7 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         if not self.has_failed:
-            num_running, seconds = len(self.server_state.tasks), self._drain_seconds
+            num_running, seconds = len(self.server_state.tasks), self._settings.drain_seconds
             logger.info("shutting down; %d requests have %g s to finish", num_running, seconds)
             await self._wait_for_answers(seconds)
         if self.server_state.tasks:
@@ -363,6 +358,9 @@ class HttpServer(uvicorn.Server):
             await asyncio.to_thread(self._engine.shutdown, STOP_SECONDS)
             await self._wait_for_answers(STOP_SECONDS)
         await super().shutdown(sockets)
+        if not self.has_failed:
+            has_ended = await asyncio.to_thread(self._engine.shutdown, STEP_SECONDS)
+            self.has_abandoned = not has_ended
 
     async def _wait_for_answers(
         self, seconds: float, before_each_check: Callable[[], None] = lambda: None
@@ -371,6 +369,7 @@ class HttpServer(uvicorn.Server):
         tasks, end = self.server_state.tasks, time.monotonic() + seconds
         while tasks and time.monotonic() < end:
             before_each_check()
+            self._check_connections()
             await asyncio.sleep(0.05)
 
 
@@ -381,35 +380,3 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def ended_by_signals(server: HttpServer) -> Iterator[None]:
-    """SIGTERM and SIGINT (Ctrl-C) end the server; a second SIGINT ends the process at once. SIGHUP
-    is handled by the server, unless it is ignored, as under ``nohup``.
-    """
-    interrupts: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and interrupts:
-            say("")
-            # Without waiting for the engine's step, which may take long, and without finalising
-            # Python and MLX while it runs.
-            os._exit(130)
-        if number == signal.SIGINT:
-            interrupts.append(number)
-            say("[waiting for running answers; press Ctrl-C again to end at once]")
-        if number == signal.SIGHUP:
-            server.is_hung_up = True
-        else:
-            server.should_exit = True
-
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signals.append(signal.SIGHUP)
-    before = {each: signal.signal(each, handle) for each in signals}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -9,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.request import PENDING_TOKEN
-from mlx_paged.server.errors import ApiError, ClientLeftError, error_response
+from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS
 
 BODY_SECONDS = 60.0
@@ -67,7 +67,7 @@ class Limits:
             if scope["method"] in _METHODS_WITH_BODY:
                 receive = _replay(await self._body(scope, receive, held), receive)
             await self._app(scope, receive, send)
-        except ClientLeftError:
+        except ClientDisconnect:
             pass
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
@@ -78,31 +78,30 @@ class Limits:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
+        chunks: list[bytes] = []
+        message: Message = {"more_body": True}
         try:
             async with asyncio.timeout(self._body_seconds):
-                return await self._read(receive, held)
+                while message.get("more_body"):
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunks.append(message.get("body", b""))
+                    self._count(len(chunks[-1]), held)
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body was not complete after {self._body_seconds:g} seconds"
-            ) from error
+            text = f"the body was not complete after {self._body_seconds:g} seconds"
+            raise ApiError(408, text) from error
+        return b"".join(chunks)
 
-    async def _read(self, receive: Receive, held: _Held) -> bytes:
-        chunks: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            held.num_bytes += len(chunk)
-            self._nbytes_held[held.user] += len(chunk)
-            if held.num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
-            if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
-                raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
-            if not message.get("more_body"):
-                return b"".join(chunks)
+    def _count(self, num_bytes: int, held: _Held) -> None:
+        """Add bytes to what is held; raises :class:`ApiError` if that becomes too much."""
+        held.num_bytes += num_bytes
+        self._nbytes_held[held.user] += num_bytes
+        if held.num_bytes > self._max_body_bytes:
+            raise self._too_large()
+        is_too_much = self._nbytes_held[held.user] > held.max_num_bytes
+        if is_too_much or self._nbytes_held.total() > self._max_num_bytes:
+            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -138,30 +137,25 @@ class Counts(NamedTuple):
     """Numbers of sequences in an engine.
 
     Args:
-        num_new: running or waiting sequences without a first token. These are also pending here.
-        by_user: running and waiting sequences, and those without a first token, of each user.
+        begun: running or waiting sequences that have a first token, by user.
     """
 
     num_running: int
     num_waiting: int
-    num_new: int
-    by_user: Mapping[str | None, tuple[int, int]] = MappingProxyType({})
+    begun: Mapping[str | None, int]
 
 
 def counts_of(engine: AsyncEngine) -> Counts:
     """The current numbers of an engine, read without waiting for its step."""
     scheduler = engine.engine.scheduler
     running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
-    num_new = 0
-    by_user: dict[str | None, tuple[int, int]] = {}
-    for completion in (*running, *waiting):
+    begun = Counter(
+        completion.request.user
+        for completion in (*running, *waiting)
         # The pending token of the step in flight does not count yet.
-        is_new = completion.num_output_tokens == (completion.token_ids[-1] == PENDING_TOKEN)
-        num_new += is_new
-        user = completion.request.user
-        num_of_user, num_new_of_user = by_user.get(user, (0, 0))
-        by_user[user] = num_of_user + 1, num_new_of_user + is_new
-    return Counts(len(running), len(waiting), num_new, by_user)
+        if completion.num_output_tokens > (completion.token_ids[-1] == PENDING_TOKEN)
+    )
+    return Counts(len(running), len(waiting), begun)
 
 
 class QueueLimit:
@@ -170,10 +164,10 @@ class QueueLimit:
         with admission.admit(params.n):
             ...                             # until the first token arrives
 
-    Sequences wait in the engine, for one of ``max_num_seqs`` places or for K/V memory. The engine
-    reports how many there are; sequences that it has not added yet, because a step is running, are
-    counted here. Sequences with a first token are counted by the engine only, so a slow reader
-    takes no place in the queue.
+    Sequences wait in the engine, for one of ``max_num_seqs`` places or for K/V memory. Those
+    without a first token are counted here, since the engine does not know yet those that arrive
+    while a step is running; those with a first token are counted by the engine only, so a slow
+    reader takes no place in the queue.
 
     A user who has less than an equal share of all places, running and waiting, is admitted although
     the queue is full of the requests of others. With k users there, these may then be up to 1 + 1/2
@@ -217,16 +211,14 @@ class QueueLimit:
             ApiError: 503 with ``Retry-After`` if too many sequences are waiting, and those of this
                 user are more than an equal share of them.
         """
-        num_running, num_waiting, num_new, by_user = self._counts()
-        num_unseen = max(self.num_pending - num_new, 0)
-        num_admitted = num_running + num_waiting + num_unseen
+        num_running, num_waiting, begun = self._counts()
+        num_admitted = sum(begun.values()) + self.num_pending
         # Sequences that wait while fewer than max_num_seqs run are waiting for memory.
         num_places = num_running if num_waiting else self._max_num_seqs
         max_admitted = num_places + self._max_queue_len
         if num_admitted and num_admitted + num_seqs > max_admitted:
-            users = {user, *by_user, *self._num_pending}
-            num_seen, num_new_of_user = by_user.get(user, (0, 0))
-            num_own = num_seen + max(self._num_pending[user] - num_new_of_user, 0)
+            users = {user, *begun, *self._num_pending}
+            num_own = begun.get(user, 0) + self._num_pending[user]
             # Of a user alone all are there.
             if len(users) == 1 or (num_own and (num_own + num_seqs) * len(users) > max_admitted):
                 raise self._refusal(max(num_admitted - num_places, 0))

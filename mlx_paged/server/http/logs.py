@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,24 +41,20 @@ class RequestLine:
         user: the name of the API key.
         status: the HTTP status; 0 before the response.
         is_complete: whether the whole response was sent.
+        tokens: numbers of tokens by their kind: prompt, cached, answer.
     """
 
     request_id: str
     user: str = "-"
     status: int = 0
     is_complete: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
     start: float = field(default_factory=time.perf_counter)
 
     def text(self, method: str, path: str) -> str:
         tokens = ""
-        if self.prompt_tokens:
-            tokens = (
-                f" prompt={self.prompt_tokens} cached={self.cached_tokens} "
-                f"answer={self.answer_tokens}"
-            )
+        if self.tokens["prompt"]:
+            tokens = "".join(f" {kind}={number}" for kind, number in self.tokens.items())
         end = "" if self.is_complete else " disconnected"
         seconds = time.perf_counter() - self.start
         return f"{self.user} {method} {path} {self.status or '-'}{end}{tokens} {seconds:.3f}s"
@@ -71,9 +68,7 @@ def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
     """Add numbers of tokens to the line of this task's request."""
     line = _current.get()
     if line is not None:
-        line.prompt_tokens += prompt
-        line.cached_tokens += cached
-        line.answer_tokens += answer
+        line.tokens.update(prompt=prompt, cached=cached, answer=answer)
 
 
 def log_text(what: str, text: Callable[[], object]) -> None:
@@ -122,21 +117,18 @@ class RequestLog:
                 await send(message)
                 line.is_complete = is_last
 
-        has_failed = False
+        failure = 0
         try:
             await self._app(scope, receive, send_noting)
         except Exception:
-            has_failed = True
+            failure = 500
             raise
         finally:
-            status = line.status if line.is_complete else CLIENT_LEFT
-            self._count(scope, 500 if has_failed else status)
-            principal = state.get("principal")
-            if principal is not None:
-                line.user = principal.name
-            level = logging.INFO
-            if line.status == 200 and scope["path"] in _WATCHING_PATHS:
-                level = logging.DEBUG
+            self._count(scope, failure or (line.status if line.is_complete else CLIENT_LEFT))
+            if "principal" in state:
+                line.user = state["principal"].name
+            is_quiet = line.status == 200 and scope["path"] in _WATCHING_PATHS
+            level = logging.DEBUG if is_quiet else logging.INFO
             raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
             # Without the query, which may contain anything.
             path = raw_path.decode("latin-1").partition("?")[0]
@@ -164,19 +156,15 @@ class LineFormatter(logging.Formatter):
         self._log_prompts = log_prompts
 
     def format(self, record: logging.LogRecord) -> str:
-        line = _current.get()
-        request_id = "-" if line is None else line.request_id
-        head = f"{self.formatTime(record)} {record.levelname} {request_id}"
-        text = f"{head} {printable(self._message(record))}"
-        if record.exc_info and record.exc_info[1] is not None:
-            text += "".join(f"\n    {each}" for each in self._frames(record.exc_info[1]))
-        return text
-
-    def _message(self, record: logging.LogRecord) -> str:
+        line, error = _current.get(), record.exc_info and record.exc_info[1]
+        message = record.getMessage().rstrip()
         # asyncio's messages quote the error and the arguments of a callback.
         if record.name == "asyncio" and record.exc_info and not self._log_prompts:
-            return "an error in the event loop"
-        return record.getMessage().rstrip()
+            message = "an error in the event loop"
+        request_id = "-" if line is None else line.request_id
+        head = f"{self.formatTime(record)} {record.levelname} {request_id}"
+        frames = self._frames(error) if error else []
+        return "\n    ".join((f"{head} {printable(message)}", *frames))
 
     def _frames(self, error: BaseException) -> list[str]:
         lines = []

@@ -8,13 +8,13 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged.server.errors import (
     FAILED,
     ApiError,
-    ClientLeftError,
     WireProtocol,
     protocol_of,
     until_disconnect,
@@ -68,7 +68,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(send, protocol_of(scope)))
-        except ClientLeftError:
+        except ClientDisconnect:
             pass
         finally:
             await self._events.aclose()

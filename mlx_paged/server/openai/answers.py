@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import codecs
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from starlette.responses import Response
 
@@ -18,7 +18,6 @@ from mlx_paged.engine.text_stream import TokenTexts
 from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
 from mlx_paged.server.generations import (
     Answer,
-    AnswerState,
     BlockEvent,
     CompletionState,
     Generation,
@@ -26,41 +25,43 @@ from mlx_paged.server.generations import (
     parts_of,
 )
 from mlx_paged.server.http.sse import DONE, event
-from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, read_chat
-from mlx_paged.server.routes import RequestContext
+from mlx_paged.server.openai.chat import ChatRequest, OpenAIFields, UsageOptions, read_chat
+from mlx_paged.server.routes import Renderer, RequestContext
 
+F = TypeVar("F", bound=OpenAIFields)
 MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON can't represent
 
 
 async def chat_completions(context: RequestContext[ChatRequest]) -> Response:
     """The answer to a conversation, as one object or as events."""
-    body, generation = await context.prepare_chat(read_chat)
-    return await context.respond(ChatRenderer(context, body, generation), generation)
+    return await context.respond(ChatRenderer(context, *await context.prepare_chat(read_chat)))
 
 
-class OpenAIRenderer(ABC):
-    """Renders the answer to a request.
-
-    Args:
-        prefix: the beginning of the answer's id.
-        kind: the field ``object`` of the answer or of its chunks.
+class OpenAIRenderer(Renderer[F]):
+    """Renders the answers to a request.
 
     Attributes:
-        request_id: the id in the body, or else the id of the request.
+        prefix: the beginning of the answer's id, before the id in the body or else that of the
+            request.
+        kind, kind_of_chunk: the field ``object`` of the answer and of its chunks.
     """
 
-    def __init__(self, context: RequestContext[Any], body: OpenAIFields, prefix: str, kind: str):
-        self.is_streamed = body.stream
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    kind_of_chunk: ClassVar[str]
+
+    def __init__(self, context: RequestContext[F], body: F, *generations: Generation):
+        super().__init__(context, body, *generations)
         self.request_id = body.request_id or context.request_id
         self.head = {
-            "id": f"{prefix}-{self.request_id}",
-            "object": kind,
+            "id": f"{self.prefix}-{self.request_id}",
+            "object": self.kind_of_chunk if body.stream else self.kind,
             "created": int(time.time()),
-            "model": body.model_name(context.service),
+            "model": self.model,
             "system_fingerprint": f"mlx_paged-{mlx_paged.__version__}",
         }
+        self.options = body.stream_options or UsageOptions()
         self.names = TokenNames(context.service.token_texts, body.return_tokens_as_token_ids)
-        self._has_usage, self._has_usage_always = body.has_usage, body.has_usage_always
 
     @abstractmethod
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -73,16 +74,15 @@ class OpenAIRenderer(ABC):
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The chunk for a choice."""
         chunk = {**self.head, "choices": [choice]}
-        if self._has_usage:
-            chunk["usage"] = self.usage() if self._has_usage_always else None
+        if self.options.include_usage:
+            chunk["usage"] = self.usage() if self.options.continuous_usage_stats else None
         return chunk
 
     async def events(self, *answers: Answer) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
         async for prompt_index, output in parts_of(answers):
             for chunk in self.chunks(prompt_index, output):
                 yield event(chunk)
-        if self._has_usage:
+        if self.options.include_usage:
             yield event({**self.head, "choices": [], "usage": self.usage()})
         yield DONE
 
@@ -97,55 +97,38 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-class ChatRenderer(OpenAIRenderer):
+class ChatRenderer(OpenAIRenderer[ChatRequest]):
     """Renders the completions of a conversation."""
 
-    def __init__(
-        self, context: RequestContext[ChatRequest], body: ChatRequest, generation: Generation
-    ):
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(context, body, "chatcmpl", kind)
-        self._state = AnswerState(generation.answer_format)
-        self._num_top_logprobs = body.num_top_logprobs
-        self._has_token_ids = body.return_token_ids
-        self._has_reasoning = body.include_reasoning
+    prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """For each completion its role, its deltas, and its finish reason."""
-        is_first = not self._state.completions
-        for completion, part in self._state.parts(output):
+        is_first = not self.states[0].completions
+        for completion, part in self.states[0].parts(output):
             for choice in self._choices(completion, part):
                 chunk = self.chunk(choice)
-                if is_first and self._has_token_ids:
+                if is_first and self.body.return_token_ids:
                     chunk["prompt_token_ids"] = output.prompt_token_ids
                 is_first = False
                 yield chunk
 
     def usage(self) -> dict[str, Any]:
-        usage = self._state.usage
+        usage = self.states[0].usage
         details = {"reasoning_tokens": usage.num_reasoning_tokens}
         return {**usage_of(usage), "completion_tokens_details": details}
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
         [output] = outputs
         choices = []
-        for completion, part in self._state.parts(output):
+        for completion, part in self.states[0].parts(output):
             completion.add(part)
-            message = self._message(completion)
-            choices.append(
-                {
-                    "index": completion.index,
-                    "message": message,
-                    "logprobs": None,
-                    **_end(completion),
-                    **self._extras(part),
-                }
-            )
+            choice = {"index": completion.index, "message": self._message(completion)}
+            choices.append({**choice, "logprobs": None, **_end(completion), **self._extras(part)})
         whole = {**self.head, "choices": choices, "usage": self.usage()}
         if output.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(self.names, output.prompt_logprobs)
-        if self._has_token_ids:
+        if self.body.return_token_ids:
             whole["prompt_token_ids"] = output.prompt_token_ids
         return whole
 
@@ -180,22 +163,19 @@ class ChatRenderer(OpenAIRenderer):
         if kind == "text":
             return {"content": text}
         # Most clients use the first name; vLLM now uses the second one.
-        return {"reasoning_content": text, "reasoning": text} if self._has_reasoning else {}
+        return {"reasoning_content": text, "reasoning": text} if self.body.include_reasoning else {}
 
     def _message(self, completion: CompletionState) -> dict[str, Any]:
-        texts = {
-            kind: [block.text for block in completion.blocks if block.kind == kind]
-            for kind in ("reasoning", "text")
-        }
+        reasoning = [block.text for block in completion.blocks if block.kind == "reasoning"]
+        content = "".join(block.text for block in completion.blocks if block.kind == "text")
         calls = [_call(block.call, block.text) for block in completion.blocks if block.call]
-        content = "".join(texts["text"])
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if calls and not content else content,
             "refusal": None,
         }
-        if texts["reasoning"]:
-            message |= self._text("reasoning", "".join(texts["reasoning"]))
+        if reasoning:
+            message |= self._text("reasoning", "".join(reasoning))
         if calls:
             message["tool_calls"] = calls
         return message
@@ -203,11 +183,11 @@ class ChatRenderer(OpenAIRenderer):
     def _extras(self, part: CompletionOutput) -> dict[str, Any]:
         """The logprobs and the token ids of a part, if requested."""
         extras: dict[str, Any] = {}
-        if self._num_top_logprobs is not None:
-            extras["logprobs"] = chat_logprobs(
-                self.names, part.token_ids, part.logprobs or [], self._num_top_logprobs
-            )
-        if self._has_token_ids:
+        num_top = self.body.num_top_logprobs
+        if num_top is not None:
+            content = chat_logprobs(self.names, part, num_top)
+            extras["logprobs"] = {"content": content, "refusal": None}
+        if self.body.return_token_ids:
             extras["token_ids"] = part.token_ids
         return extras
 
@@ -242,25 +222,17 @@ class TokenNames:
         return f"token_id:{token_id}" if self._as_ids else self.texts.text_of(token_id)
 
 
-def chat_logprobs(
-    names: TokenNames,
-    token_ids: Sequence[int],
-    entries: Sequence[Mapping[int, Logprob]],
-    num_top: int,
-) -> dict[str, Any]:
-    """``logprobs`` of a chat choice: an entry for each token of the answer, including marks of
-    reasoning and tool calls.
+def chat_logprobs(names: TokenNames, part: CompletionOutput, num_top: int) -> list[dict[str, Any]]:
+    """An entry for each token of a part of the answer, including marks of reasoning and tool
+    calls.
     """
-    return {
-        "content": [
-            {
-                **_chat_token(names, token, entry[token]),
-                "top_logprobs": [_chat_token(names, *each) for each in most_likely(entry, num_top)],
-            }
-            for token, entry in zip(token_ids, entries, strict=True)
-        ],
-        "refusal": None,
-    }
+    return [
+        {
+            **_chat_token(names, token, entry[token]),
+            "top_logprobs": [_chat_token(names, *each) for each in most_likely(entry, num_top)],
+        }
+        for token, entry in zip(part.token_ids, part.logprobs or [], strict=True)
+    ]
 
 
 def _chat_token(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, Any]:

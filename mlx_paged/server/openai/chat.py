@@ -22,8 +22,8 @@ from mlx_paged.server.fields import (
     ModelFields,
     SamplingFields,
     StreamOptions,
+    check_stream,
     effort_options,
-    fields_of,
     first_given,
 )
 from mlx_paged.server.schemas import (
@@ -37,6 +37,7 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import Tool
 
 # Names that are fields of the body, or parameters of ``apply_chat_template``.
 _NO_TEMPLATE_VARIABLES = {
@@ -46,20 +47,13 @@ _NO_TEMPLATE_VARIABLES = {
     "messages": "send messages",
     **dict.fromkeys(
         (
-            "chat_template",
-            "conversation",
-            "max_length",
-            "padding",
-            "return_assistant_tokens_mask",
-            "return_dict",
-            "return_tensors",
-            "tokenize",
-            "tokenizer_kwargs",
-            "truncation",
+            "chat_template", "conversation", "max_length", "padding",
+            "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+            "tokenizer_kwargs", "truncation",
         ),
         "leave it out",
     ),
-}
+}  # fmt: skip
 
 
 class ChatMessage(Repeated):
@@ -157,23 +151,6 @@ class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
-    @property
-    def has_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def has_usage_always(self) -> bool:
-        """Whether each event also contains the usage so far."""
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
-
-    def check(self, service: Service) -> None:
-        """Check the model and the options of the stream."""
-        self.model_name(service)
-        if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "is given, but stream is not true")
-
 
 class TemplateFields(Body):
     """Fields that set variables of the chat template."""
@@ -233,13 +210,14 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
-    request.check(service)
+    request.model_name(service)
+    check_stream(request.stream_options, request.stream)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
     requested = request.structured()
-    fields = {"logprobs": "top_logprobs", **fields_of(requested)}
+    fields = {"logprobs": "top_logprobs", **requested.fields}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
     job = ChatJob(
@@ -249,7 +227,7 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
             fields,
             max_tokens=max_tokens,
             logprobs=request.num_top_logprobs,
-            structured_outputs=requested and requested.params,
+            structured_outputs=requested.params,
         ),
         tools=tools,
         tool_choice=_read_tool_choice(request.tool_choice, tools),
@@ -263,7 +241,7 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     return job
 
 
-def _read_tool_choice(choice: str | NamedFunction, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+def _read_tool_choice(choice: str | NamedFunction, tools: Sequence[Tool]) -> ToolChoice:
     if isinstance(choice, NamedFunction):
         return checked_tool_choice(choice.function.name, "tool_choice.function.name", tools)
     return checked_tool_choice(choice, "", tools)
@@ -306,7 +284,9 @@ def _read_call(call: ChatToolCall) -> dict[str, Any]:
     return converted if call.id is None else {**converted, "id": call.id}
 
 
-def read_tools(tools: Sequence[ChatTool]) -> tuple[dict[str, Any], ...]:
-    """The tools for a chat template, without unknown fields."""
-    refuse_second_names([tool.function.name for tool in tools], "function.name")
-    return tuple(tool.model_dump(exclude_unset=True) for tool in tools)
+def read_tools(tools: Sequence[ChatTool]) -> tuple[Tool, ...]:
+    """The tools, without unknown fields."""
+    forms = [tool.model_dump(exclude_unset=True) for tool in tools]
+    read = tuple(Tool(form, f"tools[{index}].function") for index, form in enumerate(forms))
+    refuse_second_names(read)
+    return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -14,8 +14,8 @@ from mlx_paged.engine.input_processor import encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import TokenIds, fields_of, first_given
-from mlx_paged.server.generations import AnswerState, Generation, Usage
+from mlx_paged.server.fields import TokenIds, check_stream, first_given
+from mlx_paged.server.generations import Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
     OpenAIRenderer,
@@ -79,8 +79,7 @@ class CompletionRequest(OpenAIFields):
 async def completions(context: RequestContext[CompletionRequest]) -> Response:
     """The completions of prompts, as one object or as events."""
     body, generations = await context.run_in_tokenizer_pool(partial(_prepare, context))
-    renderer = CompletionsRenderer(context, body, generations)
-    return await context.respond(renderer, *generations)
+    return await context.respond(CompletionsRenderer(context, body, *generations))
 
 
 def _prepare(
@@ -98,25 +97,25 @@ def read_completions(
     request: CompletionRequest, service: Service
 ) -> tuple[list[Prompt], Generation]:
     """The prompts of the body, and the generation for each, still without its tokens."""
-    request.check(service)
+    request.model_name(service)
+    check_stream(request.stream_options, request.stream)
     prompts = request.prompts
     max_tokens = request.num_tokens(service)
     requested = request.structured()
-    fields = fields_of(requested)
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": requested and requested.params,
+        "structured_outputs": requested.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
     if request.echo and request.logprobs is not None:
         values["prompt_logprobs"] = request.logprobs
-    params = request.sampling(service.default_params, fields, **values)
+    params = request.sampling(service.default_params, requested.fields, **values)
     if len(prompts) * params.n > MAX_CHOICES:
         raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
-    return prompts, Generation([], params, **request.job_fields(), fields=fields)
+    return prompts, Generation([], params, **request.job_fields(), fields=requested.fields)
 
 
 def encode_all(
@@ -165,29 +164,24 @@ def _encode(service: Service, prompt: Prompt, name: str, adds_special_tokens: bo
     return list(service.tokenizer.encode(prompt, add_special_tokens=False))
 
 
-class CompletionsRenderer(OpenAIRenderer):
+class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
     """Renders the completions of all prompts; the choices are ordered by prompt."""
 
-    def __init__(
-        self,
-        context: RequestContext[CompletionRequest],
-        body: CompletionRequest,
-        generations: list[Generation],
-    ):
-        super().__init__(context, body, "cmpl", "text_completion")
-        self._body = body
-        self._params = generations[0].params
-        self._has_answer = body.num_tokens(context.service) != 0
-        self._tokenizer = context.service.tokenizer
-        self._prompts = [each.prompt_token_ids for each in generations]
-        self._states = [AnswerState(each.answer_format) for each in generations]
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
+    prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
+
+    @cached_property
+    def _logprobs(self) -> dict[int, CompletionLogprobs]:
+        """The log-probabilities of each choice, which know where its text has got to."""
+        return {}
+
+    @property
+    def _has_answer(self) -> bool:
+        return self.body.num_tokens(self.context.service) != 0
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         return map(self.chunk, self._pieces(prompt_index, output))
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
-        """All completions as one object."""
         choices = []
         for prompt_index, output in enumerate(outputs):
             for piece in self._pieces(prompt_index, output):
@@ -198,10 +192,10 @@ class CompletionsRenderer(OpenAIRenderer):
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The choices for a part of the answer to a prompt."""
-        for completion, part in self._states[prompt_index].parts(output):
+        for completion, part in self.states[prompt_index].parts(output):
             is_first = not completion.has_begun
             completion.count(part)
-            index = prompt_index * self._params.n + completion.index
+            index = prompt_index * self.params.n + completion.index
             yield self._piece(index, prompt_index if is_first else None, part, output)
 
     def _piece(
@@ -210,7 +204,7 @@ class CompletionsRenderer(OpenAIRenderer):
         """The choice for a part; ``prompt_index`` is given for the first one, which contains the
         echo of the prompt.
         """
-        body, has_answer = self._body, self._has_answer
+        body, has_answer = self.body, self._has_answer
         text, token_ids, entries = "", [], []
         if prompt_index is not None and body.echo:
             text = self._prompt_text(prompt_index)
@@ -228,9 +222,9 @@ class CompletionsRenderer(OpenAIRenderer):
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason if is_finished else None,
         }
-        if self._params.logprobs is not None:
+        if self.params.logprobs is not None:
             if index not in self._logprobs:
-                self._logprobs[index] = CompletionLogprobs(self.names, self._params.logprobs)
+                self._logprobs[index] = CompletionLogprobs(self.names, self.params.logprobs)
             piece["logprobs"] = self._logprobs[index].of(token_ids, entries)
         if body.return_token_ids:
             piece["token_ids"] = part.token_ids if has_answer else []
@@ -239,19 +233,15 @@ class CompletionsRenderer(OpenAIRenderer):
         return piece
 
     def _prompt_text(self, prompt_index: int) -> str:
-        prompt = self._body.prompts[prompt_index]
+        prompt = self.body.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
-        text: str = self._tokenizer.decode(self._prompts[prompt_index])
-        return text
+        token_ids = self.generations[prompt_index].prompt_token_ids
+        return str(self.context.service.tokenizer.decode(token_ids))
 
     def usage(self) -> dict[str, Any]:
-        whole = sum((state.usage for state in self._states), Usage())
+        whole = sum((state.usage for state in self.states), Usage())
         num_output_tokens = whole.num_output_tokens if self._has_answer else 0
-        return usage_of(
-            replace(
-                whole,
-                num_prompt_tokens=sum(map(len, self._prompts)),
-                num_output_tokens=num_output_tokens,
-            )
-        )
+        num_prompt_tokens = sum(len(each.prompt_token_ids) for each in self.generations)
+        counts = {"num_prompt_tokens": num_prompt_tokens, "num_output_tokens": num_output_tokens}
+        return usage_of(replace(whole, **counts))

@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 from starlette.responses import Response
 
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import RESPONSES, ApiError
 from mlx_paged.server.generations import (
     Answer,
     AnswerBlock,
-    AnswerState,
     BlockEvent,
     Generation,
     parts_of,
@@ -25,7 +24,7 @@ from mlx_paged.server.generations import (
 from mlx_paged.server.http.sse import event
 from mlx_paged.server.openai.answers import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesRequest, read_responses_body, seal
-from mlx_paged.server.routes import RequestContext
+from mlx_paged.server.routes import Renderer, RequestContext
 from mlx_paged.server.schemas import Body
 
 # For each kind of block: the type of its item, the prefix of its id, and the name of its events.
@@ -39,8 +38,7 @@ _TYPES = {
 async def responses(context: RequestContext[ResponsesRequest]) -> Response:
     """The answer to a conversation, as one object or as events."""
     read = partial(read_responses_body, owner=context.principal.cache_salt)
-    body, generation = await context.prepare_chat(read)
-    return await context.respond(ResponseRenderer(context, body, generation), generation)
+    return await context.respond(ResponseRenderer(context, *await context.prepare_chat(read)))
 
 
 async def stored_response(context: RequestContext[Body]) -> NoReturn:
@@ -53,33 +51,25 @@ async def stored_response(context: RequestContext[Body]) -> NoReturn:
     )
 
 
-class ResponseRenderer:
+class ResponseRenderer(Renderer[ResponsesRequest]):
     """Renders a response, and keeps its items for later references by the same user."""
 
     def __init__(
         self,
         context: RequestContext[ResponsesRequest],
         body: ResponsesRequest,
-        generation: Generation,
+        *generations: Generation,
     ):
-        service = context.service
-        self.request_id, self.is_streamed = context.request_id, body.stream
-        self._model = body.model_name(service)
-        self._echo = body.echo(generation.params)
-        self._namespaces = body.namespaces()
-        self._has_sealed_reasoning = body.has_sealed_reasoning
-        self._num_top_logprobs = generation.params.logprobs
+        super().__init__(context, body, *generations)
         self._created = int(time.time())
-        self._state = AnswerState(generation.answer_format)
-        self._names = TokenNames(service.token_texts)
+        self._echo = body.echo(self.params)
+        self._namespaces = body.namespaces()
         self._status = "completed"
         self._items: list[dict[str, Any]] = []  # finished items
         self._logprobs: list[dict[str, Any]] = []  # of the open block
         self._pending: list[dict[str, Any]] = []  # logprobs of tokens without text so far
-        self._keep = partial(service.kept_items.keep, context.principal.cache_salt)
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
-        """The answer as one object."""
         [output] = outputs
         for _ in self._events_of(output):
             pass
@@ -114,16 +104,19 @@ class ResponseRenderer:
 
     def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events for a part of the answer."""
-        for completion, part in self._state.parts(output):
+        for completion, part in self.states[0].parts(output):
             events = completion.add(part)
-            self._pending += self._logprobs_of(part)
+            if self.params.logprobs is not None:
+                names = TokenNames(self.context.service.token_texts)
+                self._pending += chat_logprobs(names, part, self.params.logprobs)
             if completion.finish_reason == "length":
                 self._status = "incomplete"
             for each in events:
                 is_last = completion.finish_reason is not None and each is events[-1]
                 yield from self._block_events(each, self._status if is_last else "completed")
             if completion.finish_reason is not None:
-                self._keep(self._items)
+                owner = self.context.principal.cache_salt
+                self.context.service.kept_items.keep(owner, self._items)
 
     def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The response as an object."""
@@ -138,7 +131,7 @@ class ResponseRenderer:
             "background": False,
             "error": error and {"code": "server_error", "message": error.message},
             "incomplete_details": details,
-            "model": self._model,
+            "model": self.model,
             "output": self._items if is_over else [],
             "previous_response_id": None,
             "service_tier": "default",
@@ -150,7 +143,7 @@ class ResponseRenderer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._state.usage
+        usage = self.states[0].usage
         return {
             "input_tokens": usage.num_prompt_tokens,
             "input_tokens_details": {
@@ -161,15 +154,6 @@ class ResponseRenderer:
             "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
-
-    def _logprobs_of(self, part: CompletionOutput) -> list[dict[str, Any]]:
-        number = self._num_top_logprobs
-        if number is None:
-            return []
-        entries: list[dict[str, Any]] = chat_logprobs(
-            self._names, part.token_ids, part.logprobs or [], number
-        )["content"]
-        return entries
 
     def _block_events(self, each: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
         """The events for an event of a block; ``status`` is that of an item that ends."""
@@ -222,7 +206,7 @@ class ResponseRenderer:
             item["content"] = [] if text is None else [self._part(block, text)]
         if block.kind != "reasoning":
             item["status"] = status
-        elif text is not None and self._has_sealed_reasoning:
+        elif text is not None and self.body.has_sealed_reasoning:
             item["encrypted_content"] = seal(text)
         return item
 

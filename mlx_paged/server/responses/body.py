@@ -17,10 +17,8 @@ from mlx_paged.server.conversations import (
     Content,
     History,
     checked_tool_choice,
-    function_tool,
     refuse_second_names,
     texts_of,
-    tool_fields,
 )
 from mlx_paged.server.fields import (
     CacheFields,
@@ -29,8 +27,9 @@ from mlx_paged.server.fields import (
     ModelFields,
     SamplingFields,
     StreamOptions,
+    TextFormat,
+    check_stream,
     effort_options,
-    fields_of,
     first_given,
 )
 from mlx_paged.server.schemas import (
@@ -46,6 +45,7 @@ from mlx_paged.server.schemas import (
     short,
 )
 from mlx_paged.server.service import Service
+from mlx_paged.server.tool_grammar import Tool
 
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 # The prefix of ``encrypted_content``, to distinguish it from that of other servers. Clients send
@@ -114,11 +114,6 @@ class ResponsesTool(Repeated):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    def as_function(self) -> dict[str, Any]:
-        """The tool in the form that chat templates take, which is that of chat completions."""
-        empty = {"type": "object", "properties": {}}
-        return function_tool(self.name, self.description, self.parameters or empty, self.strict)
 
 
 class Namespace(Repeated):
@@ -238,23 +233,20 @@ def read_responses_body(
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
-    answer_format = request.text.format
-    structured = None if answer_format is None else answer_format.requested("text.format")
+    structured = (request.text.format or TextFormat(type="text")).requested("text.format")
     fields = {
         "max_tokens": "max_output_tokens",
         "logprobs": "top_logprobs",
-        **tool_fields(_places_of(request.tools), "parameters"),
-        **fields_of(structured),
+        **structured.fields,
     }
     params = request.sampling(
         service.default_params,
         fields,
         max_tokens=first_given(request.max_output_tokens, service.max_tokens),
         logprobs=num_top_logprobs,
-        structured_outputs=structured and structured.params,
+        structured_outputs=structured.params,
     )
-    if request.stream_options is not None and not request.stream:
-        raise refused("stream_options", "is given, but stream is not true")
+    check_stream(request.stream_options, request.stream)
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
         params,
@@ -277,26 +269,22 @@ def _num_top_logprobs(request: ResponsesRequest) -> int | None:
     return request.top_logprobs if has_logprobs else None
 
 
-def _places_of(tools: Sequence[AnyTool]) -> list[str]:
-    """The places of all tools, including those in namespaces."""
-    places: list[str] = []
+def _read_tools(tools: Sequence[AnyTool]) -> tuple[Tool, ...]:
+    """All tools, including those in namespaces."""
+    found: list[tuple[str, ResponsesTool]] = []
     for index, each in enumerate(tools):
         place = f"tools[{index}]"
         if isinstance(each, Namespace):
-            places += [f"{place}.tools[{inner}]" for inner in range(len(each.tools))]
+            found += [(f"{place}.tools[{inner}]", tool) for inner, tool in enumerate(each.tools)]
         else:
-            places.append(place)
-    return places
-
-
-def _read_tools(tools: Sequence[AnyTool]) -> tuple[dict[str, Any], ...]:
-    """All tools, including those in namespaces."""
-    functions: list[dict[str, Any]] = []
-    for each in tools:
-        inner = each.tools if isinstance(each, Namespace) else [each]
-        functions += [tool.as_function() for tool in inner]
-    refuse_second_names([function["function"]["name"] for function in functions])
-    return tuple(functions)
+            found.append((place, each))
+    empty = {"type": "object", "properties": {}}
+    read = tuple(
+        Tool.of(place, tool.name, tool.description, tool.parameters or empty, tool.strict)
+        for place, tool in found
+    )
+    refuse_second_names(read)
+    return read
 
 
 # Input

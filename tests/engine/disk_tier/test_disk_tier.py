@@ -9,8 +9,16 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
-from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
+from helpers.engine_runs import (
+    CONFIG,
+    ask_alone,
+    greedy,
+    livelier_model,
+    make_engine,
+    prompt,
+    run,
+    tiny_models,
+)
 from paged_testing.integrity import check_scheduler
 
 from mlx_paged.block_store import CacheFolder
@@ -18,7 +26,7 @@ from mlx_paged.core import hash_token_blocks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.storing import unsaved
-from mlx_paged.engine.storing.disk_cache import DiskCache
+from mlx_paged.engine.storing.tier_cache import TierCache
 from mlx_paged.models import identity
 from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.models.kv_cache import is_reading_cheaper, make_kv_cache
@@ -37,7 +45,7 @@ def open_engine(model: nn.Module, folder: Path, **options: Any) -> Engine:
     return make_engine(model, cache_dir=folder, **options)
 
 
-def tier_of(engine: Engine) -> DiskCache:
+def tier_of(engine: Engine) -> TierCache:
     assert engine.disk_tier is not None
     return engine.disk_tier
 
@@ -49,7 +57,7 @@ def ask(
     return run(engine)[name]
 
 
-def flushed(engine: Engine) -> DiskCache:
+def flushed(engine: Engine) -> TierCache:
     tier = tier_of(engine)
     while tier.save_more():
         tier._worker.flush(10)

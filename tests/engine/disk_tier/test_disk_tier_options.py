@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.engine_runs import load_demo, make_engine
+from helpers.engine_runs import make_engine
 
 from mlx_paged import LLM, AsyncEngine, batch_generate, generate
 from mlx_paged.engine.options import DiskTierOptions, check_engine
@@ -163,11 +163,6 @@ def test_every_engine_checks_its_tier_before_it_makes_anything(
     with pytest.raises(ArgumentError, match=message):
         make(model, **{"kv_cache_bytes": "10blocks", **options})
     assert os.listdir(tmp_path) == []
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return load_demo()
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
-from helpers.disk_tiers import answer, flush, tier_stats, tiered
+from helpers.disk_tiers import flush, tier_stats, tiered
 from helpers.drafting import eager_speculation, looks_up
-from helpers.engine_runs import VOCAB_SIZE, greedy, make_engine, prompt, run
+from helpers.engine_runs import VOCAB_SIZE, answer, greedy, make_engine, prompt, run
 from helpers.recurrent_agents import (
     BLOCK_SIZE,
     NUM_ANSWERED,
@@ -30,7 +30,7 @@ from helpers.workloads import Workload, assert_same
 from mlx_paged.cache.state_bytes import state_from_bytes, state_to_bytes
 from mlx_paged.core.tier import STATES, BlockHeader, GuardedTier, HostMemory, Payload
 from mlx_paged.engine.speculation.speculation import NO_SPECULATION
-from mlx_paged.engine.storing import disk_cache, unsaved
+from mlx_paged.engine.storing import tier_cache, unsaved
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import fingerprint_of, model_identity
 from mlx_paged.ops import StateRow, StateStack
@@ -332,17 +332,13 @@ def test_a_state_of_another_dtype_in_a_tier_is_not_used():
     ],
 )
 def test_random_workloads_have_the_same_tokens_with_states_on_disk(
-    name: str,
-    seed: int,
-    options: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, seed: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Evictions, preemptions, aborts, n > 1, drafts: cold, from memory, from disk, and from a
     folder that holds few blocks.
     """
-    monkeypatch.setattr(disk_cache, "is_reading_cheaper", lambda *_: True)
-    workload = Workload(900 + seed, 12 if seed else 5, VOCAB_SIZE)
+    monkeypatch.setattr(tier_cache, "is_reading_cheaper", lambda *_: True)
+    workload = Workload(900 + seed, 7, VOCAB_SIZE)
     speculation = options.get("speculation", NO_SPECULATION)
     workload.options |= {name: each for name, each in options.items() if name != "speculation"}
     model, runs = adapted_model(name), {}

@@ -10,9 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.adapted_models import RECURRENT, adapted_model, greedy_answer
-from helpers.disk_tiers import answer, block_files, flush, tier_stats, tiered
-from helpers.engine_helpers import CONFIG, livelier_model
-from helpers.engine_runs import ask_alone, greedy, make_engine, prompt, run
+from helpers.disk_tiers import block_files, flush, tier_stats, tiered
+from helpers.engine_runs import (
+    CONFIG,
+    answer,
+    ask_alone,
+    greedy,
+    livelier_model,
+    make_engine,
+    prompt,
+    run,
+)
 from helpers.fast_lane import mostly_slow
 from helpers.foreign_kv import (
     BLOCK_SIZE,
@@ -323,8 +331,11 @@ def test_a_foreign_state_is_not_written_when_it_is_evicted_from_memory(tmp_path:
 # Everything at random
 
 
-@mostly_slow("seed", range(3))
-@mostly_slow("kind", ["full", "windows", "qwen3_next", "mamba2"], quick=(0, 2))
+@mostly_slow(
+    ("kind", "seed"),
+    [("full", 0), ("qwen3_next", 0), ("full", 1), ("windows", 2), ("mamba2", 1)],
+    quick=(0, 1),
+)
 def test_a_folder_holds_what_an_engine_without_files_computes(
     kind: str, seed: int, models: tuple[Any, Any], tmp_path: Path
 ):

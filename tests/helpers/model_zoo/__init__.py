@@ -5,26 +5,7 @@ experts, recurrent and with attention, with K/V of its own and shared. Heads are
 can be, and windows are of 8 tokens.
 """
 
-from helpers.model_zoo.answers import (
-    PROMPTS,
-    Answers,
-    StockAnswers,
-    answers_of,
-    make_prompts,
-    stock_answers,
-)
-from helpers.model_zoo.configs import ARCHITECTURES, config_of
+from helpers.model_zoo.configs import ARCHITECTURES, Config, config_of
 from helpers.model_zoo.models import make, make_from_config
 
-__all__ = [
-    "ARCHITECTURES",
-    "PROMPTS",
-    "Answers",
-    "StockAnswers",
-    "answers_of",
-    "config_of",
-    "make",
-    "make_from_config",
-    "make_prompts",
-    "stock_answers",
-]
+__all__ = ["ARCHITECTURES", "Config", "config_of", "make", "make_from_config"]

@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_paged import Engine, SamplingParams
 
-NUM_TOKENS = 16  # of each answer
+NUM_TOKENS = 10  # of each answer
 
 # Logits of float32 models differ by a millionth of their spread where sums are added up in another
 # order; steps whose two best lie nearer than this are left to chance.

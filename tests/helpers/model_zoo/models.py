@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
 
 import mlx.core as mx
 from metal_emulator import Checks, patched
@@ -15,8 +13,7 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
-from helpers.model_zoo.common import Config
-from helpers.model_zoo.configs import config_of
+from helpers.model_zoo.configs import Config, config_of
 
 # Architectures that are made of Metal kernels, and the modules that hold these.
 METAL_KERNELS = {
@@ -57,8 +54,6 @@ def make(architecture: str, seed: int = 0) -> Module:
 
 def make_from_config(config: Config, seed: int = 0) -> Module:
     """mlx-lm's model of a configuration, with random float32 weights."""
-    # mlx-lm's olmo only asks whether this package is there, and ends the program if it is not.
-    sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)  # Some classes draw weights themselves, which are kept below.
     model: Module = model_class(args_class.from_dict(copy.deepcopy(config)))

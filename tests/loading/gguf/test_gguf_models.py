@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import mlx.core as mx
@@ -22,6 +21,7 @@ from helpers.gguf_files import (
     write,
     write_demo,
 )
+from helpers.mlx_lm_models import save_adapters
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -377,10 +377,6 @@ def test_a_plain_file_runs_in_its_own_dtype(kind, dtype, tmp_path):
 
 def test_adapters_go_on_top(tmp_path):
     parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    settings = {"num_layers": 2, "lora_parameters": parameters}
-    (adapters / "adapter_config.json").write_text(json.dumps(settings))
     config, weights = random_llama()
     stock = mlx_lm.models.llama.Model(mlx_lm.models.llama.ModelArgs.from_dict(config))
     stock.load_weights([(name, mx.array(w)) for name, w in weights.items()])
@@ -392,7 +388,7 @@ def test_adapters_go_on_top(tmp_path):
         if "lora_" in name
     }
     stock.load_weights(list(lora.items()), strict=False)
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), lora)
+    adapters = save_adapters(tmp_path / "adapters", lora, parameters, num_layers=2)
     # llama's rows are reordered in a file: an adapter fits only where they are put right again.
     file = write_llama(tmp_path / "x.gguf", config, weights)
     got = logits_of(load(file, adapter_path=adapters)[0])

@@ -89,15 +89,6 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config, swap
     assert engine.stats().num_preemptions > 0
 
 
-@mostly_slow("model_and_config", CONFIGS, indirect=True)
-def test_kv_of_8_bits_stay_near(model_and_config):
-    model, config = model_and_config
-    adapted = adapt(model, config)
-    plain, quantised = (Engine(adapted, block_size=8, kv_format=bits) for bits in (None, 8))
-    params = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
-    assert answers_of(quantised, PROMPTS, params) == answers_of(plain, PROMPTS, params)
-
-
 def test_weights_and_stock_logits_are_untouched():
     model = random_model(LLAMA)
     before = model(mx.array([[1, 2, 3]]))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.engine_helpers import CONFIG, tiny_models
+from helpers.engine_runs import CONFIG, tiny_models
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
+from helpers.model_zoo import config_of, make_from_config
 from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
 
-from mlx_paged import Engine, SamplingParams, demo_model_path, load
+from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load
+from mlx_paged.cache import group_layers
 from mlx_paged.engine import compiled_decode
 from mlx_paged.loading import LoadError
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
 
 PROMPT = [7, 3, 3, 8] * 6
@@ -79,27 +84,6 @@ def test_a_folder_of_quantised_weights_loads(tmp_path, config):
     assert Engine(loaded, tokenizer).max_model_len == 512
 
 
-def test_adapters_are_applied(tmp_path, config):
-    model = random_model(config)
-    folder, adapters = tmp_path / "model", tmp_path / "adapters"
-    folder.mkdir(), adapters.mkdir()
-    save_folder(folder, config, model)
-    name = "model.layers.0.self_attn.q_proj"
-    weights = {
-        f"{name}.lora_a": mx.random.normal((64, 4)),
-        f"{name}.lora_b": mx.random.normal((4, 128)),
-    }
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
-    settings = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    described = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings}
-    (adapters / "adapter_config.json").write_text(json.dumps(described))
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    lora_a, lora_b = weights.values()
-    model.model.layers[0].self_attn.q_proj.weight = weight + 2.0 * (lora_a @ lora_b).T
-    loaded, tokenizer = load(folder, adapter_path=adapters)
-    assert answer(Engine(loaded, tokenizer)) == stock_tokens(model, PROMPT, 12)
-
-
 def test_a_configuration_that_lacks_a_field_is_one_line(tmp_path, config):
     folder = save_folder(tmp_path, config, random_model(config))
     del config["hidden_size"]
@@ -122,3 +106,54 @@ def test_a_window_is_refused_where_keys_can_not_be_moved():
     latents = adapt(random_model(DEEPSEEK_V3), DEEPSEEK_V3)
     with pytest.raises(ValueError, match=r"window needs keys that can be rotated .* deepseek_v3"):
         Engine(latents, window=64)
+
+
+POPULAR = (
+    "cohere2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mixtral", "olmo2", "qwen2",
+    "qwen3_moe",
+)  # fmt: skip
+
+
+@cache
+def popular(architecture: str) -> LanguageModel:
+    """With heads wide enough for groups of 32 numbers that share a scale."""
+    config = {**config_of(architecture), "hidden_size": 128, "head_dim": 32}
+    return adapt(make_from_config(config), config)
+
+
+@mostly_slow("architecture", POPULAR, quick=(0, 1, 6, 8))
+def test_kv_of_8_bits_change_log_probabilities_a_little(architecture):
+    prompt, likely = list(range(40, 75)), []
+    for kv_format in (None, 8):
+        llm = LLM(popular(architecture), kv_cache_bytes="100blocks", kv_format=kv_format)
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        [output] = llm.generate([prompt], params)
+        chosen = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        likely.append([entries[token].logprob for entries, token in chosen])
+    differences = [abs(one - other) for one, other in zip(*likely, strict=True)]
+    assert max(differences) > 0
+    # Rounding may send a token of a mixture to other experts.
+    assert sorted(differences)[len(differences) // 2] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", POPULAR[1:])
+def test_a_window_bounds_what_is_held(architecture):
+    model, prompt = popular(architecture), [5, 9, 200, 17, 33, 4, 90]
+    # All tokens together would need 9 blocks for each group of layers.
+    budget = f"{8 * len(group_layers(model.layer_specs, 8))}blocks"
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    streaming = LLM(model, kv_cache_bytes=budget, block_size=8, window=16, num_sink_tokens=4)
+    ours, others = (
+        list(llm.generate([prompt], params)[0].outputs[0].token_ids)
+        for llm in (streaming, LLM(model, kv_cache_bytes="100blocks"))
+    )
+    assert len(ours) == 60
+    # As long as all tokens are seen, they are the same.
+    assert ours[: 16 - len(prompt)] == others[: 16 - len(prompt)]
+    assert ours != others
+
+
+def test_a_window_is_refused_where_layers_have_no_positions():
+    with pytest.raises(ValueError, match="cohere2 of mlx-lm, packed, has layers whose"):
+        LLM(popular("cohere2"), window=16)

@@ -5,9 +5,9 @@ are those of mlx-lm.
 from __future__ import annotations
 
 import pytest
-from helpers.model_zoo import make_prompts
-from helpers.model_zoo.families import FAMILIES, family_config
-from helpers.model_zoo.runs import check_answers, way_of, with_clear_answers
+from helpers.model_zoo.answers import make_prompts
+from helpers.model_zoo.page import check_answers, way_of, with_clear_answers
+from helpers.model_zoo.published import FAMILIES, family_config
 
 from mlx_paged.models.mlx_lm import adapt
 

@@ -13,15 +13,17 @@ import mlx.core as mx
 import pytest
 from helpers.adapted_models import WIDE, adapted_model, greedy_answer
 from helpers.adapted_models import config_of as adapted_config_of
-from helpers.disk_tiers import answer, tier_stats, tiered
+from helpers.disk_tiers import tier_stats, tiered
 from helpers.drafting import EagerSpeculation, RandomDrafter, eager_speculation, knows
-from helpers.engine_helpers import CONFIG, livelier_model
 from helpers.engine_runs import (
+    CONFIG,
     VOCAB_SIZE,
+    answer,
     ask,
     ask_alone,
     assert_nothing_held,
     greedy,
+    livelier_model,
     load_demo,
     make_engine,
     prompt,
@@ -60,27 +62,20 @@ ARCHITECTURES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_requests_of_every_kind_get_the_same_as_without(architecture: str):
+@pytest.mark.parametrize(("number", "architecture"), enumerate(ARCHITECTURES))
+def test_requests_of_every_kind_get_the_same_as_without(number: int, architecture: str):
     """Sampled, with penalties and processors, n > 1, stops, log-probabilities; they join and leave,
     come in chunks, are preempted, swapped and computed again from checkpoints.
     """
     model = adapt(make(architecture), config_of(architecture))
-    events: Counter[str] = Counter()
-    for seed in range(4):
-        workload = Workload(seed + 30, 20, VOCAB_SIZE)
-        plain = workload.run(model, run_ahead=False)
-        speculation = eager_speculation(model.args.vocab_size, knows(plain.answers), seed)
-        drafting = workload.run(model, speculation=speculation, run_ahead=seed % 2 == 0)
-        assert_all_same_but_aborts(drafting, plain)
-        stats = drafting.engine.stats()
-        events["drafted"] += stats.num_drafted_tokens
-        events["accepted"] += stats.num_accepted_tokens
-        events["preempted"] += stats.num_preemptions
-        events["checkpoints"] += stats.num_checkpoints
-    least = {"drafted": 500, "accepted": 400, "preempted": 10, "checkpoints": 20}
-    assert all(events[event] >= count for event, count in least.items()), events
-    assert events["accepted"] < events["drafted"]
+    workload = Workload(30, 20, VOCAB_SIZE)
+    plain = workload.run(model, run_ahead=False)
+    speculation = eager_speculation(model.args.vocab_size, knows(plain.answers), number)
+    drafting = workload.run(model, speculation=speculation, run_ahead=number % 2 == 0)
+    assert_all_same_but_aborts(drafting, plain)
+    stats = drafting.engine.stats()
+    assert 100 <= stats.num_accepted_tokens < stats.num_drafted_tokens, stats
+    assert stats.num_preemptions >= 1 and stats.num_checkpoints >= 5, stats
 
 
 def test_requests_of_some_kinds_get_the_same_as_without():
@@ -147,7 +142,7 @@ def test_quantised_kv_gets_the_same_as_without(name: str, kv_format: str):
 def test_kernels_verify_runs_behind_replayed_decodes(name: str):
     """mamba2 keeps no K/V."""
     model = adapted_model(name)
-    workload = Workload(50, 25, VOCAB_SIZE)
+    workload = Workload(50, 15, VOCAB_SIZE)
     plain = workload.run(model, run_ahead=False)
     with lazy_metal(computes=True):
         drafting = workload.run(
@@ -166,7 +161,7 @@ def test_a_draft_model_makes_drafts_for_a_model_with_states(ahead: bool):
         assert engine.runner.draft_model is not None
         return EagerSpeculation(engine.runner.draft_model, 5)
 
-    workload = Workload(43, 25, VOCAB_SIZE)
+    workload = Workload(43, 15, VOCAB_SIZE)
     plain = workload.run(model, run_ahead=False)
     drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=ahead)
     assert_all_same_but_aborts(drafting, plain)

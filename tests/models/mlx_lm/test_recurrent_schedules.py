@@ -30,19 +30,16 @@ IN_THE_FAST_LANE = {"falcon_h1", "mamba2", "qwen3_5"}
     ],
 )
 def test_every_row_of_logits_is_that_of_mlx_lm(architecture: str):
-    schedule = scheduled(architecture, num_steps=120)
-    assert schedule.worst <= TOLERANCE
-    least = {"steps": 90, "left out": 30, "cut": 15, "hit": 3, "forked": 8, "preempted": 3}
-    least |= {"drafted": 80, "fell back": 30}
-    assert all(schedule.events[event] >= count for event, count in least.items()), schedule.events
-
-
-def scheduled(architecture: str, num_steps: int) -> Schedule:
     stock = make(architecture)
     # With this seed windows, too, are hit before their blocks have left them.
     schedule = Schedule(stock, adapt(stock, config_of(architecture)), seed=2)
-    schedule.run(num_steps)
-    return schedule
+    schedule.run(60)
+    while schedule.events["hit"] < 3 and schedule.events["steps"] < 120:
+        schedule.run(10)
+    assert schedule.worst <= TOLERANCE
+    least = {"steps": 45, "left out": 15, "cut": 7, "hit": 3, "forked": 4, "preempted": 1}
+    least |= {"drafted": 40, "fell back": 15}
+    assert all(schedule.events[event] >= count for event, count in least.items()), schedule.events
 
 
 @pytest.mark.parametrize("num_states", [20, pytest.param(30, marks=pytest.mark.slow)])
@@ -169,5 +166,6 @@ def test_a_planted_fault_shows_in_the_logits(
     model = adapt(stock, config_of(architecture))
     plant(monkeypatch)
     schedule = Schedule(stock, model)
-    schedule.run(60)
-    assert schedule.worst > 20 * TOLERANCE
+    while schedule.worst <= 20 * TOLERANCE:
+        assert schedule.events["steps"] < 60, "it does not show"
+        schedule.run(1)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.model_zoo import ARCHITECTURES, config_of, make
-from helpers.model_zoo.full_size import FULL_SIZE
+from helpers.model_zoo.published import FULL_SIZE
 from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -45,25 +45,28 @@ def kinds_of(model: Module) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
 
 
-of_published_models = pytest.mark.parametrize(
+def whole(config: dict[str, Any]) -> dict[str, Any]:
+    return config | config.get("text_config", {})
+
+
+def published(name: str) -> tuple[Module, dict[str, Any]]:
+    """Without its weights, which nothing evaluates."""
+    config = FULL_SIZE[name]
+    model_class, args_class = _get_classes(config)
+    return model_class(args_class.from_dict(config)), config
+
+
+@pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
         for name in FULL_SIZE
     ],
 )
-
-
-def whole(config: dict[str, Any]) -> dict[str, Any]:
-    return config | config.get("text_config", {})
-
-
-@of_published_models
-def test_a_published_model_has_a_small_copy_with_all_of_its_kinds_of_modules(name: str):
-    """Without its weights, which nothing evaluates."""
-    config = FULL_SIZE[name]
-    model_class, args_class = _get_classes(config)
-    model: Module = model_class(args_class.from_dict(config))
+def test_a_published_model_has_a_small_copy_with_its_kinds_of_modules_that_runs_as_the_table_says(
+    name: str,
+):
+    model, config = published(name)
     copy, small = small_copy(model, config)
     caches, of_copy = ({type(c) for c in make_prompt_cache(each)} for each in (model, copy))
     assert of_copy == caches and kinds_of(copy) == kinds_of(model)
@@ -76,6 +79,14 @@ def test_a_published_model_has_a_small_copy_with_all_of_its_kinds_of_modules(nam
     assert windows <= {8}
     scaling = whole(small).get("rope_scaling") or {}
     assert scaling.get("original_max_position_embeddings", 16) == 16
+    try:
+        found = tried(copy, small).description
+    except UnsuitableModelError:
+        assert type(model).__module__.endswith((".phi3small", ".plamo3"))
+        with pytest.raises(UnsuitableModelError):
+            adapt(copy, small)
+    else:
+        assert adapt(copy, small).description == found
 
 
 def test_what_is_small_already_stays_as_it_is():
@@ -108,9 +119,7 @@ def test_a_small_model_in_half_precision_has_a_copy_in_float32():
 
 
 def test_the_same_model_has_the_same_copy_each_time():
-    config = FULL_SIZE["gpt-oss-20b"]
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    model, config = published("gpt-oss-20b")
     (one, _), (other, _) = small_copy(model, config), small_copy(model, config)
     weights = dict(tree_flatten(other.parameters()))
     for name, weight in tree_flatten(one.parameters()):
@@ -119,18 +128,3 @@ def test_the_same_model_has_the_same_copy_each_time():
 
 def test_a_configuration_that_its_class_does_not_know_has_no_copy():
     assert small_copy(make("llama"), {"model_type": "llama"}) is None
-
-
-@of_published_models
-def test_the_copy_of_a_published_model_runs_as_the_table_says(name: str):
-    config = FULL_SIZE[name]
-    model_class, args_class = _get_classes(config)
-    copy, small = small_copy(model_class(args_class.from_dict(config)), config)
-    try:
-        found = tried(copy, small).description
-    except UnsuitableModelError:
-        assert model_class.__module__.endswith((".phi3small", ".plamo3"))
-        with pytest.raises(UnsuitableModelError):
-            adapt(copy, small)
-    else:
-        assert adapt(copy, small).description == found

@@ -184,7 +184,7 @@ def test_latents_in_bfloat16_run_packed_however_many_layers_round():
     assert isinstance(adapt(model, config), PackedModel)
 
 
-@mostly_slow("seed", range(3), quick=(2,))
+@mostly_slow("seed", range(2), quick=(1,))
 @mostly_slow("quantisation", QUANTISATIONS, ids=str, quick=(5, 6))
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("has_copy", [True, False])

@@ -5,11 +5,17 @@ the arguments.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, cached_property
 
 from metal_emulator.bare_pointers import find_bare_pointers
 from metal_emulator.code_lines import CodeLines
-from metal_emulator.compiler import WATCHING_FLAGS, build_kernel, is_built, syntax_tree
+from metal_emulator.compiler import (
+    LINE_FLAGS,
+    WATCHING_FLAGS,
+    build_kernel,
+    is_built,
+    syntax_tree,
+)
 from metal_emulator.errors import CompileError
 from metal_emulator.launch import load_address
 from metal_emulator.metal_rules import find_doubles, find_violations
@@ -75,17 +81,21 @@ class CompiledKernel:
     def __init__(self, instance: Instance, watches_accesses: bool):
         self.instance = instance
         self.lines = instance.source.splitlines()
-        flags = WATCHING_FLAGS if watches_accesses else ()
-        unit = translation_unit(instance)
-        if not is_built(unit, flags):
-            self._hold_against_metal_rules(unit)
+        self._flags = WATCHING_FLAGS if watches_accesses else ()
+        self._unit = translation_unit(instance)
+        if not is_built(self._unit, self._flags):
+            self._hold_against_metal_rules(self._unit)
         try:
-            path = build_kernel(unit, flags)
+            path = build_kernel(self._unit, self._flags)
         except CompileError as error:
             raise CompileError(f"[{instance.kernel.name}] does not compile:\n{error}") from None
         self.library = ctypes.CDLL(str(path))
         self.entry = ctypes.cast(self.library.emulator_kernel, ctypes.c_void_p).value or 0
-        self._code_lines = CodeLines(path)
+
+    @cached_property
+    def _code_lines(self) -> CodeLines:
+        """Of the same code, built again with a line table: few kernels have a fault."""
+        return CodeLines(build_kernel(self._unit, (*self._flags, *LINE_FLAGS)))
 
     def line_of(self, code: int) -> int | None:
         """The line of the source that the instruction just before ``code`` comes from; ``code`` is

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from metal_emulator import Checks, patched
+from metal_emulator import Checks, compiler, patched
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -150,3 +150,13 @@ def test_what_threads_of_a_threadgroup_load_twice_is_distinct_once():
     # The second threadgroup loads words 32 to 63, and word 0 once more.
     assert trace[0].loaded_bytes["row"] == 128 * 2 * 4
     assert trace[0].distinct_bytes["row"] == (32 + 33) * 4
+
+
+def test_what_is_built_does_not_depend_on_where_the_compiler_is_installed(tmp_path):
+    versions = set()
+    for folder, number in (("one", 20), ("other", 20), ("newer", 21)):
+        program = tmp_path / folder
+        program.write_text(f"#!/bin/sh\nprintf 'clang {number}\nInstalledDir: {folder}\n'")
+        program.chmod(0o755)
+        versions.add(compiler._version((str(program),)))
+    assert versions == {"clang 20", "clang 21"}

@@ -1,4 +1,4 @@
-"""``DiskCache``: writes full blocks of the prefix cache to a tier, and reads them back."""
+"""``TierCache``: writes full blocks of the prefix cache to a tier, and reads them back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_READ_AHEAD = 4
 
 
 @dataclass(frozen=True)
-class DiskTierStats:
+class TierCacheStats:
     """The contents of the folder, by all processes that use it, and what this engine did with it.
 
     Attributes:
@@ -108,7 +108,7 @@ class Prefetch(Read):
         self.num_blocks = 0
 
 
-class DiskCache:
+class TierCache:
     """Copies new full blocks out between steps, and loads the blocks that waiting requests need.
 
     A full block is unsaved (:class:`Unsaved`), queued, and in the tier, or it was dropped. A block
@@ -117,7 +117,7 @@ class DiskCache:
     wait (:meth:`first_ready`). The states of recurrent layers are blocks of the group ``STATES``.
 
     All methods but ``stats`` and those for answers are called by the stepping thread. A failure of
-    the disk fails no request: the engine continues without it until it can be used again, and warns
+    the tier fails no request: the engine continues without it until it can be used again, and warns
     of both.
 
     Args:
@@ -211,8 +211,8 @@ class DiskCache:
         return prefetch.num_blocks * self._block_size
 
     def save_preempted(self, completion: Completion) -> None:
-        """Copy out the blocks of a preempted request that are not on disk yet, if reading them is
-        cheaper than computing them.
+        """Copy out the blocks of a preempted request that the tier lacks, if it takes less time to
+        read than to compute them.
         """
         if self.saves_preempted:
             for group in self._groups:
@@ -307,7 +307,7 @@ class DiskCache:
         return is_written and not self._unsaved
 
     def finish(self) -> None:
-        """Close without waiting for the disk, for an engine that is garbage collected, perhaps in
+        """Close without waiting for the tier, for an engine that is garbage collected, perhaps in
         the thread of an event loop. Blocks that fit into the queue are still written.
         """
         if not self._is_closed:
@@ -319,7 +319,7 @@ class DiskCache:
     # For kept answers. Any thread may call these.
 
     def has_answer(self, key: bytes) -> bool:
-        """Whether an answer is on disk or about to be written."""
+        """Whether an answer is in the tier or about to be written."""
         return self._worker.has(key)
 
     def load_answer(self, key: bytes) -> bytes | None:
@@ -334,10 +334,10 @@ class DiskCache:
         """Record the use of answers of one conversation, in order."""
         self.store.note_used(keys)
 
-    def stats(self) -> DiskTierStats:
+    def stats(self) -> TierCacheStats:
         """The current figures. Any thread may call it."""
         store = self.store.stats()
-        return DiskTierStats(
+        return TierCacheStats(
             num_blocks=store.num_blocks,
             nbytes=store.nbytes,
             num_read_blocks=store.num_hits,
@@ -483,7 +483,7 @@ class DiskCache:
         return self._is_closed or self.store.failure is not None
 
     def _report_failure(self) -> None:
-        """Warn when the disk fails, and when it can be used again."""
+        """Warn when the tier fails, and when it can be used again."""
         failure = self.store.failure
         if self._is_closed or (failure is not None) == self._has_warned:
             return
@@ -505,20 +505,20 @@ def _empty_blocks(prefetch: Prefetch) -> ReadBlocks:
     return {BlockHash(key): (prefetch, b"") for key in keys}
 
 
-_open: weakref.WeakSet[DiskCache] = weakref.WeakSet()
+_open: weakref.WeakSet[TierCache] = weakref.WeakSet()
 
 
 def _close_all() -> None:
     left = seconds_left(SECONDS_AT_EXIT)
-    for disk_cache in list(_open):
-        if not disk_cache.is_in_use():
-            disk_cache.close(left())
+    for cache in list(_open):
+        if not cache.is_in_use():
+            cache.close(left())
 
 
 def _close_in_child() -> None:
     """After a fork, the threads that read and write are in the other process."""
-    for disk_cache in list(_open):
-        disk_cache._is_closed = True
+    for cache in list(_open):
+        cache._is_closed = True
     _open.clear()
 
 
