@@ -261,7 +261,7 @@ def test_a_file_that_is_broken(qwen: Folder, tmp_path: Path):
     head = tmp_path / "head"
     head.mkdir()
     (head / "mtp.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ArgumentError, match="the head in .* is broken"):
+    with pytest.raises(ArgumentError, match=r"the head in .* is broken"):
         load_draft_model(head, None, qwen.target)
 
 

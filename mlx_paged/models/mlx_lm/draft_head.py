@@ -22,7 +22,7 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.language_model import LanguageModel, model_type_of
-from mlx_paged.models.mlx_lm.attention import OurAttention, PackedKV
+from mlx_paged.models.mlx_lm.attention import AttentionPatch, PackedKV
 from mlx_paged.models.mlx_lm.packed import NUM_TOKENS, PackedModel, RecordedKV
 
 
@@ -132,7 +132,7 @@ class DraftHead(LanguageModel):
         self.layer = cast(Module, layer_class(args, *layout.layer_arguments(args)))
         # Not as modules: the target's weights are not the head's.
         object.__setattr__(self, "_text", text)
-        object.__setattr__(self, "_attention", OurAttention())
+        object.__setattr__(self, "_attention", AttentionPatch())
         object.__setattr__(self, "_spec", self._recorded())
         self.eval()
         # What is not a weight, such as RoPE's frequencies, nothing else evaluates; and what one
