@@ -78,8 +78,9 @@ class LLM:
             instead of the model's own.
         skip_check: run a model or a draft model that is loaded here even if the check at load
             refuses it; see :func:`mlx_paged.load`.
-        draft_model: a small model with the same tokenizer that generates drafts: a folder, a hub
-            id, or a loaded model; see :class:`Engine`.
+        draft_model: a small model with the same tokenizer, or a head of the model, that generates
+            drafts: a folder, a hub id, a loaded model, or ``"auto"`` for the head in the model's
+            own folder; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
 
     Raises:

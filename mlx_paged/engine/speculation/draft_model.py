@@ -121,7 +121,7 @@ class DraftModel(Drafter):
             if num_drafts:
                 drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
-                runs.append(Run(part.completion, begin, end, int(num_drafts > 0)))
+                runs.append(DraftRun(part.completion, begin, end, int(num_drafts > 0)))
                 state.num_computed = end
         if not runs:
             return
@@ -147,7 +147,7 @@ class DraftModel(Drafter):
             runs = []
             for completion, state, _ in drafted:
                 state.num_computed = end = completion.num_tokens + number
-                runs.append(Run(completion, end - 1, end, 1))
+                runs.append(DraftRun(completion, end - 1, end, 1))
             logits = self._logits(runs, tokens)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
@@ -165,7 +165,7 @@ class DraftModel(Drafter):
         return tokens
 
     def _logits(
-        self, runs: Sequence[Run], tokens: mx.array, shares_new_blocks: bool = False
+        self, runs: Sequence[DraftRun], tokens: mx.array, shares_new_blocks: bool = False
     ) -> mx.array:
         """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
         layers = self.cache.layers[self._layers]
@@ -175,7 +175,7 @@ class DraftModel(Drafter):
 
     def _pass(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[DraftRun],
         shares_new_blocks: bool,
         compute: Callable[[AttentionMetadata], Results],
     ) -> Results:
@@ -205,7 +205,7 @@ class DraftModel(Drafter):
         return state
 
 
-class Run(NamedTuple):
+class DraftRun(NamedTuple):
     """The tokens ``begin : end`` of a request in a pass."""
 
     completion: Completion

@@ -15,7 +15,7 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.sampling.sampler import draw_drafts
 from mlx_paged.engine.scheduling.batch import Batch
-from mlx_paged.engine.speculation.draft_model import DraftModel, DraftState, Run
+from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState
 from mlx_paged.models.mlx_lm.draft_head import DraftHead
 
 # Rows that are kept although the head has computed their tokens: a recurrent model computes up to
@@ -129,11 +129,11 @@ class HeadDrafter(DraftModel):
             state.drafts = []
             if num_drafts:
                 end = part.start + part.num_new_tokens - num_drafts
-                runs.append(Run(completion, state.num_computed, end, 1))
+                runs.append(DraftRun(completion, state.num_computed, end, 1))
                 drafted.append((completion, state, num_drafts))
             elif state.num_computed // size < part.start // size:
                 # Accepted drafts have filled a block, which others may hit.
-                runs.append(Run(completion, state.num_computed, part.start, 0))
+                runs.append(DraftRun(completion, state.num_computed, part.start, 0))
         if not runs:
             return
         token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
@@ -155,7 +155,7 @@ class HeadDrafter(DraftModel):
             drafted = [drafted[entry] for entry in entries]
             ends = [(each, each.num_tokens + number) for each, _, _ in drafted]
             logits, rows = self._draft(
-                [Run(each, end - 1, end, 1) for each, end in ends], tokens, rows
+                [DraftRun(each, end - 1, end, 1) for each, end in ends], tokens, rows
             )
 
     def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
@@ -168,7 +168,7 @@ class HeadDrafter(DraftModel):
         """
         self._keep_last_rows(batch, hidden)
         size = self.cache.config.block_size
-        runs: list[Run] = []
+        runs: list[DraftRun] = []
         token_ids: list[int] = []
         pending: list[tuple[int, int]] = []  # the places in token_ids and in tokens
         row = 0
@@ -179,7 +179,7 @@ class HeadDrafter(DraftModel):
             row += part.num_new_tokens
             is_full = state.num_computed // size < end // size
             if not part.draft_token_ids and (part.num_new_tokens > 1 or is_full):
-                runs.append(Run(completion, state.num_computed, end, 0))
+                runs.append(DraftRun(completion, state.num_computed, end, 0))
                 token_ids += completion.token_ids[state.num_computed : end]
                 if part.has_pending_token:
                     pending.append((len(token_ids) - 1, row - 1))
@@ -212,7 +212,7 @@ class HeadDrafter(DraftModel):
         return self._manager.groups[completion.seq_id][self._group].block_ids
 
     def _catch_up(
-        self, runs: Sequence[Run], tokens: mx.array, shares_new_blocks: bool
+        self, runs: Sequence[DraftRun], tokens: mx.array, shares_new_blocks: bool
     ) -> tuple[mx.array, mx.array]:
         """Compute the head's K/V of known tokens ``[num_tokens]``, from the model's rows."""
         rows: list[mx.array] = []
@@ -238,7 +238,7 @@ class HeadDrafter(DraftModel):
         block_id = self._table(completion)[index - 1]
         return self.cache.read_hidden_row(block_id, self.model.hidden_size)
 
-    def _shorten_rows(self, runs: Sequence[Run]) -> None:
+    def _shorten_rows(self, runs: Sequence[DraftRun]) -> None:
         """Keep the last rows of long runs only: copies, as a slice keeps all rows of its step."""
         for completion, begin, end, _ in runs:
             state = self._state_of(completion, begin)
@@ -251,7 +251,7 @@ class HeadDrafter(DraftModel):
 
     def _draft(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[DraftRun],
         tokens: mx.array,  # [num_tokens]
         hidden: mx.array,  # [num_tokens, hidden_size]
         shares_new_blocks: bool = False,
