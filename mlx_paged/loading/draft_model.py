@@ -41,14 +41,12 @@ def load_draft_model(
             f"{shown(draft_model)}",
             "draft_model",
         )
-    if target is not None:
-        of_target = check_model(target)
-        is_own = draft_model == AUTO or of_target.path == Path(draft_model)
-        path = None if is_own else find_model(draft_model)
-        head = load_head(of_target, path)
-        if head is not None:
-            return head
     try:
+        if target is not None:
+            name = draft_model if draft_model == AUTO else find_model(draft_model)
+            head = load_head(check_model(target), name)
+            if head is not None:
+                return head
         loaded, draft_tokenizer, _ = load_whole(draft_model, skip_check=skip_check)
     except LoadError as error:
         reason = str(error).removeprefix("[load] ")

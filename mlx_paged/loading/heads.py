@@ -49,52 +49,47 @@ def is_of_head(name: str, last: int) -> bool:
     return re.match(f"{_MODEL}{_HEADS.format(last=last)}", name) is not None
 
 
-def load_head(target: LanguageModel, path: Path | None) -> DraftHead | None:
+def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
     """The head of a model.
 
     Args:
-        target: loaded from a folder.
-        path: a folder with the head, or a file; ``None`` for the head in the model's own folder.
+        target: the model that it drafts for.
+        name: a folder or a file with the head, or :data:`AUTO` for the model's own folder.
 
     Returns:
-        ``None`` if the folder has no tensors of a head.
+        ``None`` if there are no tensors of a head of this model.
 
     Raises:
-        LoadError: the model's own folder has none, with what was looked for; this package does not
-            know the heads of the model; or tensors are missing or have other shapes.
+        LoadError: tensors are missing or have other shapes; or the name is :data:`AUTO` and there
+            is no head, with what was looked for.
     """
-    layout = LAYOUTS.get(model_type_of(target))
+    layout, path = LAYOUTS.get(model_type_of(target)), Path(name)
+    own = target.path and target.path.resolve()
+    is_own = name == AUTO or path.resolve() == own
+    folder = target.path if is_own else path
+    problem = ""
     if layout is None:
-        if path is not None:
-            return None
-        raise LoadError(
-            f"[load] draft_model {AUTO!r}: heads of a {model_type_of(target)} are not known; "
-            f"known are those of {', '.join(sorted(LAYOUTS))}",
-            "draft_model",
+        problem = (
+            f"heads of a {model_type_of(target)} are not known; known are those of "
+            f"{', '.join(sorted(LAYOUTS))}"
         )
-    own = target.path if target.path is not None and target.path.is_dir() else None
-    folder = own if path is None else path
-    last = text_model(target).args.num_hidden_layers
-    if folder is None:
-        raise LoadError(
-            f"[load] draft_model {AUTO!r}: the model was not loaded from a folder, which would "
-            "have its head; give the folder of the head",
-            "draft_model",
+    elif folder is None or (is_own and not folder.is_dir()):
+        problem = "the model was not loaded from a folder, which would have its head"
+    else:
+        last = text_model(target).args.num_hidden_layers
+        with load_errors(f"the head in {folder} is broken"):
+            read = _own_tensors if is_own else _tensors
+            found = read(folder, layout, last)
+            if found:
+                return _built(target, layout, found, folder)
+        problem = (
+            f"{folder} has no head: neither {', '.join(SIDECARS)} nor tensors "
+            f"{_wanted(layout, last)} in its weights; many conversions drop them; give the folder "
+            "of a head instead"
         )
-    with load_errors(f"the head in {folder} is broken"):
-        found = (
-            _own_tensors(folder, layout, last) if path is None else _tensors(folder, layout, last)
-        )
-        if not found and path is None:
-            raise LoadError(
-                f"[load] draft_model {AUTO!r}: {folder} has no head: neither {', '.join(SIDECARS)} "
-                f"nor tensors {_wanted(layout, last)} in its weights; many conversions drop them; "
-                "give the folder of a head instead",
-                "draft_model",
-            )
-        if not found:
-            return None
-        return _built(target, layout, found, folder)
+    if name == AUTO:
+        raise LoadError(f"[load] {AUTO!r}: {problem}", "draft_model")
+    return None
 
 
 def _wanted(layout: HeadLayout, last: int) -> str:
@@ -145,7 +140,7 @@ def _built(
     try:
         head = DraftHead(target, layout)
     except UnsuitableModelError as error:
-        raise LoadError(f"[load] draft_model: the head in {folder} can't run: {error}") from error
+        raise LoadError(f"[load] the head in {folder} can't run: {error}") from error
     weights = _renamed(found, layout)
     weights = _split_latents(_stacked_experts(_from_fp8(weights)), text_model(target).args)
     for name in ("embed_tokens", "lm_head"):
@@ -283,7 +278,8 @@ def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
         scales = weights.get(f"{path}.scales")
         if scales is None or "weight" not in module:
             return False
-        num_inputs = module.weight.shape[-1]
+        plain: Any = module
+        num_inputs = plain.weight.shape[-1]
         return _format_of(
             weights[f"{path}.weight"], scales, f"{path}.biases" in weights, num_inputs
         )
@@ -294,7 +290,7 @@ def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
 def _is_stored_zero_centred(weights: Mapping[str, mx.array], target: LanguageModel) -> bool:
     """Whether norms are stored as ``weight - 1``: whether those of the layer are nearer to the
     norms of the same names in the model's layers with 1 added than without. A file has one
-    convention, whatever its prefix says about who has converted it.
+    convention.
     """
     distances = [0.0, 0.0]
     layers = text_model(target).model.layers

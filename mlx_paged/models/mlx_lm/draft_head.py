@@ -114,6 +114,9 @@ class DraftHead(LanguageModel):
         UnsuitableModelError: the layer can't run on packed input.
     """
 
+    _text: Any
+    _spec: LayerSpec
+
     def __init__(self, target: LanguageModel, layout: HeadLayout):
         super().__init__()
         text = text_model(target)
