@@ -78,8 +78,9 @@ class LLM:
             instead of the model's own.
         skip_check: run a model or a draft model that is loaded here even if the check at load
             refuses it; see :func:`mlx_paged.load`.
-        draft_model: a small model with the same tokenizer that generates drafts: a folder, a hub
-            id, or a loaded model; see :class:`Engine`.
+        draft_model: a small model with the same tokenizer, or a head of the model, that generates
+            drafts: a folder, a hub id, a loaded model, or ``"auto"`` for the head in the model's
+            own folder; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
 
     Raises:
@@ -127,7 +128,7 @@ class LLM:
             )
             model, loaded_tokenizer = run_in_engine_thread(load)
             tokenizer = tokenizer or loaded_tokenizer
-        loaded = load_draft_model(draft_model, tokenizer, skip_check=skip_check)
+        loaded = load_draft_model(draft_model, tokenizer, model, skip_check=skip_check)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()

@@ -33,6 +33,8 @@ class LayerSpec:
     softcap: float | None = None
     # Whether K holds latents, which all heads share, and V their rotated keys (MLA).
     holds_latents: bool = False
+    # Whether it has no K/V: the rows of a block hold the hidden row of its last token, for a head.
+    holds_hidden_rows: bool = False
 
     def __post_init__(self) -> None:
         names = ["num_kv_heads", "key_dim", "value_dim"]
@@ -43,6 +45,12 @@ class LayerSpec:
             raise ArgumentError(
                 f"[kv cache] softcap must be a positive number, got {shown(self.softcap)}"
             )
+
+    @classmethod
+    def of_hidden_rows(cls, hidden_size: int, block_size: int, dtype: mx.Dtype) -> LayerSpec:
+        """One hidden row per block, spread over its tokens; narrow rows are filled up."""
+        width = -(-hidden_size // (2 * block_size))
+        return cls(1, width, width, format=KVFormat.dense(dtype), holds_hidden_rows=True)
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         """The shape that selects the kernels of this layer."""

@@ -151,7 +151,8 @@ class PagedKVCache(KVCache):
         if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
             raise ValueError("[paged cache] a streaming window needs the model's rotate_keys")
         self._rotate_keys = rotate_keys
-        shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
+        attended = [spec for spec in config.layers if not spec.holds_hidden_rows]
+        shapes = [spec.attention_shape(config.block_size) for spec in attended]
         self._backend = choose_backend(backend, shapes)
         self._can_trace = not any(shape.why_no_attention for shape in shapes)
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
@@ -287,6 +288,24 @@ class PagedKVCache(KVCache):
             if not self.backend.writes_in_place:
                 mx.eval(k, v)
             self.backend.reshape_and_cache(k, v, kv, slot_mapping)
+
+    # The rows that a head needs of the last token of each block, in the last layer
+
+    def write_hidden_rows(self, block_ids: Sequence[int], rows: mx.array) -> None:
+        """Keep the rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
+        kv = self._layers[-1].kv
+        shape = (len(block_ids), 1, kv.block_size, 2 * kv.key_dim)
+        missing = kv.block_size * shape[-1] - rows.shape[1]
+        spread = mx.pad(rows, [(0, 0), (0, missing)]).reshape(shape).astype(kv.dtype)
+        keys, values = mx.split(spread, 2, axis=-1)
+        self.backend.write_blocks(kv, block_ids, (keys,), (values,))
+
+    def read_hidden_row(self, block_id: int, hidden_size: int) -> mx.array:
+        """The row ``[1, hidden_size]`` of a block's last token."""
+        kv = self._layers[-1].kv
+        parts = self.backend.gather_parts(kv, [block_id], kv.block_size)
+        row = mx.concatenate([part for (part,) in parts], axis=-1).reshape(1, -1)
+        return row[:, :hidden_size]
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -59,8 +59,8 @@ LAUNCH_OPTIONS = {
         "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", TEXT
     ),
     "draft_model": Option(
-        "folder or Hugging Face repo of a small model with the same tokenizer, which generates "
-        "drafts",
+        "folder or Hugging Face repo of a small model with the same tokenizer, or of a head of the "
+        "model, which generates drafts; auto for the head in the model's own folder",
         TEXT,
         default_text="none: drafts are looked up in the conversation",
     ),
@@ -228,5 +228,5 @@ def load_model(
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer, skip_check=args.skip_check)
+    draft_model = load_draft_model(args.draft_model, tokenizer, model, skip_check=args.skip_check)
     return model, tokenizer, {**options, "draft_model": draft_model}

@@ -28,6 +28,7 @@ from mlx_paged.engine.speculation.draft_model import (
     num_parameters_of,
     speculation_of,
 )
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.storing.snapshots import Snapshots
 from mlx_paged.engine.storing.tier_cache import TierCache
@@ -51,6 +52,7 @@ from mlx_paged.models.kv_cache import (
     weight_nbytes,
 )
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm.draft_head import DraftHead
 from mlx_paged.options.config import DEFAULT_KV
 from mlx_paged.options.engine_options import EngineOptions
 
@@ -137,7 +139,12 @@ def build(
         -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
     )
 
-    drafter = None if draft is None else DraftModel(draft, cache, manager)
+    drafter: DraftModel | None = None
+    if isinstance(draft, DraftHead):
+        assert isinstance(cache, PagedKVCache), "checked with the draft model"
+        drafter = HeadDrafter(draft, cache, manager)
+    elif draft is not None:
+        drafter = DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
     if ranks.size > 1:
         backend = type(cache.backend).__name__

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape
 from mlx_paged.cache.paged import PagedLayerKV
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, wanted_hidden_rows
 from mlx_paged.ops import AttentionPlan, KVHandle, StateStack, StepState, traced_decode
 
 # Tracing a decode of 28 layers takes 5 ms on an idle CPU, and a replay saves 0.7 ms. So a shape
@@ -24,7 +24,9 @@ NUM_BUILT_FIRST = 8
 # Some 0.7 MB each for 28 layers.
 MAX_TRACES = 32
 
-Trace: TypeAlias = Callable[..., tuple[mx.array, list[mx.array], list[mx.array]]]
+Trace: TypeAlias = Callable[
+    ..., tuple[mx.array, list[mx.array], list[mx.array], list[mx.array | None]]
+]
 
 
 class CompiledDecode:
@@ -74,7 +76,7 @@ class CompiledDecode:
             return None
         try:
             leaves = [] if before is None else before.leaves
-            logits, fences, made = trace(weights, tokens, leaves, *arrays)
+            logits, fences, made, hidden_rows = trace(weights, tokens, leaves, *arrays)
             if is_new:
                 fenced = arrays._replace(fences=fences)
                 layers = traced_layers(self._cache, shape, fenced, _step_states(before))
@@ -90,6 +92,7 @@ class CompiledDecode:
             return None
         for kv, fence in zip(slabs, fences, strict=True):
             kv.fence = fence
+        _put_hidden_rows(hidden_rows)
         if states is not None and before is not None:
             after = StateStack.of_leaves(made, before.num_slots)
             for state, row in zip(states, after.rows(), strict=True):
@@ -148,14 +151,14 @@ class CompiledDecode:
             tokens: mx.array,
             leaves: list[mx.array],
             *arrays: Any,
-        ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array | None]]:
             stack = None if num_slots is None else StateStack.of_leaves(leaves, num_slots)
             states = _step_states(stack)
             layers = traced_layers(cache, shape, DecodeArrays(*arrays), states)
             logits = model.copy_on(weights)(tokens, layers)
             after = None if states is None else states[0].after
             leaves_after = [] if after is None else after.stack.leaves
-            return logits, _fences_of(layers), leaves_after
+            return logits, _fences_of(layers), leaves_after, _hidden_rows()
 
         # MLX identifies a traced function by its address, which a later one may reuse, and by its
         # arguments that are not arrays: a unique number for each trace.
@@ -163,6 +166,17 @@ class CompiledDecode:
 
 
 _numbers = itertools.count()
+
+
+def _hidden_rows() -> list[mx.array | None]:
+    hidden = wanted_hidden_rows()
+    return [] if hidden is None else [hidden.rows]
+
+
+def _put_hidden_rows(rows: Sequence[mx.array | None]) -> None:
+    hidden = wanted_hidden_rows()
+    if hidden is not None:
+        (hidden.rows,) = rows
 
 
 def _states_before(states: Sequence[StepState]) -> StateStack | None:

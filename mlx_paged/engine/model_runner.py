@@ -25,6 +25,8 @@ from mlx_paged.engine.scheduling.batch import (
 )
 from mlx_paged.engine.scheduling.prefix_cache import SwapSpace
 from mlx_paged.engine.speculation.draft_model import DraftModel
+from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.models.language_model import taking_hidden_rows
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.ops import StateStack
 
@@ -74,6 +76,9 @@ class ModelRunner:
         if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
+        self._takes_normed = None
+        if isinstance(draft_model, HeadDrafter):
+            self._takes_normed = draft_model.takes_normed
         # The layers of the draft model come after these.
         self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
@@ -112,10 +117,16 @@ class ModelRunner:
         ) as step:
             tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
-            logits = None if decode is None else decode.replay(tokens)
-            if logits is None:
-                logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
-            mx.async_eval(logits, cache.arrays)
+            with taking_hidden_rows(self._takes_normed) as hidden:
+                logits = None if decode is None else decode.replay(tokens)
+                if logits is None:
+                    logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
+            rows = None if hidden is None else hidden.rows
+            mx.async_eval(logits, [] if rows is None else rows, cache.arrays)
+        if isinstance(self.draft_model, HeadDrafter) and rows is not None:
+            if not cache.can_run_ahead:
+                mx.eval(logits, rows, cache.arrays)
+            self.draft_model.follow(batch, tokens, rows)
         if states is not None:
             put_states(self._manager, seq_ids, counts, states)
             self._stacks_before = WeakSet(forget_before(states, self._stacks_before))

@@ -8,21 +8,26 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.errors import shown
-from mlx_paged.loading.folder import LoadError
+from mlx_paged.loading.folder import LoadError, find_model
+from mlx_paged.loading.heads import AUTO, load_head
 from mlx_paged.loading.loader import load_whole
+from mlx_paged.models.mlx_lm import check_model
 
 
 def load_draft_model(
     draft_model: str | Path | Module | None,
     tokenizer: TokenizerWrapper | None,
+    target: Module | None = None,
     *,
     skip_check: bool = False,
 ) -> Module | None:
-    """The draft model, loaded unless it is a model already.
+    """The draft model or the head that drafts, loaded unless it is a model already.
 
     Args:
-        draft_model: a folder, a hub id, or a loaded model.
+        draft_model: a folder, a hub id, or a loaded model; ``"auto"`` for the head in the target's
+            own folder. A folder whose tensors are those of a head of the target is one.
         tokenizer: of the model that it drafts for.
+        target: that model; without it, heads are not looked for.
         skip_check: as in :func:`load`.
 
     Raises:
@@ -37,6 +42,11 @@ def load_draft_model(
             "draft_model",
         )
     try:
+        if target is not None:
+            name = draft_model if draft_model == AUTO else find_model(draft_model)
+            head = load_head(check_model(target), name)
+            if head is not None:
+                return head
         loaded, draft_tokenizer, _ = load_whole(draft_model, skip_check=skip_check)
     except LoadError as error:
         reason = str(error).removeprefix("[load] ")

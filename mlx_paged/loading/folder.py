@@ -24,7 +24,7 @@ GGUF_SUFFIX = ".gguf"
 DEMO = "demo"  # the name of the bundled model, where there is no such folder
 _MODEL_FILES = [
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl",
-    "*.jinja",
+    "*.jinja", "mtp.safetensors", "mtp/*.safetensors",
 ]  # fmt: skip
 
 

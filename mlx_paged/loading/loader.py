@@ -28,6 +28,7 @@ from mlx_paged.loading.folder import (
     without_marks,
 )
 from mlx_paged.loading.gguf import is_gguf
+from mlx_paged.loading.heads import is_of_head
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.identity import model_name
@@ -276,12 +277,32 @@ def build_model(
         # A copy of the folder has another order of files.
         files = WeightFiles.at(path) if readable == path else None
         model, config = load_model(
-            readable, lazy=True, model_config=model_config, get_model_classes=model_classes
+            readable, lazy=True, model_config=model_config, get_model_classes=_without_heads
         )
+        vars(model).pop("sanitize", None)
     _check_weights(model, path)
     if files is not None:
         files = replace(files, config=json.dumps(config, sort_keys=True, default=str))
     return model, config, files
+
+
+def _without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+    """As :func:`model_classes`; the models leave out tensors of heads that draft, which not all
+    classes of mlx-lm do.
+    """
+    classes: tuple[Any, Any] = model_classes(config)
+    model_class, args_class = classes
+
+    def make(args: Any) -> Any:
+        model = model_class(args)
+        own = getattr(model, "sanitize", lambda weights: weights)
+        last = len(getattr(model, "layers", ()))
+        model.sanitize = lambda weights: own(
+            {name: each for name, each in weights.items() if not is_of_head(name, last)}
+        )
+        return model
+
+    return make, args_class
 
 
 def _read_weights(model: Module, path: Path) -> None:

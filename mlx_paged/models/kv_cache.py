@@ -38,6 +38,7 @@ from mlx_paged.models.memory import (
     why_too_large,
 )
 from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm.draft_head import DraftHead
 from mlx_paged.ops import check_backend_name
 from mlx_paged.options.argument_values import AT_LEAST_1, BOOL, as_integer
 from mlx_paged.options.config import (
@@ -178,7 +179,10 @@ def make_engine_cache(
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    groups = _groups(stored, block_size, streaming, draft_model is not None)
+    if isinstance(draft_model, DraftHead):
+        size, dtype = draft_model.hidden_size, draft_model.dtype
+        stored = [*stored, LayerSpec.of_hidden_rows(size, block_size, dtype)]
+    groups = _groups(stored, block_size, streaming, draft_model)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
@@ -215,12 +219,12 @@ def _groups(
     layers: Sequence[LayerSpec],
     block_size: int,
     streaming: StreamingWindow | None,
-    is_beside_drafts: bool,
+    draft_model: Module | None,
 ) -> tuple[LayerGroup, ...]:
     """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
-    need tokens that have left the model's windows.
+    need tokens that have left the model's windows. The layer of a head keeps all tokens anyway.
     """
-    if not is_beside_drafts:
+    if draft_model is None or (isinstance(draft_model, DraftHead) and streaming is None):
         return group_layers(layers, block_size, streaming)
     if streaming is not None:
         raise ArgumentError(

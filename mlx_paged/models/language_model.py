@@ -9,7 +9,9 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -149,6 +151,11 @@ class LanguageModel(Module, ABC):
         """Whether any layer has K/V; otherwise :attr:`layer_specs` has a single unused layer."""
         return True
 
+    @property
+    def gives_hidden_rows(self) -> bool:
+        """Whether it lets :class:`HiddenRows` take the rows of its last norm."""
+        return False
+
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         """The empty caches that mlx-lm makes for this model, each with the index of the layer whose
         K/V it holds; ``None`` for one without K/V.
@@ -198,6 +205,47 @@ class LanguageModel(Module, ABC):
         Returns:
             Logits ``[num_rows, vocab_size]``.
         """
+
+
+@dataclass
+class HiddenRows:
+    """The hidden rows of a step's tokens at a model's last norm, for a head that makes drafts.
+
+    Attributes:
+        are_normed: whether they are the norm's results; otherwise its inputs.
+        rows: ``[num_tokens, hidden_size]``, once the model has run.
+    """
+
+    are_normed: bool
+    rows: mx.array | None = None
+
+    def take(self, x: mx.array, normed: mx.array) -> None:
+        """Called by a model with the norm's input and result for all tokens, ``[num_tokens, ...,
+        hidden_size]``.
+        """
+        rows = normed if self.are_normed else x
+        self.rows = rows.reshape(rows.shape[0], rows.shape[-1])
+
+
+_hidden_rows: ContextVar[HiddenRows | None] = ContextVar("hidden rows", default=None)
+
+
+def wanted_hidden_rows() -> HiddenRows | None:
+    """What takes the hidden rows of the step that runs in this thread, if anything does. A model
+    that sees it computes its last norm for all tokens.
+    """
+    return _hidden_rows.get()
+
+
+@contextmanager
+def taking_hidden_rows(are_normed: bool | None) -> Iterator[HiddenRows | None]:
+    """Have the models that run in this context give their hidden rows; ``None`` for no rows."""
+    hidden = None if are_normed is None else HiddenRows(are_normed)
+    token = _hidden_rows.set(hidden)
+    try:
+        yield hidden
+    finally:
+        _hidden_rows.reset(token)
 
 
 def rotate_on(rope: Callable[..., mx.array], keys: mx.array, distance: int) -> mx.array:

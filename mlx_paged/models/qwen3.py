@@ -28,6 +28,7 @@ from mlx_paged.models.language_model import (
     check_divisible,
     check_linear_sizes,
     rotate_on,
+    wanted_hidden_rows,
 )
 from mlx_paged.ops import device
 
@@ -196,13 +197,20 @@ class Model(LanguageModel):
         self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
         h, positions = self.model.embed_tokens(tokens), layers[0].offset
+        hidden = wanted_hidden_rows()
+        last = None if hidden else layers[-1]
         for block, kv in zip(self.layers, layers, strict=True):
             # After the K and V of the last layer, only the rows with logits are needed.
-            rows = logit_rows if kv is layers[-1] else None
+            rows = logit_rows if kv is last else None
             attended = block["self_attn"](block["input_layernorm"](h), positions, kv, rows)
             h = attended + (h if rows is None else h[rows])
             h = h + block["mlp"](block["post_attention_layernorm"](h))
-        h = self.model.norm(h)
+        if hidden is None:
+            h = self.model.norm(h)
+        else:
+            x, h = h, self.model.norm(h)
+            hidden.take(x, h)
+            h = h if logit_rows is None else h[logit_rows]
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
@@ -231,6 +239,10 @@ class Model(LanguageModel):
         if self.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
         return weights
+
+    @property
+    def gives_hidden_rows(self) -> bool:
+        return True
 
     @property
     def layers(self) -> list[TransformerBlock]:

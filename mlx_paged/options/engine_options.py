@@ -345,8 +345,8 @@ class EngineOptions(OneShotOptions, total=False):
 
 ENGINE_OPTIONS: dict[str, Option] = declared(EngineOptions) | {
     "draft_model": Option(
-        "a small model with the same vocabulary that generates the drafts. Its K/V count toward "
-        "the budget.",
+        "a small model with the same vocabulary, or a head of the model, that generates the drafts "
+        "(docs/internals/engine.md, Speculation). Its K/V count toward the budget.",
         matching("a model", lambda model: True),
         flag=None,
         default_text="none: drafts are looked up in the request's own tokens",

@@ -5,9 +5,9 @@ by the cost of its steps on this device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -33,7 +33,8 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import OPERATIONS_PER_BYTE
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.ops import device
+from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.ops import AttentionMetadata, device
 from mlx_paged.options.argument_values import kind_of
 
 # The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
@@ -49,6 +50,9 @@ MAX_MISSING_TOKENS = 512
 # once for each row: the benchmark `speculation` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
+
+
+Results = TypeVar("Results", mx.array, tuple[mx.array, mx.array])
 
 
 class DraftModel(Drafter):
@@ -117,13 +121,13 @@ class DraftModel(Drafter):
             if num_drafts:
                 drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
-                runs.append(_Run(part.completion, begin, end, int(num_drafts > 0)))
+                runs.append(DraftRun(part.completion, begin, end, int(num_drafts > 0)))
                 state.num_computed = end
         if not runs:
             return
         token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
         tokens = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
-        logits = self._pass(runs, tokens, batch.shares_new_blocks)
+        logits = self._logits(runs, tokens, batch.shares_new_blocks)
         number = 0
         while drafted:
             completions = [completion for completion, _, _ in drafted]
@@ -143,8 +147,8 @@ class DraftModel(Drafter):
             runs = []
             for completion, state, _ in drafted:
                 state.num_computed = end = completion.num_tokens + number
-                runs.append(_Run(completion, end - 1, end, 1))
-            logits = self._pass(runs, tokens)
+                runs.append(DraftRun(completion, end - 1, end, 1))
+            logits = self._logits(runs, tokens)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
         """``[num_tokens]``, the tokens of a step with the drafts in place of the placeholders."""
@@ -160,10 +164,22 @@ class DraftModel(Drafter):
             tokens[mx.array(places)] = mx.concatenate(drafts)
         return tokens
 
-    def _pass(
-        self, runs: Sequence[_Run], tokens: mx.array, shares_new_blocks: bool = False
+    def _logits(
+        self, runs: Sequence[DraftRun], tokens: mx.array, shares_new_blocks: bool = False
     ) -> mx.array:
         """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
+        layers = self.cache.layers[self._layers]
+        return self._pass(
+            runs, shares_new_blocks, lambda step: self.model(tokens, layers, step.logit_rows)
+        )
+
+    def _pass(
+        self,
+        runs: Sequence[DraftRun],
+        shares_new_blocks: bool,
+        compute: Callable[[AttentionMetadata], Results],
+    ) -> Results:
+        """Launch a pass over the tokens of runs; ``compute`` runs the model in the open step."""
         cache, groups = self.cache, self._manager.groups
         with cache.open_step(
             [groups[run.completion.seq_id] for run in runs],
@@ -173,23 +189,23 @@ class DraftModel(Drafter):
             layers=self._layers,
             context_lens=[run.end for run in runs],
         ) as step:
-            logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
+            results = compute(step)
             if cache.can_run_ahead:
-                mx.async_eval(logits, cache.arrays)
+                mx.async_eval(results, cache.arrays)
             else:
                 # Slabs that are still being read would be copied by each write of the next pass.
-                mx.eval(logits, cache.arrays)
-        return logits
+                mx.eval(results, cache.arrays)
+        return results
 
-    def _state_of(self, completion: Completion, num_computed: int) -> _DraftState:
+    def _state_of(self, completion: Completion, num_computed: int) -> DraftState:
         state = completion.draft_state
-        if not isinstance(state, _DraftState):
-            state = _DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+        if not isinstance(state, DraftState):
+            state = DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
             completion.draft_state = state
         return state
 
 
-class _Run(NamedTuple):
+class DraftRun(NamedTuple):
     """The tokens ``begin : end`` of a request in a pass."""
 
     completion: Completion
@@ -199,7 +215,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class _DraftState:
+class DraftState:
     """The state of a request's drafts.
 
     Attributes:
@@ -275,6 +291,13 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
             "when drafts are rejected; use a model of attention layers only, or leave draft_model "
             "out: then drafts are looked up in a request's own tokens"
         )
+    elif isinstance(draft_model, DraftHead) and not draft_model.is_of(model):
+        problem = "is a head of another model; load it for this one"
+    elif isinstance(draft_model, DraftHead) and not model.gives_hidden_rows:
+        problem = (
+            f"can't be a head of this {model_type_of(model)}, {model.description}: it gives no "
+            "hidden rows; leave draft_model out"
+        )
     elif kv == "basic":
         problem = (
             "needs kv='paged'; with kv='basic' drafts are looked up in a request's own tokens: "
@@ -288,6 +311,8 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
 def cost_of(model: LanguageModel) -> StepCost:
     """The cost of a step of a model on the default device."""
     num_parameters = num_parameters_of(model)
+    if isinstance(model, DraftHead):
+        num_parameters += model.num_output_parameters
     if device.is_cpu():
         # Weights are multiplied once per row, in addition to the overhead of the operations.
         per_row = num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * model.num_layers

@@ -16,6 +16,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList
 
+from mlx_paged.models.language_model import wanted_hidden_rows
+
 
 class ModuleClasses:
     """The classes that modules have now."""
@@ -147,10 +149,12 @@ def prepare_final_norm(calls: Calls, run: Callable[[], mx.array], axis: int) -> 
 @cache
 def _of_wanted_rows(kind: type[Module]) -> type[Module]:
     def call(self: Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        wanted = _wanted.get()
-        if wanted is not None:
-            rows, axis = wanted
-            x = mx.take(x, rows, axis=axis)
-        return kind.__call__(self, x, *args, **kwargs)
+        wanted, hidden = _wanted.get(), wanted_hidden_rows()
+        if hidden is None:
+            x = x if wanted is None else mx.take(x, wanted[0], axis=wanted[1])
+            return kind.__call__(self, x, *args, **kwargs)
+        normed = kind.__call__(self, x, *args, **kwargs)
+        hidden.take(x, normed)
+        return normed if wanted is None else mx.take(normed, wanted[0], axis=wanted[1])
 
     return type(kind.__name__, (kind,), {"__call__": call, "keeps_wanted_rows": True})

@@ -131,6 +131,10 @@ class PackedModel(LanguageModel):
         return any(entry is not None for entry in self._recording.entries)
 
     @property
+    def gives_hidden_rows(self) -> bool:
+        return self._recording.keeps_wanted_rows
+
+    @property
     def num_layers(self) -> int:
         return len(self._recurrent.caches)
 
@@ -271,7 +275,7 @@ def _window_of(cache: Any) -> int | None:
 class _RecordedRun(NamedTuple):
     """A packed step on caches that record their use."""
 
-    entries: list[_Entry]
+    entries: list[RecordedKV]
     states: list[_RecordedState]
     logits: mx.array
     calls: Calls
@@ -279,7 +283,7 @@ class _RecordedRun(NamedTuple):
 
 def _run(model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]) -> _RecordedRun:
     offset = mx.arange(NUM_TOKENS)
-    entries = [_Entry(window, offset) for window in windows]
+    entries = [RecordedKV(window, offset) for window in windows]
     with recorded_calls(model) as calls:
         states = [_RecordedState(size, calls) for size in recurrent.num_slots]
         caches = recurrent.fill(entries, states)
@@ -321,7 +325,7 @@ class _RecordedState(ArraysCache):
         super().__setitem__(slot, value)
 
 
-class _Entry(PackedKV):
+class RecordedKV(PackedKV):
     """A cache that records the shapes of a layer's K/V, and whose attention returns zeros."""
 
     def __init__(self, window: int | None, offset: mx.array):
@@ -367,7 +371,7 @@ class _Entry(PackedKV):
 class _ShapesOnly:
     """In place of a cache's layer: checks and records shapes."""
 
-    def __init__(self, entry: _Entry):
+    def __init__(self, entry: RecordedKV):
         self._entry = entry
 
     def update_and_attend(

@@ -1,0 +1,348 @@
+"""The heads that a model drafts with: finding their tensors, in the model's own folder, a file
+beside its weights or a folder of their own, and reading them as any conversion has left them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlx_paged.errors import UnsuitableModelError
+from mlx_paged.loading.folder import LoadError, load_errors
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, HeadLayout, text_model
+
+AUTO = "auto"  # the head in the model's own folder
+
+# Files beside a model's weights that conversions write heads to.
+SIDECARS = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
+# What may stand before the names of a head's tensors: the whole model, its text part, and the head.
+_MODEL = r"(?:(?:model|language_model)\.)*"
+# Heads are named mtp.*, or as the layers after the model's last one. A file of its own may leave
+# out either.
+_HEADS = r"(?:mtp\.(?:layers\.)?(?:0\.)?|layers\.{last}\.)"
+_BLOCK = r"(?:block\.)?"
+# A model that has a head of its own drafts as a model, unless it is the target itself.
+_OF_WHOLE_MODEL = re.compile(r"(?:\w+\.)*model\.(?:embed_tokens|norm)\..+")
+
+# Quantised weights without biases: the number of bits and of weights per scale by the mode's name.
+_MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
+# Rows of an embedding that are compared, and the share of their length by which the rows of a copy
+# that was quantised may differ.
+NUM_COMPARED = 256
+MAX_DIFFERENCE = 0.5
+
+
+def is_of_head(name: str, last: int) -> bool:
+    """Whether a tensor of a model's own files is one of a head, by its name.
+
+    Args:
+        last: the number of the model's layers.
+    """
+    return re.match(f"{_MODEL}{_HEADS.format(last=last)}", name) is not None
+
+
+def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
+    """The head of a model.
+
+    Args:
+        target: the model that it drafts for.
+        name: a folder or a file with the head, or :data:`AUTO` for the model's own folder.
+
+    Returns:
+        ``None`` if there are no tensors of a head of this model.
+
+    Raises:
+        LoadError: tensors are missing or have other shapes; or the name is :data:`AUTO` and there
+            is no head, with what was looked for.
+    """
+    layout, path = LAYOUTS.get(model_type_of(target)), Path(name)
+    own = target.path and target.path.resolve()
+    is_own = name == AUTO or path.resolve() == own
+    folder = target.path if is_own else path
+    problem = ""
+    if layout is None:
+        problem = (
+            f"heads of a {model_type_of(target)} are not known; known are those of "
+            f"{', '.join(sorted(LAYOUTS))}"
+        )
+    elif folder is None or (is_own and not folder.is_dir()):
+        problem = "the model was not loaded from a folder, which would have its head"
+    else:
+        last = text_model(target).args.num_hidden_layers
+        with load_errors(f"the head in {folder} is broken"):
+            read = _own_tensors if is_own else _tensors
+            found = read(folder, layout, last)
+            if found:
+                return _built(target, layout, found, folder)
+        problem = (
+            f"{folder} has no head: neither {', '.join(SIDECARS)} nor tensors "
+            f"{_wanted(layout, last)} in its weights; many conversions drop them; give the folder "
+            "of a head instead"
+        )
+    if name == AUTO:
+        raise LoadError(f"[load] {AUTO!r}: {problem}", "draft_model")
+    return None
+
+
+def _wanted(layout: HeadLayout, last: int) -> str:
+    return f"mtp.{layout.projection}.weight or model.layers.{last}.{layout.projection}.weight"
+
+
+def _own_tensors(folder: Path, layout: HeadLayout, last: int) -> dict[str, mx.array]:
+    """Those of a file beside the weights, otherwise those among the weights."""
+    for pattern in (*SIDECARS, "model*.safetensors", "*.safetensors"):
+        found = _read(sorted(folder.glob(pattern)), layout, last, needs_prefix="model*" in pattern)
+        if found:
+            return found
+    return {}
+
+
+def _tensors(path: Path, layout: HeadLayout, last: int) -> dict[str, mx.array]:
+    files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+    return _read(files, layout, last, needs_prefix=False)
+
+
+def _read(
+    files: Iterable[Path], layout: HeadLayout, last: int, needs_prefix: bool
+) -> dict[str, mx.array]:
+    """The tensors of a head by their names without prefixes, not evaluated; empty without a head.
+
+    Args:
+        last: the number of the model's layers.
+        needs_prefix: whether the files have the model's own tensors, too, so that names without a
+            prefix are not the head's.
+    """
+    head = _HEADS.format(last=last)
+    pattern = re.compile(f"{_MODEL}{head if needs_prefix else f'(?:{head})?'}{_BLOCK}(.+)")
+    found: dict[str, mx.array] = {}
+    for file in files:
+        tensors: Any = mx.load(str(file))
+        for name, tensor in tensors.items():
+            if not needs_prefix and _OF_WHOLE_MODEL.fullmatch(name):
+                return {}
+            matched = pattern.fullmatch(name)
+            if matched is not None:
+                found[matched[1]] = tensor
+    return found if f"{layout.projection}.weight" in found else {}
+
+
+def _built(
+    target: LanguageModel, layout: HeadLayout, found: Mapping[str, mx.array], folder: Path
+) -> DraftHead:
+    try:
+        head = DraftHead(target, layout)
+    except UnsuitableModelError as error:
+        raise LoadError(f"[load] the head in {folder} can't run: {error}") from error
+    weights = _renamed(found, layout)
+    weights = _split_latents(_stacked_experts(_from_fp8(weights)), text_model(target).args)
+    for name in ("embed_tokens", "lm_head"):
+        of_part = {key: each for key, each in weights.items() if key.startswith(f"{name}.")}
+        if not _is_copy(of_part, name, target):
+            head.own(name)
+        else:
+            weights = {key: each for key, each in weights.items() if key not in of_part}
+    if layout.is_zero_centred and _is_stored_zero_centred(weights, target):
+        weights = {
+            key: each + 1 if each.ndim == 1 and key.endswith("norm.weight") else each
+            for key, each in weights.items()
+        }
+    _quantise(head, weights)
+    expected = dict(tree_flatten(head.parameters()))
+    problems = [f"{key} is missing" for key in expected if key not in weights]
+    problems += [f"{key} is not a part of it" for key in weights if key not in expected]
+    problems += [
+        f"{key} has the shape {list(each.shape)}, not {list(expected[key].shape)}"
+        for key, each in weights.items()
+        if key in expected and expected[key].shape != each.shape
+    ]
+    if problems:
+        raise LoadError(
+            f"[load] the head in {folder} does not fit the model: "
+            f"{'; '.join(problems[:4])}"
+            + (f" and {len(problems) - 4} more" if len(problems) > 4 else ""),
+            "draft_model",
+        )
+    head.load_weights([(key, _cast(key, each, head.dtype)) for key, each in weights.items()])
+    head.eval()
+    mx.eval(head.parameters())
+    head.name, head.path = folder.name, folder
+    return head
+
+
+def _renamed(found: Mapping[str, mx.array], layout: HeadLayout) -> dict[str, mx.array]:
+    """The tensors under the names of :class:`DraftHead`."""
+    names = {
+        layout.projection: "projection",
+        layout.embedding_norm: "embedding_norm",
+        layout.hidden_norm: "hidden_norm",
+        layout.end_norm: "end_norm",
+        "embed_tokens": "embed_tokens",
+        "shared_head.head": "lm_head",
+    }
+    renamed = {}
+    for key, tensor in found.items():
+        module, _, leaf = key.rpartition(".")
+        name = names.get(module) or f"layer.{re.sub(r'^layers[.][0-9]+[.]', '', module)}"
+        if "rotary_emb" not in key:
+            renamed[f"{name}.{leaf}"] = tensor
+    return renamed
+
+
+def _from_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Weights of 8 bits with a scale for each 128 x 128 of them, as bfloat16 (DeepSeek-V3)."""
+    made = {}
+    for key, tensor in weights.items():
+        scales = weights.get(f"{key}_scale_inv")
+        if scales is not None:
+            rows = mx.repeat(mx.repeat(scales, 128, axis=0), 128, axis=1)
+            dense = mx.from_fp8(tensor, dtype=mx.float32)
+            made[key] = (dense * rows[: dense.shape[0], : dense.shape[1]]).astype(mx.bfloat16)
+        elif not key.endswith("_scale_inv"):
+            made[key] = tensor
+    return made
+
+
+def _stacked_experts(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Experts in one array per projection, as mlx-lm keeps them: from one per expert, or from one
+    for two projections.
+    """
+    made: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for key, tensor in weights.items():
+        single = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)", key)
+        fused = re.fullmatch(r"(.*)\.(?:experts|switch_mlp)\.gate_up_proj(?:\.(\w+))?", key)
+        down = re.fullmatch(r"(.*)\.experts\.down_proj(?:\.(\w+))?", key)
+        if single is not None:
+            name = f"{single[1]}.switch_mlp.{single[3]}.{single[4]}"
+            experts.setdefault(name, {})[int(single[2])] = tensor
+        elif fused is not None:
+            halves = mx.split(tensor, 2, axis=-2)
+            for name, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+                made[f"{fused[1]}.switch_mlp.{name}.{fused[2] or 'weight'}"] = half
+        elif down is not None:
+            made[f"{down[1]}.switch_mlp.down_proj.{down[2] or 'weight'}"] = tensor
+        else:
+            made[key] = tensor
+    for name, tensors in experts.items():
+        made[name] = mx.stack([tensors[number] for number in sorted(tensors)])
+    return made
+
+
+def _split_latents(weights: Mapping[str, mx.array], args: Any) -> dict[str, mx.array]:
+    """The projection of latents to keys and values as the two that mlx-lm multiplies by (MLA)."""
+    made = dict(weights)
+    prefix = "layer.self_attn.kv_b_proj"
+    parts = {key: made.pop(key) for key in weights if key.startswith(f"{prefix}.")}
+    if not parts:
+        return made
+    weight, scales = parts[f"{prefix}.weight"], parts.get(f"{prefix}.scales")
+    form = None
+    if scales is not None:
+        form = _format_of(weight, scales, f"{prefix}.biases" in parts, args.kv_lora_rank)
+        weight = mx.dequantize(weight, scales, parts.get(f"{prefix}.biases"), **form)
+    heads = weight.reshape(args.num_attention_heads, -1, weight.shape[-1])
+    keys, values = mx.split(heads, [args.qk_nope_head_dim], axis=1)
+    for name, part in (("embed_q", keys.swapaxes(-1, -2)), ("unembed_out", values)):
+        leaves = [mx.contiguous(part)] if form is None else mx.quantize(part, **form)
+        for leaf, array in zip(("weight", "scales", "biases"), leaves, strict=False):
+            made[f"layer.self_attn.{name}.{leaf}"] = array
+    return made
+
+
+def _format_of(
+    weight: mx.array, scales: mx.array, has_biases: bool, num_inputs: int
+) -> dict[str, Any]:
+    """How a weight is quantised, by the shapes of its arrays: a configuration may be that of the
+    model, and not of its head.
+    """
+    bits = weight.shape[-1] * 32 // num_inputs
+    group_size = num_inputs // scales.shape[-1]
+    mode = "affine" if has_biases else _MODES.get((bits, group_size))
+    if mode is None:
+        raise ValueError(f"weights of {bits} bits in groups of {group_size} are of no known format")
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
+    """Quantise the modules whose weights are, each as it is."""
+
+    def form(path: str, module: Module) -> bool | dict[str, Any]:
+        scales = weights.get(f"{path}.scales")
+        if scales is None or "weight" not in module:
+            return False
+        plain: Any = module
+        num_inputs = plain.weight.shape[-1]
+        return _format_of(
+            weights[f"{path}.weight"], scales, f"{path}.biases" in weights, num_inputs
+        )
+
+    nn.quantize(head, class_predicate=form)
+
+
+def _is_stored_zero_centred(weights: Mapping[str, mx.array], target: LanguageModel) -> bool:
+    """Whether norms are stored as ``weight - 1``: whether those of the layer are nearer to the
+    norms of the same names in the model's layers with 1 added than without. A file has one
+    convention.
+    """
+    distances = [0.0, 0.0]
+    layers = text_model(target).model.layers
+    for name in (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+    ):
+        own = weights.get(f"layer.{name}.weight")
+        of_layers = [dict(layer.named_modules()).get(name) for layer in layers if own is not None]
+        means = [norm.weight.mean().item() for norm in of_layers if norm is not None]
+        if own is None or not means:
+            continue
+        usual = sum(means) / len(means)
+        for added in (0, 1):
+            distances[added] += abs(own.mean().item() + added - usual)
+    return distances[1] < distances[0]
+
+
+def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> bool:
+    """Whether a head has no embedding or output layer of its own, or copies of the model's."""
+    if not part:
+        return True
+    text = text_model(target)
+    theirs = (
+        text.model.embed_tokens if "lm_head" not in text or name == "embed_tokens" else text.lm_head
+    )
+    ours = {key.rpartition(".")[2]: tensor for key, tensor in part.items()}
+    size = text.args.hidden_size
+    number = theirs.weight.shape[0]
+    rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
+    if ours["weight"].shape[0] != number:
+        return False
+    mine = _dense_rows(ours, rows, size)
+    known = _dense_rows(dict(theirs), rows, size)
+    return bool((mx.linalg.norm(mine - known) <= MAX_DIFFERENCE * mx.linalg.norm(known)).item())
+
+
+def _dense_rows(part: Mapping[str, Any], rows: mx.array, num_inputs: int) -> mx.array:
+    weight, scales, biases = part["weight"], part.get("scales"), part.get("biases")
+    if scales is None:
+        return cast(mx.array, weight[rows]).astype(mx.float32)
+    form = _format_of(weight, scales, biases is not None, num_inputs)
+    chosen = None if biases is None else biases[rows]
+    dense: mx.array = mx.dequantize(weight[rows], scales[rows], chosen, **form)
+    return dense.astype(mx.float32)
+
+
+def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Dense weights in the model's dtype, as mixed ones would be computed in float32; the router's
+    correction is added in float32.
+    """
+    is_dense = tensor.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    return tensor.astype(dtype) if is_dense and "correction_bias" not in name else tensor

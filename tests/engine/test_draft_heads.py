@@ -1,0 +1,245 @@
+"""Heads that draft from the hidden rows of the model's steps, on further layers of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.disk_tiers import tiered
+from helpers.drafting import EagerSpeculation
+from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt
+from helpers.model_zoo import make
+from helpers.workloads import Workload, assert_all_same_but_aborts
+from mlx.nn import Module
+from paged_testing.pure_metal import pure_metal
+
+from mlx_paged.engine import compiled_decode
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.request import Completion
+from mlx_paged.engine.speculation import head_drafter
+from mlx_paged.engine.speculation.speculation import Speculation
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models import qwen3
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm import check_model
+from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
+
+KINDS = [
+    "qwen3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+]
+
+
+@cache
+def pair(kind: str) -> tuple[LanguageModel, DraftHead]:
+    """A small model and a head for it, both with random weights."""
+    mx.random.seed(7)
+    model: Module
+    if kind == "qwen3":
+        model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
+        mx.eval(model.parameters())
+    else:
+        model = make(kind)
+    checked = check_model(model)
+    head = DraftHead(checked, LAYOUTS[model_type_of(checked)])
+    mx.eval(head.parameters())
+    return checked, head
+
+
+def eager(engine: Engine) -> Speculation:
+    assert engine.runner.draft_model is not None
+    return EagerSpeculation(engine.runner.draft_model, 5)
+
+
+class FirstDrafts:
+    """The logits of the first draft of each round, and the tokens that they follow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seen: list[tuple[list[int], np.ndarray]] = []
+        draw = head_drafter.draw_drafts
+
+        def recording(logits: mx.array, completions: Sequence[Completion], number: int) -> mx.array:
+            if number == 0:
+                rows = np.array(logits.astype(mx.float32))
+                self.seen += [
+                    (list(each.token_ids), row)
+                    for each, row in zip(completions, rows, strict=False)
+                ]
+            return draw(logits, completions, number)
+
+        monkeypatch.setattr(head_drafter, "draw_drafts", recording)
+
+
+def replays_of(engine: Engine) -> list[bool]:
+    """For each step from now on, whether it is replayed."""
+    compiled, found = engine.runner.compiled_decode, []
+    assert compiled is not None
+    replay = compiled.replay
+
+    def watched(tokens: mx.array) -> mx.array | None:
+        logits = replay(tokens)
+        found.append(logits is not None)
+        return logits
+
+    compiled.replay = watched  # type: ignore[method-assign]
+    return found
+
+
+def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int]) -> np.ndarray:
+    """The head's logits after these tokens: mlx-lm's own model and layer on all tokens at once,
+    without a cache.
+    """
+    text, tokens = text_model(model), mx.array(token_ids)
+    hidden = text.model(tokens[None])[0]
+    hidden = mx.concatenate([mx.zeros_like(hidden[:1]), hidden[:-1]])
+    both = head.embedding_norm(text.model.embed_tokens(tokens)), head.hidden_norm(hidden)
+    causal = mx.tril(mx.ones((len(tokens), len(tokens)), dtype=mx.bool_))
+    x = head.projection(mx.concatenate(both, axis=-1))
+    row = head.end_norm(head.layer(x[None], mask=causal, cache=None)[0, -1])
+    is_tied = "lm_head" not in text
+    logits = text.model.embed_tokens.as_linear(row) if is_tied else text.lm_head(row)
+    return np.array(logits.astype(mx.float32))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_without_a_head(kind: str, is_ahead: bool):
+    """Chunks, prefix hits, forks, preemption, swapping, penalties and draws, in one workload."""
+    model, head = pair(kind)
+    workload = Workload(40 + is_ahead, 20, model.args.vocab_size)
+    plain = workload.run(model, run_ahead=False)
+    drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
+    assert_all_same_but_aborts(drafting, plain)
+    stats = drafting.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+
+
+@pytest.mark.parametrize("seed", [40, 41, 42])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_each_first_draft_is_that_of_the_whole_text(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """So no hidden row and no K/V is missing, whatever has happened to the request."""
+    model, head = pair(kind)
+    drafts = FirstDrafts(monkeypatch)
+    workload = Workload(seed, 20, model.args.vocab_size)
+    workload.run(model, draft_model=head, speculation=eager, run_ahead=bool(seed % 2))
+    assert len(drafts.seen) > 20
+    for token_ids, logits in drafts.seen:
+        expected = of_whole_text(model, head, token_ids)
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+# Where K/V come from
+
+
+def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
+    model, head = pair(kind)
+    assert len(drafts.seen) >= at_least
+    for token_ids, logits in drafts.seen:
+        expected = of_whole_text(model, head, token_ids)
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    drafts.seen.clear()
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])
+def test_after_a_restart_drafts_begin_with_the_row_before_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, head = pair(kind)
+    drafts = FirstDrafts(monkeypatch)
+    tokens = prompt(70)
+    for num_read in (0, 64):
+        with tiered(model, tmp_path, draft_model=head) as engine:
+            engine.scheduler.speculation = eager(engine)
+            assert answer(engine, tokens, greedy(20)).num_read_tokens == num_read
+        check(drafts, kind, 3)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_a_snapshot_holds_what_the_head_needs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, head = pair(kind)
+    drafts = FirstDrafts(monkeypatch)
+    tokens = prompt(70)
+    first, second = (make_engine(model, draft_model=head) for _ in range(2))
+    for engine in (first, second):
+        engine.scheduler.speculation = eager(engine)
+    whole = answer(first, tokens, greedy(20))
+    first.save_snapshot(tmp_path / "a", [*tokens, *whole.outputs[0].token_ids])
+    second.load_snapshot(tmp_path / "a")
+    drafts.seen.clear()
+    again = answer(second, tokens, greedy(20))
+    assert again.num_cached_tokens == 64
+    assert again.outputs[0].token_ids == whole.outputs[0].token_ids
+    check(drafts, kind, 5)
+
+
+def test_replayed_decodes_give_their_hidden_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
+    model, head = pair("qwen3")
+    drafts = FirstDrafts(monkeypatch)
+
+    def drafted(engine: Engine) -> tuple[list[int], list[tuple[list[int], np.ndarray]]]:
+        engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 2)
+        drafts.seen.clear()
+        return answer(engine, prompt(30), greedy(40)).outputs[0].token_ids, list(drafts.seen)
+
+    built = drafted(make_engine(model, draft_model=head))
+    with pure_metal():
+        engine = make_engine(model, draft_model=head)
+        replays = replays_of(engine)
+        replayed = drafted(engine)
+    assert sum(replays) >= 3
+    assert replayed[0] == built[0]
+    # Which steps have drafts depends on whether steps run ahead.
+    expected = {len(token_ids): logits for token_ids, logits in built[1]}
+    both = [(expected[len(ids)], logits) for ids, logits in replayed[1] if len(ids) in expected]
+    assert len(both) >= 3
+    for ours, theirs in both:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_its_layer_and_its_rows_count_in_the_budget():
+    model, head = pair("glm4_moe")
+    alone = make_engine(model, kv_cache_bytes="1M").cache.config
+    both = make_engine(model, kv_cache_bytes="1M", draft_model=head).cache.config
+    size, block_size = head.hidden_size, both.block_size
+    of_layer = head.layer_specs[0].nbytes_per_token * block_size
+    assert both.nbytes_per_block == alone.nbytes_per_block + of_layer + size * 4
+    assert both.nbytes <= 2**20 and both.num_blocks < alone.num_blocks
+
+
+# What is refused, and what is noticed
+
+
+def test_what_a_head_can_not_draft_for_is_refused_by_name():
+    model, head = pair("glm4_moe")
+    other, _ = pair("qwen3_5")
+    with pytest.raises(ArgumentError, match="draft_model is a head of another model"):
+        make_engine(other, draft_model=head)
+    with pytest.raises(ArgumentError, match="draft_model needs kv='paged'"):
+        make_engine(model, draft_model=head, kv="basic")
+    with pytest.raises(ArgumentError, match="window can't be combined with draft_model"):
+        make_engine(model, draft_model=head, window=64)
+
+
+def test_a_head_that_does_not_fit_is_noticed_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(head_drafter, "NUM_COUNTED", 20)
+    model, head = pair("glm4_moe")
+    engine = make_engine(model, draft_model=head)
+    engine.scheduler.speculation = EagerSpeculation(engine.runner.draft_model, 2)
+    with pytest.warns(UserWarning, match="of the first 20 drafts of the head") as caught:
+        for seed in range(3):
+            answer(engine, prompt(20, seed), greedy(40))
+    assert len(caught) == 1

@@ -1,0 +1,280 @@
+"""Heads as conversions leave them: where they are, how their tensors are named and stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers.model_zoo import make_from_config
+from helpers.model_zoo.configs import config_of
+from mlx.utils import tree_flatten
+
+from mlx_paged import demo_model_path
+from mlx_paged.errors import ArgumentError
+from mlx_paged.loading import load, load_draft_model
+from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
+
+Tensors = dict[str, mx.array]
+QWENS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+NEXTS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+
+
+def make_target(folder: Path, kind: str) -> Path:
+    shutil.copytree(demo_model_path(), folder)
+    config: dict[str, Any] = config_of(kind)
+    for part in (config, config.get("text_config", {})):
+        part |= {"vocab_size": 1024}
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    weights = dict(tree_flatten(make_from_config(config).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
+
+
+class Folder:
+    """A target in a folder, and the tensors of a random head as they are published."""
+
+    def __init__(self, path: Path, kind: str):
+        self.path = make_target(path, kind)
+        self.target, self.tokenizer = load(self.path)
+        assert isinstance(self.target, LanguageModel)
+        mx.random.seed(3)
+        self.head = DraftHead(self.target, LAYOUTS[model_type_of(self.target)])
+        noise = lambda w: w + 0.1 * mx.random.normal(w.shape)  # noqa: E731
+        weights = [(name, noise(each)) for name, each in tree_flatten(self.head.parameters())]
+        self.head.load_weights(weights)
+
+    @property
+    def prefix(self) -> str:
+        """Of published heads."""
+        last = text_model(self.target).args.num_hidden_layers
+        return "mtp." if self.head.layout.is_zero_centred else f"model.layers.{last}."
+
+    def published(self, prefix: str | None = None) -> Tensors:
+        layout = self.head.layout
+        names = {
+            "projection": layout.projection,
+            "embedding_norm": layout.embedding_norm,
+            "hidden_norm": layout.hidden_norm,
+            "end_norm": layout.end_norm,
+            "layer": "layers.0" if layout.is_zero_centred else "",
+        }
+        tensors = {}
+        for name, tensor in tree_flatten(self.head.parameters()):
+            part, _, rest = name.partition(".")
+            full = ".".join(filter(None, [names[part], rest]))
+            tensors[f"{self.prefix if prefix is None else prefix}{full}"] = tensor
+        return tensors
+
+    def check(self, found: Any, atol: float = 0.0) -> None:
+        assert isinstance(found, DraftHead)
+        ours, theirs = (dict(tree_flatten(each.parameters())) for each in (self.head, found))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert mx.allclose(tensor, theirs[name], rtol=0, atol=atol), name
+
+
+@pytest.fixture(params=[*QWENS, *NEXTS])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "target", request.param)
+
+
+def in_shards(folder: Folder, tensors: Tensors) -> Any:
+    mx.save_safetensors(str(folder.path / "model-00002.safetensors"), tensors)
+    return "auto"
+
+
+def in_a_file_beside(folder: Folder, tensors: Tensors) -> Any:
+    mx.save_safetensors(str(folder.path / "mtp.safetensors"), tensors)
+    return "auto"
+
+
+def in_a_folder_below(folder: Folder, tensors: Tensors) -> Any:
+    (folder.path / "mtp").mkdir()
+    mx.save_safetensors(str(folder.path / "mtp" / "model.safetensors"), tensors)
+    return folder.path
+
+
+def in_a_folder_of_its_own(folder: Folder, tensors: Tensors) -> Any:
+    own = folder.path.parent / "head"
+    own.mkdir()
+    mx.save_safetensors(str(own / "model.safetensors"), tensors)
+    (own / "config.json").write_text('{"model_type": "a_mtp"}')
+    return own
+
+
+PLACES = [in_shards, in_a_file_beside, in_a_folder_below, in_a_folder_of_its_own]
+
+
+@pytest.mark.parametrize("put", PLACES)
+def test_a_head_is_found_where_conversions_leave_it(
+    folder: Folder, put: Callable[[Folder, Tensors], Any]
+):
+    name = put(folder, folder.published())
+    target, tokenizer = load(folder.path)  # Its own weights load beside the head's.
+    folder.check(load_draft_model(name, tokenizer, target))
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.mtp.", "model.mtp.", "mtp.layers.0."])
+def test_a_folder_of_its_own_may_leave_out_or_add_prefixes(tmp_path: Path, prefix: str):
+    kind = "glm4_moe" if prefix == "mtp.layers.0." else "qwen3_5"
+    folder = Folder(tmp_path / "target", kind)
+    name = in_a_folder_of_its_own(folder, folder.published(prefix))
+    folder.check(load_draft_model(name, None, folder.target))
+
+
+@pytest.mark.parametrize("kind", QWENS)
+def test_norms_that_are_stored_without_their_one(tmp_path: Path, kind: str):
+    folder = Folder(tmp_path / "target", kind)
+    tensors = {
+        name: each - 1 if each.ndim == 1 and name.endswith("norm.weight") else each
+        for name, each in folder.published().items()
+    }
+    tensors = {n: e - 1 if "pre_fc_norm" in n else e for n, e in tensors.items()}
+    in_a_file_beside(folder, tensors)
+    folder.check(load_draft_model("auto", None, folder.target), atol=1e-6)
+
+
+def test_norms_that_are_stored_with_their_one_stay(tmp_path: Path):
+    folder = Folder(tmp_path / "target", "qwen3_5")
+    in_a_file_beside(folder, folder.published())
+    folder.check(load_draft_model("auto", None, folder.target))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm4_moe"])
+def test_experts_one_by_one(tmp_path: Path, kind: str):
+    folder = Folder(tmp_path / "target", kind)
+    tensors = {}
+    for name, each in folder.published().items():
+        before, found, after = name.partition("switch_mlp.")
+        if found:
+            tensors |= {f"{before}experts.{i}.{after}": each[i] for i in range(len(each))}
+        else:
+            tensors[name] = each
+    in_a_file_beside(folder, tensors)
+    folder.check(load_draft_model("auto", None, folder.target))
+
+
+def test_experts_with_two_projections_in_one_array(tmp_path: Path):
+    folder = Folder(tmp_path / "target", "qwen3_5_moe")
+    tensors = folder.published()
+    prefix = "mtp.layers.0.mlp"
+    gate, up, down = (
+        tensors.pop(f"{prefix}.switch_mlp.{name}_proj.weight") for name in ("gate", "up", "down")
+    )
+    tensors[f"{prefix}.experts.gate_up_proj"] = mx.concatenate([gate, up], axis=-2)
+    tensors[f"{prefix}.experts.down_proj"] = down
+    in_a_file_beside(folder, tensors)
+    folder.check(load_draft_model("auto", None, folder.target))
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe_lite", "deepseek_v3"])
+def test_keys_and_values_of_latents_in_one_projection(tmp_path: Path, kind: str):
+    folder = Folder(tmp_path / "target", kind)
+    tensors = folder.published()
+    of_attention = f"{folder.prefix}self_attn"
+    keys = tensors.pop(f"{of_attention}.embed_q.weight").swapaxes(-1, -2)
+    values = tensors.pop(f"{of_attention}.unembed_out.weight")
+    both = mx.concatenate([keys, values], axis=1)
+    tensors[f"{of_attention}.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+    in_a_file_beside(folder, tensors)
+    folder.check(load_draft_model("auto", None, folder.target))
+
+
+def test_weights_of_8_bits_with_a_scale_per_tile(tmp_path: Path):
+    folder = Folder(tmp_path / "target", "deepseek_v3")
+    tensors = folder.published()
+    name = f"{folder.prefix}eh_proj.weight"
+    dense = tensors[name]
+    stored = mx.to_fp8(dense * 2)
+    tiles = [-(-size // 128) for size in dense.shape]
+    tensors |= {name: stored, f"{name}_scale_inv": mx.full(tiles, 0.5)}
+    in_a_file_beside(folder, tensors)
+    head = load_draft_model("auto", None, folder.target)
+    assert mx.allclose(head.projection.weight, dense, rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "mode"),
+    [(4, 32, "affine"), (8, 64, "affine"), (4, 32, "mxfp4"), (4, 16, "nvfp4"), (8, 32, "mxfp8")],
+)
+def test_bits_are_read_from_the_shapes(tmp_path: Path, bits: int, group_size: int, mode: str):
+    folder = Folder(tmp_path / "target", "qwen3_5")
+    is_wide = lambda _, module: (  # noqa: E731
+        hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+    )
+    nn.quantize(folder.head, group_size, bits, mode=mode, class_predicate=is_wide)
+    in_a_file_beside(folder, folder.published())
+    found = load_draft_model("auto", None, folder.target)
+    folder.check(found)
+    projection = found.projection
+    assert (projection.bits, projection.group_size, projection.mode) == (bits, group_size, mode)
+
+
+def test_its_own_embedding_and_output_count_unless_they_are_copies(tmp_path: Path):
+    folder = Folder(tmp_path / "target", "glm4_moe")
+    text = text_model(folder.target)
+    tensors = folder.published()
+    tensors[f"{folder.prefix}embed_tokens.weight"] = text.model.embed_tokens.weight
+    tensors[f"{folder.prefix}shared_head.head.weight"] = text.lm_head.weight + 1
+    in_a_file_beside(folder, tensors)
+    head = load_draft_model("auto", None, folder.target)
+    assert "embed_tokens" not in head
+    assert mx.array_equal(head.lm_head.weight, text.lm_head.weight + 1)
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return Folder(tmp_path_factory.mktemp("folder") / "target", "qwen3_5")
+
+
+def test_a_head_that_was_asked_for_and_is_not_there(qwen: Folder):
+    with pytest.raises(ArgumentError, match=r"has no head: neither mtp\.saf.* mtp\.fc\.weight"):
+        load_draft_model("auto", None, qwen.target)
+
+
+def test_tensors_that_are_missing_too_many_or_of_another_shape(qwen: Folder, tmp_path: Path):
+    head = tmp_path / "head"
+    head.mkdir()
+    tensors = qwen.published()
+    del tensors["mtp.pre_fc_norm_hidden.weight"]
+    tensors["mtp.layers.0.mlp.gate.weight"] = tensors["mtp.fc.weight"]
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, :-1]
+    mx.save_safetensors(str(head / "mtp.safetensors"), tensors)
+    with pytest.raises(ArgumentError) as caught:
+        load_draft_model(head, None, qwen.target)
+    for part in ("hidden_norm.weight is missing", "layer.mlp.gate.weight is not a part of it"):
+        assert part in str(caught.value)
+    assert "projection.weight has the shape" in str(caught.value)
+
+
+def test_a_file_that_is_broken(qwen: Folder, tmp_path: Path):
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "mtp.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ArgumentError, match=r"the head in .* is broken"):
+        load_draft_model(head, None, qwen.target)
+
+
+def test_a_model_whose_heads_are_not_known(tmp_path: Path):
+    target, _ = load(make_target(tmp_path / "llama", "llama"))
+    with pytest.raises(
+        ArgumentError, match="'auto': heads of a llama are not known; known are"
+    ):
+        load_draft_model("auto", None, target)
+
+
+def test_a_whole_model_with_a_head_drafts_as_a_model(qwen: Folder, tmp_path: Path):
+    small = Folder(tmp_path / "small", "qwen3_5")
+    in_shards(small, small.published())
+    found = load_draft_model(small.path, qwen.tokenizer, qwen.target)
+    assert not isinstance(found, DraftHead)
