@@ -267,9 +267,7 @@ def test_a_file_that_is_broken(qwen: Folder, tmp_path: Path):
 
 def test_a_model_whose_heads_are_not_known(tmp_path: Path):
     target, _ = load(make_target(tmp_path / "llama", "llama"))
-    with pytest.raises(
-        ArgumentError, match="'auto': heads of a llama are not known; known are"
-    ):
+    with pytest.raises(ArgumentError, match="'auto': heads of a llama are not known; known are"):
         load_draft_model("auto", None, target)
 
 
