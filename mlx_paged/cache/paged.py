@@ -103,6 +103,23 @@ class PagedLayerKV(LayerKV):
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
         return self._backend.gather_parts(self.kv, table.block_ids, table.num_held_tokens)
 
+    # The rows that a head needs of the last token of each block, in a layer for these
+
+    def write_hidden_rows(self, block_ids: Sequence[int], rows: mx.array) -> None:
+        """Keep the rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
+        kv = self.kv
+        shape = (len(block_ids), 1, kv.block_size, 2 * kv.key_dim)
+        missing = kv.block_size * shape[-1] - rows.shape[1]
+        spread = mx.pad(rows, [(0, 0), (0, missing)]).reshape(shape).astype(kv.dtype)
+        keys, values = mx.split(spread, 2, axis=-1)
+        self._backend.write_blocks(kv, block_ids, (keys,), (values,))
+
+    def read_hidden_row(self, block_id: int, hidden_size: int) -> mx.array:
+        """The row ``[1, hidden_size]`` of a block's last token."""
+        parts = self._backend.gather_parts(self.kv, [block_id], self.kv.block_size)
+        row = mx.concatenate([part for (part,) in parts], axis=-1).reshape(1, -1)
+        return row[:, :hidden_size]
+
     @property
     def arrays(self) -> Sequence[mx.array]:
         return self.kv.arrays
@@ -288,24 +305,6 @@ class PagedKVCache(KVCache):
             if not self.backend.writes_in_place:
                 mx.eval(k, v)
             self.backend.reshape_and_cache(k, v, kv, slot_mapping)
-
-    # The rows that a head needs of the last token of each block, in the last layer
-
-    def write_hidden_rows(self, block_ids: Sequence[int], rows: mx.array) -> None:
-        """Keep the rows ``[num_blocks, hidden_size]`` of the last tokens of blocks."""
-        kv = self._layers[-1].kv
-        shape = (len(block_ids), 1, kv.block_size, 2 * kv.key_dim)
-        missing = kv.block_size * shape[-1] - rows.shape[1]
-        spread = mx.pad(rows, [(0, 0), (0, missing)]).reshape(shape).astype(kv.dtype)
-        keys, values = mx.split(spread, 2, axis=-1)
-        self.backend.write_blocks(kv, block_ids, (keys,), (values,))
-
-    def read_hidden_row(self, block_id: int, hidden_size: int) -> mx.array:
-        """The row ``[1, hidden_size]`` of a block's last token."""
-        kv = self._layers[-1].kv
-        parts = self.backend.gather_parts(kv, [block_id], kv.block_size)
-        row = mx.concatenate([part for (part,) in parts], axis=-1).reshape(1, -1)
-        return row[:, :hidden_size]
 
     @property
     def arrays(self) -> list[mx.array]:

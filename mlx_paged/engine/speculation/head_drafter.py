@@ -206,7 +206,7 @@ class HeadDrafter(DraftModel):
                 rows += [row + end - 1 - part.start for end in ends]
             row += part.num_new_tokens
         if blocks:
-            self.cache.write_hidden_rows(blocks, hidden[mx.array(rows)])
+            self.cache.layers[-1].write_hidden_rows(blocks, hidden[mx.array(rows)])
 
     def _table(self, completion: Completion) -> list[int]:
         return self._manager.groups[completion.seq_id][self._group].block_ids
@@ -236,7 +236,7 @@ class HeadDrafter(DraftModel):
         if offset or not index:
             return self._no_row
         block_id = self._table(completion)[index - 1]
-        return self.cache.read_hidden_row(block_id, self.model.hidden_size)
+        return self.cache.layers[-1].read_hidden_row(block_id, self.model.hidden_size)
 
     def _shorten_rows(self, runs: Sequence[DraftRun]) -> None:
         """Keep the last rows of long runs only: copies, as a slice keeps all rows of its step."""

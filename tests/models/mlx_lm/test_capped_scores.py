@@ -87,7 +87,7 @@ def test_mlx_lm_is_as_it_was_when_a_model_is_dropped(name: str, functions: Any):
 
 
 def test_layers_that_share_keys_may_not_cap_their_scores_differently():
-    entry = packed._Entry(None, mx.arange(3))
+    entry = packed.RecordedKV(None, mx.arange(3))
     rows = mx.zeros((3, 2, 1, 8))
     keys, values = entry.update_and_fetch(rows, rows)
     entry.attend(mx.zeros((3, 4, 1, 8)), keys, values, entry, 1.0, None, softcap=4.0)
