@@ -69,7 +69,7 @@ class Engine:
         tokenizer: for text prompts, text output, stop texts and the end of sequence; with ``None``
             there are only token ids.
         draft_model: a small model with the same vocabulary, or a head of ``model``, that makes the
-            drafts (:func:`mlx_paged.loading.load_draft_model`).
+            drafts (``mlx_paged.loading.load_draft_model``).
         options: keyword arguments, documented in :class:`EngineOptions`.
 
     Raises:
