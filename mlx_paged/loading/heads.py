@@ -344,5 +344,5 @@ def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
     """Dense weights in the model's dtype, as mixed ones would be computed in float32; the router's
     correction is added in float32.
     """
-    is_dense = tensor.dtype in (mx.float32, mx.float16, mx.bfloat16)
-    return tensor.astype(dtype) if is_dense and "correction_bias" not in name else tensor
+    is_floating = tensor.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    return tensor.astype(dtype) if is_floating and "correction_bias" not in name else tensor
