@@ -13,10 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
 
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.loading.folder import LoadError, load_errors
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import WEIGHT_PATTERN, LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, HeadLayout, text_model
 
 AUTO = "auto"  # the head in the model's own folder
@@ -32,8 +33,6 @@ _BLOCK = r"(?:block\.)?"
 # A model that has a head of its own drafts as a model, unless it is the target itself.
 _OF_WHOLE_MODEL = re.compile(r"(?:\w+\.)*model\.(?:embed_tokens|norm)\..+")
 
-# Quantised weights without biases: the number of bits and of weights per scale by the mode's name.
-_MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 # Rows of an embedding that are compared, and the share of their length by which the rows of a copy
 # that was quantised may differ.
 NUM_COMPARED = 256
@@ -67,7 +66,6 @@ def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
     own = target.path and target.path.resolve()
     is_own = name == AUTO or path.resolve() == own
     folder = target.path if is_own else path
-    problem = ""
     if layout is None:
         problem = (
             f"heads of a {model_type_of(target)} are not known; known are those of "
@@ -98,8 +96,9 @@ def _wanted(layout: HeadLayout, last: int) -> str:
 
 def _own_tensors(folder: Path, layout: HeadLayout, last: int) -> dict[str, mx.array]:
     """Those of a file beside the weights, otherwise those among the weights."""
-    for pattern in (*SIDECARS, "model*.safetensors", "*.safetensors"):
-        found = _read(sorted(folder.glob(pattern)), layout, last, needs_prefix="model*" in pattern)
+    for pattern in (*SIDECARS, WEIGHT_PATTERN):
+        files = sorted(folder.glob(pattern))
+        found = _read(files, layout, last, needs_prefix=pattern == WEIGHT_PATTERN)
         if found:
             return found
     return {}
@@ -246,7 +245,7 @@ def _split_latents(weights: Mapping[str, mx.array], args: Any) -> dict[str, mx.a
     weight, scales = parts[f"{prefix}.weight"], parts.get(f"{prefix}.scales")
     form = None
     if scales is not None:
-        form = _format_of(weight, scales, f"{prefix}.biases" in parts, args.kv_lora_rank)
+        form = _form_of(parts, prefix, args.kv_lora_rank)
         weight = mx.dequantize(weight, scales, parts.get(f"{prefix}.biases"), **form)
     heads = weight.reshape(args.num_attention_heads, -1, weight.shape[-1])
     keys, values = mx.split(heads, [args.qk_nope_head_dim], axis=1)
@@ -257,32 +256,23 @@ def _split_latents(weights: Mapping[str, mx.array], args: Any) -> dict[str, mx.a
     return made
 
 
-def _format_of(
-    weight: mx.array, scales: mx.array, has_biases: bool, num_inputs: int
-) -> dict[str, Any]:
+def _form_of(weights: Mapping[str, Any], path: str, num_inputs: int) -> dict[str, Any]:
     """How a weight is quantised, by the shapes of its arrays: a configuration may be that of the
     model, and not of its head.
     """
-    bits = weight.shape[-1] * 32 // num_inputs
-    group_size = num_inputs // scales.shape[-1]
-    mode = "affine" if has_biases else _MODES.get((bits, group_size))
-    if mode is None:
-        raise ValueError(f"weights of {bits} bits in groups of {group_size} are of no known format")
-    return {"group_size": group_size, "bits": bits, "mode": mode}
+    plain = nn.Linear(num_inputs, 1, bias=False)
+    form: dict[str, Any] = infer_quant_config(path, plain, dict(weights))
+    return form
 
 
 def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
     """Quantise the modules whose weights are, each as it is."""
 
     def form(path: str, module: Module) -> bool | dict[str, Any]:
-        scales = weights.get(f"{path}.scales")
-        if scales is None or "weight" not in module:
+        if f"{path}.scales" not in weights or "weight" not in module:
             return False
-        plain: Any = module
-        num_inputs = plain.weight.shape[-1]
-        return _format_of(
-            weights[f"{path}.weight"], scales, f"{path}.biases" in weights, num_inputs
-        )
+        found: dict[str, Any] = infer_quant_config(path, module, dict(weights))
+        return found
 
     nn.quantize(head, class_predicate=form)
 
@@ -319,25 +309,23 @@ def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> 
     theirs = (
         text.model.embed_tokens if "lm_head" not in text or name == "embed_tokens" else text.lm_head
     )
-    ours = {key.rpartition(".")[2]: tensor for key, tensor in part.items()}
-    size = text.args.hidden_size
-    number = theirs.weight.shape[0]
+    size, number = text.args.hidden_size, theirs.weight.shape[0]
     rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
-    if ours["weight"].shape[0] != number:
+    if part[f"{name}.weight"].shape[0] != number:
         return False
-    mine = _dense_rows(ours, rows, size)
-    known = _dense_rows(dict(theirs), rows, size)
+    mine = _dense_rows(part, name, rows, size)
+    known = _dense_rows(
+        {f"{name}.{leaf}": array for leaf, array in theirs.items()}, name, rows, size
+    )
     return bool((mx.linalg.norm(mine - known) <= MAX_DIFFERENCE * mx.linalg.norm(known)).item())
 
 
-def _dense_rows(part: Mapping[str, Any], rows: mx.array, num_inputs: int) -> mx.array:
-    weight, scales, biases = part["weight"], part.get("scales"), part.get("biases")
-    if scales is None:
-        return cast(mx.array, weight[rows]).astype(mx.float32)
-    form = _format_of(weight, scales, biases is not None, num_inputs)
-    chosen = None if biases is None else biases[rows]
-    dense: mx.array = mx.dequantize(weight[rows], scales[rows], chosen, **form)
-    return dense.astype(mx.float32)
+def _dense_rows(weights: Mapping[str, Any], path: str, rows: mx.array, num_inputs: int) -> mx.array:
+    parts = [weights.get(f"{path}.{leaf}") for leaf in ("weight", "scales", "biases")]
+    dense, *scales = (None if part is None else part[rows] for part in parts)
+    if parts[1] is not None:
+        dense = mx.dequantize(dense, *scales, **_form_of(weights, path, num_inputs))
+    return cast(mx.array, dense).astype(mx.float32)
 
 
 def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import pytest
 from helpers.adapted_models import adapted_model, greedy_answer
 from helpers.cache_helpers import scheduled_step, sequences_of
-from helpers.engine_runs import greedy, load_demo, lose_all_kv, make_engine, prompt, run
+from helpers.engine_runs import greedy, load_demo, lose_all_kv, make_engine, prompt, replays_of, run
 from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import (
     GEMMA3,
@@ -75,21 +75,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(compiled_decode, "traced_layers", watched)
     monkeypatch.setattr(CompiledDecode, "_check", unwatched)
-    return found
-
-
-def replays_of(engine: Engine) -> list[bool]:
-    """For each decode from now on, whether it is replayed."""
-    compiled = engine.runner.compiled_decode
-    assert compiled is not None
-    replay, found = compiled.replay, []
-
-    def watched(tokens: mx.array) -> mx.array | None:
-        logits = replay(tokens)
-        found.append(logits is not None)
-        return logits
-
-    compiled.replay = watched  # type: ignore[method-assign]
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.disk_tiers import tiered
 from helpers.drafting import EagerSpeculation
-from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt
+from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, replays_of
 from helpers.model_zoo import make
 from helpers.workloads import Workload, assert_all_same_but_aborts
 from mlx.nn import Module
@@ -20,7 +20,7 @@ from paged_testing.pure_metal import pure_metal
 from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation import head_drafter
+from mlx_paged.engine.speculation import draft_model, head_drafter
 from mlx_paged.engine.speculation.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -65,7 +65,7 @@ class FirstDrafts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seen: list[tuple[list[int], np.ndarray]] = []
-        draw = head_drafter.draw_drafts
+        draw = draft_model.draw_drafts
 
         def recording(logits: mx.array, completions: Sequence[Completion], number: int) -> mx.array:
             if number == 0:
@@ -76,22 +76,7 @@ class FirstDrafts:
                 ]
             return draw(logits, completions, number)
 
-        monkeypatch.setattr(head_drafter, "draw_drafts", recording)
-
-
-def replays_of(engine: Engine) -> list[bool]:
-    """For each step from now on, whether it is replayed."""
-    compiled, found = engine.runner.compiled_decode, []
-    assert compiled is not None
-    replay = compiled.replay
-
-    def watched(tokens: mx.array) -> mx.array | None:
-        logits = replay(tokens)
-        found.append(logits is not None)
-        return logits
-
-    compiled.replay = watched  # type: ignore[method-assign]
-    return found
+        monkeypatch.setattr(draft_model, "draw_drafts", recording)
 
 
 def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int]) -> np.ndarray:
@@ -108,6 +93,15 @@ def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int
     is_tied = "lm_head" not in text
     logits = text.model.embed_tokens.as_linear(row) if is_tied else text.lm_head(row)
     return np.array(logits.astype(mx.float32))
+
+
+def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
+    model, head = pair(kind)
+    assert len(drafts.seen) >= at_least
+    for token_ids, logits in drafts.seen:
+        expected = of_whole_text(model, head, token_ids)
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    drafts.seen.clear()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -133,22 +127,10 @@ def test_each_first_draft_is_that_of_the_whole_text(
     drafts = FirstDrafts(monkeypatch)
     workload = Workload(seed, 20, model.args.vocab_size)
     workload.run(model, draft_model=head, speculation=eager, run_ahead=bool(seed % 2))
-    assert len(drafts.seen) > 20
-    for token_ids, logits in drafts.seen:
-        expected = of_whole_text(model, head, token_ids)
-        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    check(drafts, kind, 21)
 
 
 # Where K/V come from
-
-
-def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
-    model, head = pair(kind)
-    assert len(drafts.seen) >= at_least
-    for token_ids, logits in drafts.seen:
-        expected = of_whole_text(model, head, token_ids)
-        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
-    drafts.seen.clear()
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5"])

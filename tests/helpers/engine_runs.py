@@ -205,6 +205,21 @@ def top_two(entries: Iterable[Any]) -> list[float]:
     return sorted((entry.logprob for entry in entries), reverse=True)[:2]
 
 
+def replays_of(engine: Engine) -> list[bool]:
+    """For each decode from now on, whether it is replayed."""
+    compiled = engine.runner.compiled_decode
+    assert compiled is not None
+    replay, found = compiled.replay, []
+
+    def watched(tokens: mx.array) -> mx.array | None:
+        logits = replay(tokens)
+        found.append(logits is not None)
+        return logits
+
+    compiled.replay = watched  # type: ignore[method-assign]
+    return found
+
+
 def assert_nothing_held(engine: Engine) -> None:
     """No request, no block, no place in the swap space, no message is left; and the bookkeeping
     adds up.

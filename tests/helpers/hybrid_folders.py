@@ -30,19 +30,22 @@ def make_folder(folder: Path, config: dict[str, Any]) -> Path:
     of_demo = json.loads((folder / "config.json").read_text())
     sizes = {"vocab_size": of_demo["vocab_size"], "eos_token_id": of_demo["eos_token_id"]}
     config = config | sizes
+    if "text_config" in config:  # of a model with other parts beside its text
+        config["text_config"] = config["text_config"] | sizes
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(make_from_config(config).parameters()))
-    name = next(name for name in OUTPUT if name in weights)
-    weights[name] = _with_words_alone(weights[name], folder)
+    name = next(name for end in OUTPUT for name in weights if name.endswith(end))
+    weights[name] = _with_words_alone(weights[name])
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
-def _with_words_alone(rows: mx.array, folder: Path) -> mx.array:
+def _with_words_alone(rows: mx.array) -> mx.array:
     """Rows of an output layer of which those of words have the largest logits: of each pair one is
     as far above zero as the other is below, and all others are near it.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Beside the configuration of another architecture, transformers may take it for another kind.
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     texts = [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
     words = [i for i, text in enumerate(texts) if len(text) > 3 and text[1:].isalpha()]
     words = [i for i in words if texts[i].startswith(" ") and tokenizer.encode(texts[i]) == [i]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers.model_zoo import make_from_config
-from helpers.model_zoo.configs import config_of
+from helpers.hybrid_folders import make_folder
+from helpers.model_zoo import config_of
 from mlx.utils import tree_flatten
 
-from mlx_paged import demo_model_path
+from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load, load_draft_model
 from mlx_paged.models.language_model import LanguageModel, model_type_of
@@ -26,22 +24,11 @@ QWENS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NEXTS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
-def make_target(folder: Path, kind: str) -> Path:
-    shutil.copytree(demo_model_path(), folder)
-    config: dict[str, Any] = config_of(kind)
-    for part in (config, config.get("text_config", {})):
-        part |= {"vocab_size": 1024}
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    weights = dict(tree_flatten(make_from_config(config).parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    return folder
-
-
 class Folder:
     """A target in a folder, and the tensors of a random head as they are published."""
 
     def __init__(self, path: Path, kind: str):
-        self.path = make_target(path, kind)
+        self.path = make_folder(path, config_of(kind))
         self.target, self.tokenizer = load(self.path)
         assert isinstance(self.target, LanguageModel)
         mx.random.seed(3)
@@ -229,6 +216,37 @@ def test_its_own_embedding_and_output_count_unless_they_are_copies(tmp_path: Pat
     assert mx.array_equal(head.lm_head.weight, text.lm_head.weight + 1)
 
 
+def test_its_own_embedding_and_output_are_what_it_drafts_with(tmp_path: Path):
+    """A head whose own layers are the target's negated: logits of the negated ones."""
+    folder = Folder(tmp_path / "target", "glm4_moe")
+    text = text_model(folder.target)
+    tensors = folder.published()
+    in_a_file_beside(folder, tensors)
+    copying = load_draft_model("auto", None, folder.target)
+    parts = {
+        "embed_tokens": text.model.embed_tokens.weight,
+        "shared_head.head": text.lm_head.weight,
+    }
+    tensors |= {f"{folder.prefix}{name}.weight": -each for name, each in parts.items()}
+    in_a_file_beside(folder, tensors)
+    owning = load_draft_model("auto", None, folder.target)
+    hidden = mx.random.normal((3, owning.hidden_size))
+    ours, theirs = (logits_of(each, hidden) for each in (owning, copying))
+    text.model.embed_tokens.weight *= -1
+    assert mx.allclose(ours, -logits_of(copying, hidden), atol=1e-4)
+    assert not mx.allclose(ours, -theirs, atol=1e-2)
+
+
+def logits_of(head: DraftHead, hidden: mx.array) -> mx.array:
+    """``[num_tokens, vocab_size]`` after the first tokens of a sequence."""
+    sequences = Sequences(PagedKVCache(KVCacheConfig(tuple(head.layer_specs))))
+    count = len(hidden)
+    with sequences.step({"a": count}, [count]):
+        logits, _ = head.draft(mx.arange(count), hidden, sequences.cache.layers)
+        mx.eval(logits)
+    return logits
+
+
 # What is refused
 
 
@@ -266,7 +284,7 @@ def test_a_file_that_is_broken(qwen: Folder, tmp_path: Path):
 
 
 def test_a_model_whose_heads_are_not_known(tmp_path: Path):
-    target, _ = load(make_target(tmp_path / "llama", "llama"))
+    target, _ = load(make_folder(tmp_path / "llama", config_of("llama")))
     with pytest.raises(ArgumentError, match="'auto': heads of a llama are not known; known are"):
         load_draft_model("auto", None, target)
 

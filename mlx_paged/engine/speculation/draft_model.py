@@ -5,9 +5,10 @@ by the cost of its steps on this device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -50,9 +51,6 @@ MAX_MISSING_TOKENS = 512
 # once for each row: the benchmark `speculation` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
 CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
-
-
-Results = TypeVar("Results", mx.array, tuple[mx.array, mx.array])
 
 
 class DraftModel(Drafter):
@@ -122,33 +120,38 @@ class DraftModel(Drafter):
                 drafted.append((part.completion, state, num_drafts))
             if num_drafts or (end - begin > 1 and begin == part.start):
                 runs.append(DraftRun(part.completion, begin, end, int(num_drafts > 0)))
-                state.num_computed = end
-        if not runs:
-            return
-        token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
-        tokens = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
-        logits = self._logits(runs, tokens, batch.shares_new_blocks)
+        if runs:
+            made = self._compute(runs, known_tokens(runs), None, batch.shares_new_blocks)
+            self._draw(drafted, *made)
+
+    def _draw(
+        self,
+        drafted: Sequence[tuple[Completion, DraftState, int]],
+        logits: mx.array,
+        rows: mx.array | None,
+    ) -> None:
+        """Draw the drafts of requests, each with its number of drafts, one pass after the other.
+
+        Args:
+            logits, rows: what :meth:`_compute` has made of the tokens before them.
+        """
         number = 0
         while drafted:
-            completions = [completion for completion, _, _ in drafted]
-            tokens = draw_drafts(logits, completions, number)
+            tokens = draw_drafts(logits, [completion for completion, _, _ in drafted], number)
             mx.async_eval(tokens)
             number += 1
             for entry, (_, state, _) in enumerate(drafted):
                 state.drafts.append((tokens, entry))
-            entries = [
-                entry for entry, (_, _, num_drafts) in enumerate(drafted) if num_drafts > number
-            ]
+            entries = [entry for entry, (_, _, most) in enumerate(drafted) if most > number]
             if not entries:
                 return
             if len(entries) < len(drafted):
-                tokens = tokens[mx.array(entries)]
+                chosen = mx.array(entries)
+                tokens, rows = tokens[chosen], None if rows is None else rows[chosen]
             drafted = [drafted[entry] for entry in entries]
-            runs = []
-            for completion, state, _ in drafted:
-                state.num_computed = end = completion.num_tokens + number
-                runs.append(DraftRun(completion, end - 1, end, 1))
-            logits = self._logits(runs, tokens)
+            ends = [(completion, completion.num_tokens + number) for completion, _, _ in drafted]
+            runs = [DraftRun(completion, end - 1, end, 1) for completion, end in ends]
+            logits, rows = self._compute(runs, tokens, rows)
 
     def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
         """``[num_tokens]``, the tokens of a step with the drafts in place of the placeholders."""
@@ -164,38 +167,48 @@ class DraftModel(Drafter):
             tokens[mx.array(places)] = mx.concatenate(drafts)
         return tokens
 
-    def _logits(
-        self, runs: Sequence[DraftRun], tokens: mx.array, shares_new_blocks: bool = False
-    ) -> mx.array:
-        """Logits ``[num_drafted, vocab_size]`` of the runs that request them."""
-        layers = self.cache.layers[self._layers]
-        return self._pass(
-            runs, shares_new_blocks, lambda step: self.model(tokens, layers, step.logit_rows)
-        )
-
-    def _pass(
+    def _compute(
         self,
         runs: Sequence[DraftRun],
-        shares_new_blocks: bool,
-        compute: Callable[[AttentionMetadata], Results],
-    ) -> Results:
-        """Launch a pass over the tokens of runs; ``compute`` runs the model in the open step."""
-        cache, groups = self.cache, self._manager.groups
-        with cache.open_step(
+        tokens: mx.array,
+        rows: mx.array | None,
+        shares_new_blocks: bool = False,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Launch a pass over the tokens of runs, ``[num_tokens]``.
+
+        Args:
+            rows: hidden rows, which only a head reads.
+
+        Returns:
+            Logits ``[num_drafted, vocab_size]`` of the runs that request them, and a head's rows.
+        """
+        for run in runs:
+            self._state_of(run.completion, run.begin).num_computed = run.end
+        with self._open_pass(runs, shares_new_blocks) as step:
+            layers = self.cache.layers[self._layers]
+            logits = self.model(tokens, layers, step.logit_rows)
+            self._launch(logits)
+        return logits, None
+
+    def _open_pass(
+        self, runs: Sequence[DraftRun], shares_new_blocks: bool
+    ) -> AbstractContextManager[AttentionMetadata]:
+        groups = self._manager.groups
+        return self.cache.open_step(
             [groups[run.completion.seq_id] for run in runs],
             [run.end - run.begin for run in runs],
             [run.num_logit_rows for run in runs],
             shares_new_blocks,
             layers=self._layers,
             context_lens=[run.end for run in runs],
-        ) as step:
-            results = compute(step)
-            if cache.can_run_ahead:
-                mx.async_eval(results, cache.arrays)
-            else:
-                # Slabs that are still being read would be copied by each write of the next pass.
-                mx.eval(results, cache.arrays)
-        return results
+        )
+
+    def _launch(self, *results: mx.array) -> None:
+        if self.cache.can_run_ahead:
+            mx.async_eval(results, self.cache.arrays)
+        else:
+            # Slabs that are still being read would be copied by each write of the next pass.
+            mx.eval(results, self.cache.arrays)
 
     def _state_of(self, completion: Completion, num_computed: int) -> DraftState:
         state = completion.draft_state
@@ -212,6 +225,12 @@ class DraftRun(NamedTuple):
     begin: int
     end: int
     num_logit_rows: int
+
+
+def known_tokens(runs: Sequence[DraftRun]) -> mx.array:
+    """``[num_tokens] int32``, the tokens of runs, all of which are known."""
+    token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
+    return mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ import mlx.core as mx
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.sampling.sampler import draw_drafts
 from mlx_paged.engine.scheduling.batch import Batch
-from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState
+from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
 from mlx_paged.models.mlx_lm.draft_head import DraftHead
 
 # Rows that are kept although the head has computed their tokens: a recurrent model computes up to
@@ -134,29 +132,9 @@ class HeadDrafter(DraftModel):
             elif state.num_computed // size < part.start // size:
                 # Accepted drafts have filled a block, which others may hit.
                 runs.append(DraftRun(completion, state.num_computed, part.start, 0))
-        if not runs:
-            return
-        token_ids = [run.completion.token_ids[run.begin : run.end] for run in runs]
-        known = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
-        logits, rows = self._catch_up(runs, known, batch.shares_new_blocks)
-        number = 0
-        while drafted:
-            tokens = draw_drafts(logits, [completion for completion, _, _ in drafted], number)
-            mx.async_eval(tokens)
-            number += 1
-            for entry, (_, state, _) in enumerate(drafted):
-                state.drafts.append((tokens, entry))
-            entries = [entry for entry, (_, _, most) in enumerate(drafted) if most > number]
-            if not entries:
-                return
-            if len(entries) < len(drafted):
-                chosen = mx.array(entries)
-                tokens, rows = tokens[chosen], rows[chosen]
-            drafted = [drafted[entry] for entry in entries]
-            ends = [(each, each.num_tokens + number) for each, _, _ in drafted]
-            logits, rows = self._draft(
-                [DraftRun(each, end - 1, end, 1) for each, end in ends], tokens, rows
-            )
+        if runs:
+            made = self._catch_up(runs, known_tokens(runs), batch.shares_new_blocks)
+            self._draw(drafted, *made)
 
     def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
         """Keep the hidden rows of a step, and compute the head's K/V of prompts and of blocks that
@@ -213,7 +191,7 @@ class HeadDrafter(DraftModel):
 
     def _catch_up(
         self, runs: Sequence[DraftRun], tokens: mx.array, shares_new_blocks: bool
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
         """Compute the head's K/V of known tokens ``[num_tokens]``, from the model's rows."""
         rows: list[mx.array] = []
         for completion, begin, end, _ in runs:
@@ -225,7 +203,7 @@ class HeadDrafter(DraftModel):
             used = [each for each in state.rows if each.end > first and each.begin < end - 1]
             rows += [each.slice(first, end - 1) for each in used]
             state.num_computed = end
-        return self._draft(runs, tokens, mx.concatenate(rows), shares_new_blocks)
+        return self._compute(runs, tokens, mx.concatenate(rows), shares_new_blocks)
 
     def _row_before(self, completion: Completion, position: int) -> mx.array:
         """The hidden row ``[1, hidden_size]`` before a request's first own token. It is zeros
@@ -249,20 +227,19 @@ class HeadDrafter(DraftModel):
                 mx.async_eval(copied)
                 state.rows = [KeptRows(first, end, copied, 0)]
 
-    def _draft(
+    def _compute(
         self,
         runs: Sequence[DraftRun],
-        tokens: mx.array,  # [num_tokens]
-        hidden: mx.array,  # [num_tokens, hidden_size]
+        tokens: mx.array,
+        rows: mx.array | None,
         shares_new_blocks: bool = False,
-    ) -> tuple[mx.array, mx.array]:
-        """Logits and rows of the last tokens of the runs that request them."""
-        layers = self.cache.layers[self._layers]
-        return self._pass(
-            runs,
-            shares_new_blocks,
-            lambda step: self.model.draft(tokens, hidden, layers),
-        )
+    ) -> tuple[mx.array, mx.array | None]:
+        """K/V of drafts do not count as computed, since their rows are the head's own."""
+        assert rows is not None
+        with self._open_pass(runs, shares_new_blocks):
+            made = self.model.draft(tokens, rows, self.cache.layers[self._layers])
+            self._launch(*made)
+        return made
 
     def _state_of(self, completion: Completion, num_computed: int) -> HeadState:
         state = completion.draft_state

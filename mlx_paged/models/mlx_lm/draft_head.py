@@ -200,10 +200,8 @@ class DraftHead(LanguageModel):
             latter in the place of both in a step without logits.
         """
         (kv,) = layers
-        pair = [
-            self.embedding_norm(self._text.model.embed_tokens(tokens)),
-            self.hidden_norm(hidden),
-        ]
+        embed = self.embed_tokens if "embed_tokens" in self else self._text.model.embed_tokens
+        pair = [self.embedding_norm(embed(tokens)), self.hidden_norm(hidden)]
         if not self.layout.is_embedding_first:
             pair.reverse()
         x = self.projection(mx.concatenate(pair, axis=-1))
@@ -216,11 +214,10 @@ class DraftHead(LanguageModel):
         return self._logits(normed), normed if self.layout.carries_normed else x
 
     def _logits(self, rows: mx.array) -> mx.array:
-        text = self._text
-        is_tied = "lm_head" not in text
-        logits: mx.array = (
-            text.model.embed_tokens.as_linear(rows) if is_tied else text.lm_head(rows)
-        )
+        owner = self if "lm_head" in self else self._text
+        is_tied = "lm_head" not in owner
+        output = owner.model.embed_tokens.as_linear if is_tied else owner.lm_head
+        logits: mx.array = output(rows)
         return logits
 
     def __call__(
