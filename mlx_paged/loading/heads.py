@@ -321,11 +321,13 @@ def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> 
 
 
 def _dense_rows(weights: Mapping[str, Any], path: str, rows: mx.array, num_inputs: int) -> mx.array:
-    parts = [weights.get(f"{path}.{leaf}") for leaf in ("weight", "scales", "biases")]
-    dense, *scales = (None if part is None else part[rows] for part in parts)
-    if parts[1] is not None:
-        dense = mx.dequantize(dense, *scales, **_form_of(weights, path, num_inputs))
-    return cast(mx.array, dense).astype(mx.float32)
+    weight, scales = weights[f"{path}.weight"][rows], weights.get(f"{path}.scales")
+    if scales is not None:
+        biases = weights.get(f"{path}.biases")
+        biases = None if biases is None else biases[rows]
+        form = _form_of(weights, path, num_inputs)
+        weight = mx.dequantize(weight, scales[rows], biases, **form)
+    return cast(mx.array, weight).astype(mx.float32)
 
 
 def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:

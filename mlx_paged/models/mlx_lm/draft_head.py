@@ -214,7 +214,7 @@ class DraftHead(LanguageModel):
         return self._logits(normed), normed if self.layout.carries_normed else x
 
     def _logits(self, rows: mx.array) -> mx.array:
-        owner = self if "lm_head" in self else self._text
+        owner: Any = self if "lm_head" in self else self._text
         is_tied = "lm_head" not in owner
         output = owner.model.embed_tokens.as_linear if is_tied else owner.lm_head
         logits: mx.array = output(rows)
