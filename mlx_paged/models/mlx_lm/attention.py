@@ -155,11 +155,11 @@ class AttentionPatch:
     """
 
     def __init__(self) -> None:
-        names = [name for name in list(sys.modules) if name.startswith(_MODULES)]
+        modules = list(_modules_of_models().values())
         with _lock:
-            _num_users.update(names)
+            _num_users.update(modules)
             _put_functions()
-        weakref.finalize(self, _leave, names).atexit = False
+        weakref.finalize(self, _leave, modules).atexit = False
 
     def __deepcopy__(self, memo: object) -> AttentionPatch:
         return self  # A copy of a model needs the replaced functions for as long as it lives.
@@ -167,12 +167,16 @@ class AttentionPatch:
 
 # Reentrant, since the garbage collector may run a finalizer while the lock is held.
 _lock = threading.RLock()
-_num_users: Counter[str] = Counter()  # how many objects use a module, by its name
+_num_users: Counter[ModuleType] = Counter()  # how many objects use a module
 
 
-def _leave(names: list[str]) -> None:
+def _modules_of_models() -> dict[str, ModuleType]:
+    return {name: sys.modules[name] for name in list(sys.modules) if name.startswith(_MODULES)}
+
+
+def _leave(modules: list[ModuleType]) -> None:
     with _lock:
-        _num_users.subtract(names)
+        _num_users.subtract(modules)
         _put_functions()
 
 
@@ -180,9 +184,7 @@ def _put_functions() -> None:
     """Replace the functions of each module that is in use, and restore those of all others, which
     may have imported a replacement from a module in use.
     """
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(_MODULES):
-            continue
+    for name, module in _modules_of_models().items():
         places = [(_NAME, _on_fetched_keys), *_OTHER_PLACES.get(name, ())]
         for place, replace in places:
             holder, _, attribute = place.rpartition(".")
@@ -191,9 +193,9 @@ def _put_functions() -> None:
             own = getattr(found, _OWN, None)
             if found is None:
                 continue
-            if _num_users[name] > 0 and own is None:
+            if _num_users[module] > 0 and own is None:
                 setattr(owner, attribute, replace(found))
-            elif _num_users[name] == 0 and own is not None:
+            elif _num_users[module] == 0 and own is not None:
                 setattr(owner, attribute, own)
 
 

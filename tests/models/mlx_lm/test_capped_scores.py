@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged.cache import LayerSpec
 from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.identity import model_identity
-from mlx_paged.models.mlx_lm import adapt, attention, packed
+from mlx_paged.models.mlx_lm import adapt, packed
 from mlx_paged.models.mlx_lm.packed import PackedModel
 
 # A hybrid with windows, whose scores have no cap where its configuration names none.
@@ -64,7 +64,6 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
     modules = []
     for name in ("mlx_lm.models.gemma2", "mlx_lm.models.gear"):
         monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(attention._num_users, name, 0)
         modules.append(importlib.import_module(name))
     gemma2, gear = modules
     return lambda: [gemma2.Attention.__call__, gear._softcap_attention]
