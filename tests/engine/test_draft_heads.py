@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 import mlx.core as mx
@@ -81,8 +82,8 @@ class FirstDrafts:
 
 
 def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int]) -> np.ndarray:
-    """The head's logits after these tokens: mlx-lm's own model and layer on all tokens at once,
-    without a cache.
+    """The head's logits after each of these tokens, ``[num_tokens, vocab_size]``: mlx-lm's own
+    model and layer on all tokens at once, without a cache.
     """
     text, tokens = text_model(model), mx.array(token_ids)
     hidden = text.model(tokens[None])[0]
@@ -90,45 +91,41 @@ def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int
     both = head.embedding_norm(text.model.embed_tokens(tokens)), head.hidden_norm(hidden)
     causal = mx.tril(mx.ones((len(tokens), len(tokens)), dtype=mx.bool_))
     x = head.projection(mx.concatenate(both, axis=-1))
-    row = head.end_norm(head.layer(x[None], mask=causal, cache=None)[0, -1])
+    rows = head.end_norm(head.layer(x[None], mask=causal, cache=None)[0])
     is_tied = "lm_head" not in text
-    logits = text.model.embed_tokens.as_linear(row) if is_tied else text.lm_head(row)
+    logits = text.model.embed_tokens.as_linear(rows) if is_tied else text.lm_head(rows)
     return np.array(logits.astype(mx.float32))
 
 
 def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
     model, head = pair(kind)
     assert len(drafts.seen) >= at_least
-    for token_ids, logits in drafts.seen:
-        expected = of_whole_text(model, head, token_ids)
-        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    text: list[int] = []
+    for token_ids, logits in sorted(drafts.seen, key=itemgetter(0), reverse=True):
+        if text[: len(token_ids)] != token_ids:
+            text, expected = token_ids, of_whole_text(model, head, token_ids)
+        np.testing.assert_allclose(logits, expected[len(token_ids) - 1], rtol=1e-3, atol=1e-3)
     drafts.seen.clear()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_without_a_head(kind: str, is_ahead: bool):
-    """Chunks, prefix hits, forks, preemption, swapping, penalties and draws, in one workload."""
+def test_answers_are_those_without_a_head(
+    kind: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks, prefix hits, forks, preemption, swapping, penalties and draws, in one workload. No
+    hidden row and no K/V of the head is missing, whatever has happened to a request.
+    """
     model, head = pair(kind)
     workload = Workload(40 + is_ahead, 20, model.args.vocab_size)
     plain = workload.run(model, run_ahead=False)
+    drafts = FirstDrafts(monkeypatch)
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
-
-
-@pytest.mark.parametrize("seed", [40, 41, 42])
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_each_first_draft_is_that_of_the_whole_text(
-    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
-):
-    """So no hidden row and no K/V is missing, whatever has happened to the request."""
-    model, head = pair(kind)
-    drafts = FirstDrafts(monkeypatch)
-    workload = Workload(seed, 20, model.args.vocab_size)
-    workload.run(model, draft_model=head, speculation=eager, run_ahead=bool(seed % 2))
-    check(drafts, kind, 21)
+    if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.
+        check(drafts, kind, 21)
 
 
 # Where K/V come from
