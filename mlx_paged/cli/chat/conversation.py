@@ -43,18 +43,18 @@ class Conversation:
             conversations may share it, if their turns don't overlap.
         tokenizer: with a chat template.
         system_prompt: the first message, if any.
-        enable_thinking: passed to the template; ``None`` leaves it to the model.
+        template_options: variables of the template, such as ``enable_thinking``.
         prefix: a cached prompt that the conversation continues, in place of what the template
-            writes before the first message of the user, system prompt included.
+            writes before the first message of the user, so there is no system prompt.
 
     Attributes:
-        messages: mappings as :func:`normalise_messages` describes them.
+        messages: mappings as :func:`normalise_messages` describes them. The list is replaced, not
+            changed, and so is that of the tokens: branches may share them.
         tokens: of the last prompt and its answer, as far as their K/V are computed.
         answer_format: how the answer to the prompt of the last turn is read.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template.
-        ValueError: both a system prompt and a prefix.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Conversation:
         engine: Engine,
         tokenizer: TokenizerWrapper,
         system_prompt: str | None = None,
-        enable_thinking: bool | None = None,
+        template_options: Mapping[str, Any] | None = None,
         prefix: Sequence[int] = (),
     ):
         if not tokenizer.has_chat_template:
@@ -73,18 +73,14 @@ class Conversation:
         self.answer_format = PLAIN
         self._prefix = prefix
         self._encoder = ConversationEncoder()
-        self._template_options = (
-            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        )
+        self._template_options = template_options or {}
         self.messages = _system_message(system_prompt)
-        self._check_prefix(self.messages)
 
     @property
     def system_prompt(self) -> str | None:
         """The content of the first message, if it is a system message."""
-        if not self.messages or self.messages[0]["role"] != "system":
-            return None
-        return _text(self.messages[0])
+        first = self.messages[0] if self.messages else {"role": "user"}
+        return first["content"] if first["role"] == "system" else None
 
     def set_system_prompt(self, text: str | None) -> None:
         """Replace or remove the system prompt; the next turn recomputes the conversation.
@@ -129,16 +125,13 @@ class Conversation:
         so far. With ``kv="basic"`` the next one to be asked takes the K/V over, and the other one
         reuses their common prefix.
         """
-        branch = copy.copy(self)
-        branch.tokens = list(self.tokens)
-        branch.messages = [dict(message) for message in self.messages]
-        return branch
+        return copy.copy(self)
 
     @property
     def last_user_text(self) -> str | None:
         """The last message of the user, ``None`` before the first."""
         index = self._last_user_index()
-        return None if index is None else _text(self.messages[index])
+        return None if index is None else str(self.messages[index]["content"])
 
     def ask(
         self,
@@ -163,38 +156,7 @@ class Conversation:
             ChatTemplateError: the message is not text, or the template rejects the conversation.
             ValueError: an empty message.
         """
-        message = normalise_messages([{"role": "user", "content": text}])[0]
-        if not message["content"].strip():
-            raise ValueError("[chat] the message is empty")
-        self.messages.append(message)
-        answer: list[GenerationResponse] = []
-        prompt: Prompt | None = None
-        try:
-            prompt = self.encode()
-            self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
-            # Reasoning marks may be special tokens, and belong to the history.
-            params = params or SamplingParams(skip_special_tokens=False)
-            token_ids = [*self._prefix, *prompt.token_ids]
-            with closing(stream_request(self.engine, token_ids, params, progress)) as responses:
-                for response in responses:
-                    answer.append(response)
-                    yield response
-        finally:
-            if prompt is None or not answer:
-                self.messages.pop()
-            else:
-                # The K/V of the newest token are not computed yet.
-                generated = [each.token for each in answer[:-1]]
-                self.tokens = [*self._prefix, *prompt.token_ids, *generated]
-                text = "".join(each.text for each in answer)
-                self.messages.append({"role": "assistant", "content": text})
-                said = Verbatim(decoded(self.tokenizer, prompt.token_ids, generated))
-                self._encoder.keep(self.tokenizer, prompt, generated, self.messages[-1], said)
-
-    def encode(self) -> Prompt:
-        """The messages as a prompt, without the prefix."""
-        write, options = after_prefix if self._prefix else render_chat, self._template_options
-        return self._encoder.encode(self.tokenizer, self.messages, options, write=write)
+        return self._answer(self.messages, text, params, progress)
 
     def ask_again(
         self,
@@ -207,34 +169,61 @@ class Conversation:
 
         Raises:
             ValueError: there is no turn yet.
-            Others: see :meth:`ask`. The turn is then unchanged.
+            Others: see :meth:`ask`.
         """
         begin = self._last_user_index()
         if begin is None:
             raise ValueError("[chat] there is no message of the user yet")
-        replaced = self.messages[begin:]
-        message = replaced[0]["content"] if text is None else text
-        del self.messages[begin:]
+        text = self.messages[begin]["content"] if text is None else text
+        return self._answer(self.messages[:begin], text, params, progress)
+
+    def _answer(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        text: str | Sequence[str | Mapping[str, Any]],
+        params: SamplingParams | None,
+        progress: Progress | None,
+    ) -> AnswerStream:
+        """The answer to a message after the messages ``before``."""
+        messages = [*before, *normalise_messages([{"role": "user", "content": text}])]
+        if not messages[-1]["content"].strip():
+            raise ValueError("[chat] the message is empty")
+        prompt = self.encode(messages)
+        token_ids = [*self._prefix, *prompt.token_ids]
+        self.answer_format = AnswerFormat.of(self.tokenizer, prompt.text)
+        # Reasoning marks may be special tokens, and belong to the history.
+        params = params or SamplingParams(skip_special_tokens=False)
+        answer: list[GenerationResponse] = []
         try:
-            with closing(self.ask(message, params, progress=progress)) as answer:
-                yield from answer
+            with closing(stream_request(self.engine, token_ids, params, progress)) as responses:
+                for response in responses:
+                    answer.append(response)
+                    yield response
         finally:
-            if len(self.messages) == begin:
-                self.messages += replaced
+            if answer:
+                # The K/V of the newest token are not computed yet.
+                generated = [each.token for each in answer[:-1]]
+                self.tokens = token_ids + generated
+                message = {"role": "assistant", "content": "".join(each.text for each in answer)}
+                self.messages = [*messages, message]
+                said = Verbatim(decoded(self.tokenizer, prompt.token_ids, generated))
+                self._encoder.keep(self.tokenizer, prompt, generated, message, said)
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Messages as a prompt, without the prefix."""
+        write, options = after_prefix if self._prefix else render_chat, self._template_options
+        return self._encoder.encode(self.tokenizer, messages, options, write=write)
 
     def _last_user_index(self) -> int | None:
         each = enumerate(self.messages)
         return max((at for at, message in each if message["role"] == "user"), default=None)
 
-    def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
         if self._prefix and messages and messages[0]["role"] == "system":
             raise ValueError(
                 "[chat] a system prompt can't follow a prompt cache, which already begins the "
                 "conversation; make it part of the cached prompt"
             )
-
-    def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
-        self._check_prefix(messages)
         # Rendering the prompt of a next turn shows whether the template accepts these roles.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
@@ -244,11 +233,6 @@ class Conversation:
 
 def _system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
-
-
-def _text(message: dict[str, Any]) -> str:
-    """The content of a message, whose text parts are joined."""
-    return str(normalise_messages([message])[0]["content"])
 
 
 # --prompt-cache-file: a snapshot, or a prompt cache of mlx-lm's with token ids. It replaces what

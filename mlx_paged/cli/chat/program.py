@@ -285,7 +285,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         engine,
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
-        enable_thinking=False if args.no_thinking else None,
+        template_options={"enable_thinking": False} if args.no_thinking else {},
         prefix=() if facts is None else load_prefix(engine, facts),
     )
     return conversation, settings
