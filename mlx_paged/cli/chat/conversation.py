@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -15,20 +14,16 @@ from mlx_paged.answers.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
     normalise_messages,
+    render_after_prefix,
     render_chat,
 )
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, Verbatim, decoded
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.engine.engine import Engine
-from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.loading.folder import DEMO, demo_model_path
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.snapshots import SnapshotError, check_path, is_snapshot, read_prompt_cache
-from mlx_paged.snapshots.prompt_caches import MODEL, TOKEN_IDS, TOKENIZER_CONFIG
 
 AnswerStream: TypeAlias = Generator[GenerationResponse, None, None]
-_QUERY = "<query>"
 
 
 class Conversation:
@@ -179,7 +174,7 @@ class Conversation:
 
     def _answer(
         self,
-        before: Sequence[Mapping[str, Any]],
+        before: list[dict[str, Any]],
         text: str | Sequence[str | Mapping[str, Any]],
         params: SamplingParams | None,
         progress: Progress | None,
@@ -211,8 +206,8 @@ class Conversation:
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """Messages as a prompt, without the prefix."""
-        write, options = after_prefix if self._prefix else render_chat, self._template_options
-        return self._encoder.encode(self.tokenizer, messages, options, write=write)
+        write = render_after_prefix if self._prefix else render_chat
+        return self._encoder.encode(self.tokenizer, messages, self._template_options, write=write)
 
     def _last_user_index(self) -> int | None:
         each = enumerate(self.messages)
@@ -233,104 +228,3 @@ class Conversation:
 
 def _system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
-
-
-# --prompt-cache-file: a snapshot, or a prompt cache of mlx-lm's with token ids. It replaces what
-# the chat template writes before the first message of the user.
-
-
-class PromptCacheFacts(NamedTuple):
-    """The metadata of a prompt cache file, which is read before a model is loaded."""
-
-    path: Path
-    model: str | None = None  # as it was given to mlx-lm
-    tokenizer_config: Mapping[str, Any] = {}
-
-
-def read_facts(path: str) -> PromptCacheFacts:
-    """Raises ``SnapshotError`` unless the file is a snapshot, or a prompt cache of mlx-lm's with
-    token ids.
-    """
-    file = check_path(path)
-    if is_snapshot(file):
-        return PromptCacheFacts(file)
-    _, metadata = read_prompt_cache(file)
-    if TOKEN_IDS not in metadata:
-        raise SnapshotError(
-            file,
-            "does not contain the ids of its tokens, like all prompt caches that mlx-lm makes; "
-            "give its text as the first message, and --cache-dir to keep the K/V",
-        )
-    try:
-        config = json.loads(metadata.get(TOKENIZER_CONFIG, "{}"))
-        if not isinstance(config, dict):
-            raise ValueError(f"{shown(config)} is not a mapping")
-    except (ValueError, RecursionError) as error:
-        raise SnapshotError(file, f"has a tokenizer_config that can't be read: {error}") from error
-    # A file must not be able to allow the execution of code.
-    config = {name: value for name, value in config.items() if name != "trust_remote_code"}
-    return PromptCacheFacts(file, metadata.get(MODEL) or None, config)
-
-
-def chosen_model(facts: PromptCacheFacts, model: str | None, allow_other_model: bool) -> str | None:
-    """The model to load, which the file or ``--model`` names.
-
-    Args:
-        allow_other_model: whether they may name different ones.
-
-    Raises:
-        ArgumentError: they name different models, and may not.
-    """
-    # A file that this package exported may have only the folder's name, as for the bundled model.
-    named = DEMO if facts.model == demo_model_path().name else facts.model
-    if model is None or facts.model is None or allow_other_model:
-        return model or named
-    if model == named or facts.model == Path(model).name:
-        return model
-    folders = [Path(name).expanduser() for name in (model, facts.model)]
-    if all(folder.exists() for folder in folders) and folders[0].samefile(folders[1]):
-        return model
-    raise ArgumentError(
-        f"[chat] --prompt-cache-file {facts.path} was made with the model {facts.model}, and "
-        f"--model is {model}; leave --model out, create the file again, or use "
-        "--allow-other-model if they are the same",
-        "model",
-    )
-
-
-def load_prefix(engine: Engine, facts: PromptCacheFacts) -> list[int]:
-    """Load the K/V of a file into an engine; returns their token ids.
-
-    Raises:
-        SnapshotError: it holds K/V of another model, dtype or format, or was altered.
-        ArgumentError: the engine has no blocks, or a ``window``, which mlx-lm does not have.
-        CacheFullError: they do not fit into the budget.
-    """
-    if is_snapshot(facts.path):
-        return engine.load_snapshot(facts.path)
-    # The model was chosen by the file (chosen_model).
-    return engine.import_prompt_cache(facts.path, allow_other_model=True)
-
-
-def after_prefix(
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[Mapping[str, Any]],
-    template_options: Mapping[str, Any],
-) -> str:
-    """The conversation as the chat template writes it, from the text of the first user message on.
-    As in mlx-lm, the prompt cache holds what the template writes before that.
-
-    Raises:
-        ChatTemplateError: the template rejects the messages, or alters their text.
-    """
-    text = render_chat(tokenizer, messages, template_options)
-    first = next(index for index, each in enumerate(messages) if each["role"] == "user")
-    probe = [*messages]
-    probe[first] = {**probe[first], "content": _QUERY}
-    begin = render_chat(tokenizer, probe, template_options).find(_QUERY)
-    if begin < 0:
-        raise ChatTemplateError(
-            "[chat template] the model's chat template alters the text of messages, so the "
-            "conversation can't continue a prompt cache; leave --prompt-cache-file out"
-        )
-    return text[begin:]
