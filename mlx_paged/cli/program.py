@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
-from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
+from mlx_paged.cli.streams import OutputLostError, give_up_output, prepare_streams, say, write
 from mlx_paged.errors import one_line
 from mlx_paged.options.argument_values import Domain
 from mlx_paged.options.foreign_arguments import INSTEAD
@@ -150,11 +150,8 @@ def run_program(
             parser.report("interrupted")
             say("")
             return 130
-    except (OutputLostError, BrokenPipeError) as error:
-        discard_output()
-        # A reader of the output that has left (| head) is no error.
-        if isinstance(error, OutputLostError):
-            say(f"{name}: error: {error}")
+    except OutputLostError as error:
+        give_up_output(name, error)
         return lost
 
 

@@ -14,7 +14,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,7 +237,9 @@ def _read_message(args: argparse.Namespace) -> str | None:
         return None
     message = clean(args.message)
     if message == "-":
-        message = read_stdin(sys.stdin.read) or ""
+        message = ""
+        with suppress(EOFError):
+            message = read_stdin(sys.stdin.read)
     if not message.strip():
         raise ValueError("the message is empty")
     return message
