@@ -49,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     kind = "option" if command.startswith("-") else "command"
     why = f"unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} (see --help)"
     if command in ELSEWHERE:
-        words = " ".join(map(shlex.quote, rest)) or "MODEL"
-        instead = ELSEWHERE[command].format(prog=prog, rest=words)
+        instead = ELSEWHERE[command].format(prog=prog, rest=shlex.join(rest) or "MODEL")
         why = f"there is no command {command}; {instead}"
     say(f"{prog}: error: {why}")
     return 2

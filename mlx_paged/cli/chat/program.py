@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = setup_arg_parser(prog)
     if "--json" in (sys.argv[1:] if argv is None else argv):
         parser.report = lambda text: _write_json({"error": text})
-    return run_program(parser, argv, _run, FLAGS, mistakes=(ValueError, RuntimeError))
+    return run_program(parser, argv, _run, FLAGS)
 
 
 def _run(args: argparse.Namespace) -> int:
