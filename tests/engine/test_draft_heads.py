@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 import mlx.core as mx
@@ -93,8 +94,8 @@ class FirstDrafts:
 
 
 def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int]) -> np.ndarray:
-    """The head's logits after these tokens: mlx-lm's own model and layer on all tokens at once,
-    without a cache.
+    """The head's logits after each of these tokens, ``[num_tokens, vocab_size]``: mlx-lm's own
+    model and layer on all tokens at once, without a cache.
     """
     kind, decoder, tokens = model_type_of(model), decoder_of(model), mx.array(token_ids)
     name = "norm_f" if "norm_f" in decoder else "norm"
@@ -104,13 +105,16 @@ def of_whole_text(model: LanguageModel, head: DraftHead, token_ids: Sequence[int
     hidden = decoder(tokens[None])[0]
     decoder[name] = norm
     hidden = mx.concatenate([mx.zeros_like(hidden[:1]), hidden[:-1]])
-    return np.array(of_pairs(model, head, tokens, hidden)[0].astype(mx.float32))
+    logits, _ = of_pairs(model, head, tokens, hidden)
+    return np.array(logits.astype(mx.float32))
 
 
 def of_pairs(
     model: LanguageModel, head: DraftHead, tokens: mx.array, hidden: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """The head's logits after tokens and their hidden rows, and the row for the next draft."""
+    """The head's logits after each of these tokens with its hidden row, and the rows for the next
+    drafts.
+    """
     kind, text, decoder = model_type_of(model), text_model(model), decoder_of(model)
     embed = decoder["embeddings" if "embeddings" in decoder else "embed_tokens"]
     both = [head.embedding_norm(embed(tokens)), head.hidden_norm(hidden)]
@@ -119,10 +123,10 @@ def of_pairs(
     distance = mx.arange(len(tokens))[:, None] - mx.arange(len(tokens))
     mask = (distance >= 0) & (distance < WINDOWS.get(kind, len(tokens)))
     x = head.projection(mx.concatenate(both, axis=-1))
-    row = head.layer(x[None], mask=mask, cache=None)[0, -1:]
-    normed = (decoder["norm"] if kind in WITH_THE_LAST_NORM_AT_THE_END else head.end_norm)(row)
+    rows = head.layer(x[None], mask=mask, cache=None)[0]
+    normed = (decoder["norm"] if kind in WITH_THE_LAST_NORM_AT_THE_END else head.end_norm)(rows)
     logits = text.lm_head(normed) if "lm_head" in text else embed.as_linear(normed)
-    return logits[0], row if kind in CARRYING_ROWS_BEFORE_THE_END_NORM else normed
+    return logits, rows if kind in CARRYING_ROWS_BEFORE_THE_END_NORM else normed
 
 
 def decoder_of(model: LanguageModel) -> Module:
@@ -134,41 +138,37 @@ def decoder_of(model: LanguageModel) -> Module:
 def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
     model, head = pair(kind)
     assert len(drafts.seen) >= at_least
-    for token_ids, logits in drafts.seen:
-        expected = of_whole_text(model, head, token_ids)
-        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    text: list[int] = []
+    for token_ids, logits in sorted(drafts.seen, key=itemgetter(0), reverse=True):
+        if text[: len(token_ids)] != token_ids:
+            text, expected = token_ids, of_whole_text(model, head, token_ids)
+        np.testing.assert_allclose(logits, expected[len(token_ids) - 1], rtol=1e-3, atol=1e-3)
     drafts.seen.clear()
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_without_a_head(kind: str, is_ahead: bool):
-    """Chunks, prefix hits, forks, preemption, swapping, penalties and draws, in one workload."""
+@pytest.mark.parametrize(
+    ("kind", "is_ahead"),
+    [
+        *itertools.product(KINDS, (False, True)),
+        *((kind, False) for kind in ("step3p5", "ernie4_5_moe", "longcat_flash", "nemotron_h")),
+    ],
+)
+def test_answers_are_those_without_a_head(
+    kind: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks, prefix hits, forks, preemption, swapping, penalties and draws, in one workload. No
+    hidden row and no K/V of the head is missing, whatever has happened to a request.
+    """
     model, head = pair(kind)
     workload = Workload(40 + is_ahead, 20, model.args.vocab_size)
     plain = workload.run(model, run_ahead=False)
+    drafts = FirstDrafts(monkeypatch)
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [
-        *itertools.product(KINDS[1:], (40, 41, 42)),
-        *((kind, 40) for kind in ("step3p5", "ernie4_5_moe", "longcat_flash", "nemotron_h")),
-    ],
-)
-def test_each_first_draft_is_that_of_the_whole_text(
-    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
-):
-    """So no hidden row and no K/V is missing, whatever has happened to the request."""
-    model, head = pair(kind)
-    drafts = FirstDrafts(monkeypatch)
-    workload = Workload(seed, 20, model.args.vocab_size)
-    workload.run(model, draft_model=head, speculation=eager, run_ahead=bool(seed % 2))
-    check(drafts, kind, 21)
+    if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.
+        check(drafts, kind, 21)
 
 
 @pytest.mark.parametrize("kind", [*KINDS[1:], *OTHERS])
@@ -182,9 +182,9 @@ def test_a_second_draft_is_of_the_row_that_the_first_one_gives(kind: str):
             logits, row = head.draft(tokens[new], hidden[new], sequences.cache.layers)
             mx.eval(logits, row, sequences.cache.arrays)
         expected, carried = of_pairs(model, head, tokens[: 11 + number], hidden[: 11 + number])
-        assert mx.allclose(logits[0], expected, rtol=1e-3, atol=1e-3)
-        assert mx.allclose(row, carried, rtol=1e-3, atol=1e-3)
-        hidden[11:] = carried
+        assert mx.allclose(logits[0], expected[-1], rtol=1e-3, atol=1e-3)
+        assert mx.allclose(row[0], carried[-1], rtol=1e-3, atol=1e-3)
+        hidden[11] = carried[-1]
 
 
 # Where K/V come from
