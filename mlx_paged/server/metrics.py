@@ -31,6 +31,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.storing.tier_cache import TierCacheStats
+from mlx_paged.request import SpecDecodingStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
@@ -136,16 +137,41 @@ class EngineCollector(Collector):
         yield counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", num_cached)
         yield counter("vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens)
         if self._engine.scheduler.speculation.is_on:
-            yield counter(
-                "vllm:spec_decode_num_draft_tokens",
-                "Verified draft tokens.",
-                stats.num_drafted_tokens,
-            )
-            yield counter(
-                "vllm:spec_decode_num_accepted_tokens",
-                "Accepted draft tokens.",
-                stats.num_accepted_tokens,
-            )
+            yield from self._drafts(stats.spec_decoding)
+
+    def _drafts(self, stats: SpecDecodingStats) -> Iterator[Metric]:
+        counter = self._counter
+        yield counter(
+            "vllm:spec_decode_num_drafts",
+            "Verifications of drafts, one per sequence and step.",
+            stats.num_drafts,
+        )
+        yield counter(
+            "vllm:spec_decode_num_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens
+        )
+        yield counter(
+            "mlx_paged:spec_decode_num_draft_tokens_per_pos",
+            "The same by their position among the drafts of a step.",
+            self._per_pos(stats.num_draft_tokens_per_pos),
+            "position",
+        )
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Accepted draft tokens.",
+            stats.num_accepted_tokens,
+        )
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "The same by their position among the drafts of a step.",
+            self._per_pos(stats.num_accepted_tokens_per_pos),
+            "position",
+        )
+
+    def _per_pos(self, counts: Sequence[int]) -> dict[str, int]:
+        """By label, with those that drafts have not reached yet."""
+        num_positions = self._engine.scheduler.speculation.num_draft_tokens
+        padded = [*counts, *[0] * (num_positions - len(counts))]
+        return {str(position): count for position, count in enumerate(padded)}
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, engine = self._gauge, self._counter, self._engine
