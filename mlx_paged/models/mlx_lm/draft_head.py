@@ -182,9 +182,12 @@ class DraftHead(LanguageModel):
         return text_model(model) is self._text
 
     @property
-    def num_output_parameters(self) -> int:
-        """Weights of the output layer, which each draft multiplies: those of the model."""
-        return self.args.vocab_size * int(self.hidden_size)
+    def shared_output(self) -> Module | None:
+        """The model's layer that computes the logits of drafts, unless the head has its own."""
+        if "lm_head" in self:
+            return None
+        text = self._text
+        return cast(Module, text.lm_head if "lm_head" in text else text.model.embed_tokens)
 
     def draft(
         self,
