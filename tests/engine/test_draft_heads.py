@@ -166,7 +166,7 @@ def test_answers_are_those_without_a_head(
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
     if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.
         check(drafts, kind, 21)
 

@@ -69,7 +69,7 @@ def test_requests_of_every_kind_get_the_same_as_without(
     drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_model_that_makes_its_own_drafts_is_always_right(model: qwen3.Model, p
         first |= run(engine)
     stats = engine.stats()
     assert stats.num_hit_tokens > 0
-    assert 20 < stats.num_accepted_tokens == stats.num_drafted_tokens
+    assert 20 < stats.spec_decoding.num_accepted_tokens == stats.spec_decoding.num_draft_tokens
     assert_same(first["second"], first["first"])
 
 
@@ -115,7 +115,8 @@ def test_preempted_requests_keep_the_draft_models_context(model: qwen3.Model, sw
         engine.add_request(name, tokens, params)
     outputs = run(engine)
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_accepted_tokens == stats.num_drafted_tokens
+    assert stats.num_preemptions > 0
+    assert stats.spec_decoding.num_accepted_tokens == stats.spec_decoding.num_draft_tokens
     for name, (tokens, params) in asks.items():
         assert outputs[name].outputs[0].token_ids == ask_alone(model, tokens, params)
 
@@ -151,7 +152,7 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
     drafted: list[int] = []
     while engine.has_unfinished_requests():
         engine.step()
-        drafted.append(engine.stats().num_drafted_tokens)
+        drafted.append(engine.stats().spec_decoding.num_draft_tokens)
     assert drafted[20] > 0 and drafted[20] < drafted[-1] < 100
 
 
@@ -195,4 +196,5 @@ def test_every_door_takes_one(demo: tuple[Any, Any]):
     llm = LLM(demo_model_path(), draft_model=demo_model_path(), kv_cache_bytes="100blocks")
     llm.engine.scheduler.speculation = eager(llm.engine)
     (output,) = llm.generate(FACTS, greedy(30))
-    assert output.outputs[0].text == plain and output.outputs[0].num_accepted_tokens > 10
+    assert output.outputs[0].text == plain
+    assert output.outputs[0].spec_decoding.num_accepted_tokens > 10

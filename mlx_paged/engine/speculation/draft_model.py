@@ -163,8 +163,7 @@ class DraftModel(Drafter):
         state.num_seen = completion.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        # Drafts after the end of an answer were not verified.
-        if num_accepted < num_drafts and not completion.is_finished:
+        if num_accepted < num_drafts:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
     # In a step

@@ -102,7 +102,7 @@ class HeadDrafter(DraftModel):
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         super().note(completion, num_drafts, num_accepted)
-        if self._num_counted == NUM_COUNTED:
+        if not num_drafts or self._num_counted == NUM_COUNTED:
             return
         self._num_counted += 1
         self._num_accepted += num_accepted > 0
