@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
 from mlx_paged.models.mlx_lm.draft_head import DraftHead
@@ -102,7 +102,8 @@ class HeadDrafter(DraftModel):
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         super().note(completion, num_drafts, num_accepted)
-        if self._num_counted == NUM_COUNTED:
+        is_made = bool(self._state_of(completion, completion.num_computed_tokens).drafts)
+        if not is_made or self._num_counted == NUM_COUNTED:
             return
         self._num_counted += 1
         self._num_accepted += num_accepted > 0
@@ -121,7 +122,8 @@ class HeadDrafter(DraftModel):
         runs, drafted = [], []
         size = self.cache.config.block_size
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.engine.sampling.sampling_state import GrammarState, SamplingState
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -168,6 +172,8 @@ class Speculation:
             next one is launched.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
+        reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
+            forbids are not. Ranks that follow another one don't know the grammars.
     """
 
     drafter: Drafter = PROMPT_LOOKUP
@@ -176,6 +182,7 @@ class Speculation:
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
+    reads_grammars: bool = True
 
     @property
     def is_on(self) -> bool:
@@ -193,6 +200,33 @@ class Speculation:
         decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
+    def propose(self, completion: Completion, num_drafts: int) -> Sequence[int]:
+        """At most ``num_drafts`` drafts: what the request's grammar forces, or what the drafter
+        proposes up to the first token that the grammar forbids. A drafter that makes its drafts in
+        the step keeps to the grammar there.
+        """
+        if forced := self._forced_tokens(completion):
+            return forced[:num_drafts]
+        drafts, grammar = self.drafter.propose(completion, num_drafts), self._grammar(completion)
+        if grammar is None or PENDING_TOKEN in drafts:
+            return drafts
+        return drafts[: grammar.num_allowed(completion, drafts)]
+
+    def _grammar(self, completion: Completion) -> GrammarState | None:
+        state = cast("SamplingState | None", completion.sampling_state)
+        return state.grammar if self.reads_grammars and state is not None else None
+
+    def _forced_tokens(self, completion: Completion) -> Sequence[int]:
+        """The next tokens as far as the request's grammar leaves no choice."""
+        grammar = self._grammar(completion)
+        return () if grammar is None else grammar.forced_tokens(completion)
+
+    def _outlook(self, completion: Completion) -> tuple[float, int]:
+        """The acceptance of a request's drafts, and the most that it may have."""
+        if forced := self._forced_tokens(completion):
+            return 1.0, min(len(forced), self.num_draft_tokens)
+        return self.drafter.acceptance(completion), self.num_draft_tokens
+
     def num_drafts(
         self,
         completions: Sequence[Completion],
@@ -207,14 +241,13 @@ class Speculation:
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
-        acceptances = list(map(self.drafter.acceptance, completions))
+        outlooks = list(map(self._outlook, completions))
+        acceptances = [acceptance for acceptance, _ in outlooks]
         if not any(acceptances):
             return [0] * len(completions)
         plain_cost = self.step.of(num_rows)
         threshold = self.step.per_row * num_tokens / plain_cost
-        max_counts = [
-            _num_powers_above(each, threshold, self.num_draft_tokens) for each in acceptances
-        ]
+        max_counts = [_num_powers_above(each, threshold, most) for each, most in outlooks]
         best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
         for longest in range(1, max(max_counts, default=0) + 1):
             counts = [min(each, longest) for each in max_counts]
@@ -276,7 +309,10 @@ def add_drafts(
             num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
         if num_drafts <= 0:
             continue
-        drafts = speculation.drafter.propose(completion, num_drafts)
+        drafts = speculation.propose(completion, num_drafts)
+        num_drafts = len(drafts)
+        if not drafts:
+            continue
         copies = manager.allocate_slots(completion.seq_id, num_drafts)
         assert copies == [], "the slots are in blocks of its own or in empty ones"
         completion.num_computed_tokens += num_drafts
