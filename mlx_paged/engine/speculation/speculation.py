@@ -294,7 +294,7 @@ def add_drafts(
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
-        if _may_have_drafts(part, manager)
+        if _may_have_drafts(part, manager.states is not None)
     ]
     if not decodes:
         return
@@ -324,18 +324,13 @@ def add_drafts(
         )
 
 
-def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent model.
-
-    A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
-    state may become a checkpoint, neither of which can be rolled back.
+def _may_have_drafts(part: Scheduled, is_recurrent: bool) -> bool:
+    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent
+    model.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
-    if manager.states is None:
-        return part.num_new_tokens == 1
-    block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
-    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
+    return part.num_new_tokens <= (MAX_RUN if is_recurrent else 1)
 
 
 def _max_num_drafts(
@@ -363,9 +358,11 @@ class Verification:
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
     each appended token that was drafted, then :meth:`end`.
 
-    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
-    tokens that the step computed for the request are computed again in its next step, together with
-    new drafts; and blocks that the step has filled are not hashed before the verification.
+    The states of recurrent layers after a step include all of its drafts. So if one is rejected,
+    the request falls back to a state before them: that of the last block which ended before them in
+    this step, or that before the step. Its next step computes the tokens from there on again,
+    together with new drafts; and blocks that end with drafts are not hashed before the
+    verification.
 
     Args:
         manager: of the block tables.
