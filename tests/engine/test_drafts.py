@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -245,3 +247,40 @@ def test_a_step_costs_what_its_weights_read(monkeypatch: pytest.MonkeyPatch):
     costs = [cost_of(qwen3.Model(qwen3.ModelArgs.from_dict(size))) for size in sizes]
     assert costs[0].costs[0] < costs[1].costs[0] < 3 * costs[0].costs[0]
     assert costs[0].of(2) / costs[0].of(1) == ROW_COSTS["M1 Ultra"]["16 bits"][2]
+
+
+# Grammars
+
+
+class AGrammar:
+    """Forces ``forced`` next, and allows the tokens below ``limit``."""
+
+    def __init__(self, forced: Sequence[int] = (), limit: int = 9):
+        self.forced, self.limit = forced, limit
+
+    def forced_tokens(self, completion: Completion) -> Sequence[int]:
+        return self.forced
+
+    def num_allowed(self, completion: Completion, drafts: list[int]) -> int:
+        return len(list(itertools.takewhile(lambda token: token < self.limit, drafts)))
+
+
+def constrained(grammar: AGrammar, text: str) -> Completion:
+    completion = request_of(text)
+    completion.sampling_state = SimpleNamespace(grammar=grammar)
+    return completion
+
+
+def test_what_a_grammar_forces_is_as_good_as_accepted():
+    rule = speculation(StepCost(4, 1), num_draft_tokens=5)
+    requests = [constrained(AGrammar([7, 8]), "a"), constrained(AGrammar([7] * 9), "a")]
+    assert rule.num_drafts(requests, [1, 1], 2, 2) == [2, 5]
+    assert [list(rule.propose(each, 5)) for each in requests] == [[7, 8], [7] * 5]
+    # The look-up has nothing for them, and ranks that follow another one have no grammars.
+    assert replace(rule, reads_grammars=False).num_drafts(requests, [1, 1], 2, 2) == [0, 0]
+
+
+def test_what_is_looked_up_ends_where_the_grammar_forbids_it():
+    request = constrained(AGrammar(limit=4), "abcdabcdeabc")
+    assert list(speculation(StepCost(4, 1)).propose(request, 7)) == [3]
+    assert proposed(request) == "deabcde"

@@ -4,6 +4,7 @@ an engine without drafts.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
+from mlx_paged import StructuredOutputsParams
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
@@ -134,6 +136,44 @@ def test_repetitive_text_takes_less_than_half_of_the_steps(demo: tuple[Any, Any]
         run(engine)
         num_steps[num_draft_tokens] = engine.scheduler.num_steps
     assert num_steps[7] < num_steps[0] / 2 == 40
+
+
+def test_what_a_grammar_forces_is_drafted_without_a_look_up(demo: tuple[Any, Any]):
+    names = ["is_a_tiger", "has_a_guitar", "likes_rain"]
+    properties = {name: {"type": "boolean"} for name in names}
+    schema = {"properties": properties, "required": names, "additionalProperties": False}
+    wanted = StructuredOutputsParams(json={"type": "object", **schema})
+    for params in (greedy(60), sampled(1, 60, n=2)):
+        params = params.clone(structured_outputs=wanted)
+        plain = make_engine(*demo, run_ahead=False)
+        drafting = make_engine(*demo, run_ahead=False, num_draft_tokens=7)
+        outputs = [answer(engine, "Once upon a time", params) for engine in (plain, drafting)]
+        assert_same(outputs[1], outputs[0])
+        assert drafting.scheduler.num_steps < plain.scheduler.num_steps / 2
+        stats = drafting.stats()
+        assert stats.num_accepted_tokens == stats.num_drafted_tokens > 20
+
+
+def test_the_look_up_proposes_nothing_that_a_grammar_forbids(demo: tuple[Any, Any]):
+    """The prompt repeats words that the answer may not have, after one that it has."""
+    tokens = demo[1].encode("the code of apple is 4821. " * 6)
+    wanted = StructuredOutputsParams(regex="the code of [a-z]{3,9} is [a-z]{20,30}")
+    params = greedy(12, structured_outputs=wanted)
+    plain, drafting = make_engine(*demo), make_engine(*demo, num_draft_tokens=7)
+    drafting.scheduler.speculation = EagerSpeculation(PromptLookup(), 7)
+    proposed: list[list[int]] = []
+    launch = drafting.runner.launch
+
+    def noting(batch: Any, awaited: Any) -> mx.array:
+        proposed.extend(
+            [*part.completion.output_token_ids, *part.draft_token_ids] for part in batch.drafted
+        )
+        return launch(batch, awaited)
+
+    drafting.runner.launch = noting  # type: ignore[method-assign]
+    assert_same(answer(drafting, tokens, params), answer(plain, tokens, params))
+    texts = [demo[1].decode(each) for each in proposed]
+    assert texts and not any(re.search("[0-9]", each) for each in texts)
 
 
 def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(model: qwen3.Model):

@@ -153,13 +153,15 @@ class DraftModel(Drafter):
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
-    def drafts_of(self, part: Scheduled) -> list[int]:
-        state = self._state_of(part.completion, part.start)
-        return [cast(list[int], tokens.tolist())[entry] for tokens, entry in state.drafts]
+    def drafts_of(self, part: Scheduled) -> Sequence[int]:
+        made = self._state_of(part.completion, part.start).read_drafts()
+        return made or part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.num_computed = min(state.num_computed, completion.num_computed_tokens)
+        if not state.drafts:
+            return  # They were known without the model.
         state.num_seen = completion.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
@@ -175,8 +177,8 @@ class DraftModel(Drafter):
             state = self._state_of(part.completion, part.start)
             # K/V after it were lost to a preemption or a rollback.
             begin = state.num_computed = min(state.num_computed, part.start)
-            num_drafts = len(part.draft_token_ids)
-            end = part.start + part.num_new_tokens - num_drafts
+            end = part.start + part.num_new_tokens - len(part.draft_token_ids)
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state.drafts = []
             if num_drafts:
                 drafted.append((part.completion, state, num_drafts))
@@ -199,7 +201,9 @@ class DraftModel(Drafter):
         """
         number = 0
         while drafted:
-            tokens = draw_drafts(logits, [completion for completion, _, _ in drafted], number)
+            completions, states, _ = zip(*drafted, strict=True)
+            readers = [state.read_drafts for state in states]
+            tokens = draw_drafts(logits, completions, number, readers)
             mx.async_eval(tokens)
             number += 1
             for entry, (_, state, _) in enumerate(drafted):
@@ -310,6 +314,10 @@ class DraftState:
     acceptance: float = FIRST_MODEL_ACCEPTANCE
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
 
+    def read_drafts(self) -> list[int]:
+        """The drafts of the newest step, once they are computed."""
+        return [cast(list[int], tokens.tolist())[entry] for tokens, entry in self.drafts]
+
     def forget(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens - self.num_seen, 1000)):
             self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
@@ -317,12 +325,17 @@ class DraftState:
 
 
 def speculation_of(
-    num_draft_tokens: int, model: LanguageModel, drafter: DraftModel | None, run_ahead: bool
+    num_draft_tokens: int,
+    model: LanguageModel,
+    drafter: DraftModel | None,
+    run_ahead: bool,
+    reads_grammars: bool,
 ) -> Speculation:
     """How an engine speculates.
 
     Args:
         drafter: a draft model; ``None`` for prompt look-up.
+        reads_grammars: of :class:`Speculation`.
 
     Raises:
         ArgumentError: there is a draft model, and ``num_draft_tokens`` is 0.
@@ -342,6 +355,7 @@ def speculation_of(
         NO_COST if drafter is None else cost_of(drafter.model),
         WAITING_SHARE if run_ahead else 0.0,
         repeats_runs=model.state_nbytes > 0,
+        reads_grammars=reads_grammars,
     )
 
 

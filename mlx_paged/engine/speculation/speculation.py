@@ -12,12 +12,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 from mlx_paged.request import NO_DRAFTS, SpecDecodingStats
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.engine.sampling.sampling_state import GrammarState, SamplingState
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -195,6 +199,8 @@ class Speculation:
             next one is launched.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
+        reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
+            forbids are not. Ranks that follow another one don't know the grammars.
     """
 
     drafter: Drafter = PROMPT_LOOKUP
@@ -203,6 +209,7 @@ class Speculation:
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
+    reads_grammars: bool = True
 
     @property
     def is_on(self) -> bool:
@@ -219,6 +226,33 @@ class Speculation:
             return False
         decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
+
+    def propose(self, completion: Completion, num_drafts: int) -> Sequence[int]:
+        """At most ``num_drafts`` drafts: what the request's grammar forces, or what the drafter
+        proposes up to the first token that the grammar forbids. A drafter that makes its drafts in
+        the step keeps to the grammar there.
+        """
+        if forced := self._forced_tokens(completion):
+            return forced[:num_drafts]
+        drafts, grammar = self.drafter.propose(completion, num_drafts), self._grammar(completion)
+        if grammar is None or PENDING_TOKEN in drafts:
+            return drafts
+        return drafts[: grammar.num_allowed(completion, drafts)]
+
+    def _grammar(self, completion: Completion) -> GrammarState | None:
+        state = cast("SamplingState | None", completion.sampling_state)
+        return state.grammar if self.reads_grammars and state is not None else None
+
+    def _forced_tokens(self, completion: Completion) -> Sequence[int]:
+        """The next tokens as far as the request's grammar leaves no choice."""
+        grammar = self._grammar(completion)
+        return () if grammar is None else grammar.forced_tokens(completion)
+
+    def _outlook(self, completion: Completion) -> tuple[float, int]:
+        """The acceptance of a request's drafts, and the most that it may have."""
+        if forced := self._forced_tokens(completion):
+            return 1.0, min(len(forced), self.num_draft_tokens)
+        return self.drafter.acceptance(completion), self.num_draft_tokens
 
     def num_drafts(
         self,
@@ -241,8 +275,8 @@ class Speculation:
         for index, (completion, run_length) in enumerate(
             zip(completions, run_lengths, strict=True)
         ):
-            before, acceptance = 1.0, self.drafter.acceptance(completion)
-            for depth in range(self.num_draft_tokens if acceptance else 0):
+            before, (acceptance, most) = 1.0, self._outlook(completion)
+            for depth in range(most if acceptance else 0):
                 likely = before * acceptance
                 drafts.append((-likely, index, depth, (before - likely) * (run_length + depth)))
                 before = likely
@@ -278,7 +312,7 @@ def add_drafts(
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
-        if _may_have_drafts(part, manager)
+        if _may_have_drafts(part, manager.states is not None)
     ]
     if not decodes:
         return
@@ -293,7 +327,10 @@ def add_drafts(
             num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
         if num_drafts <= 0:
             continue
-        drafts = speculation.drafter.propose(completion, num_drafts)
+        drafts = speculation.propose(completion, num_drafts)
+        num_drafts = len(drafts)
+        if not drafts:
+            continue
         copies = manager.allocate_slots(completion.seq_id, num_drafts)
         assert copies == [], "the slots are in blocks of its own or in empty ones"
         completion.num_computed_tokens += num_drafts
@@ -305,18 +342,13 @@ def add_drafts(
         )
 
 
-def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent model.
-
-    A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
-    state may become a checkpoint, neither of which can be rolled back.
+def _may_have_drafts(part: Scheduled, is_recurrent: bool) -> bool:
+    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent
+    model.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
-    if manager.states is None:
-        return part.num_new_tokens == 1
-    block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
-    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
+    return part.num_new_tokens <= (MAX_RUN if is_recurrent else 1)
 
 
 def _max_num_drafts(
@@ -344,9 +376,11 @@ class Verification:
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
     each appended token that was drafted, then :meth:`count` and :meth:`end`.
 
-    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
-    tokens that the step computed for the request are computed again in its next step, together with
-    new drafts; and blocks that the step has filled are not hashed before the verification.
+    The states of recurrent layers after a step include all of its drafts. So if one is rejected,
+    the request falls back to a state before them: that of the last block which ended before them in
+    this step, or that before the step. Its next step computes the tokens from there on again,
+    together with new drafts; and blocks that end with drafts are not hashed before the
+    verification.
 
     Args:
         manager: of the block tables.

@@ -216,7 +216,7 @@ def test_drafts_change_no_token_of_a_model_without_state(
 ):
     draft_model = adapted_model("gpt_bigcode") if drafter == "model" else None
 
-    def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
+    def eager(num_draft_tokens: int, model: Any, drafts: Any, *_: Any) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
 
     monkeypatch.setattr(build, "speculation_of", eager)
