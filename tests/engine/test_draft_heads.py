@@ -164,7 +164,7 @@ def test_answers_are_those_without_a_head(
     hidden row and no K/V of the head is missing, whatever has happened to a request.
     """
     model, head = pair(kind)
-    workload = Workload(40 + is_ahead, 20, model.args.vocab_size)
+    workload = Workload(41 + is_ahead, 20, model.args.vocab_size)
     plain = workload.run(model, run_ahead=False)
     drafts = FirstDrafts(monkeypatch)
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
@@ -202,7 +202,7 @@ def test_a_head_keeps_to_grammars(demo: tuple[Any, Any], monkeypatch: pytest.Mon
     engines[1].scheduler.speculation = eager(engines[1])
     plain, drafting = (answer(engine, "Once upon a time", params) for engine in engines)
     assert_same(drafting, plain)
-    assert engines[1].stats().num_accepted_tokens > 20
+    assert engines[1].stats().spec_decoding.num_accepted_tokens > 20
     check(drafts, (model, head), 5)
 
 

@@ -272,7 +272,7 @@ def constrained(grammar: AGrammar, text: str) -> Completion:
 
 
 def test_what_a_grammar_forces_is_as_good_as_accepted():
-    rule = speculation(StepCost(4, 1), num_draft_tokens=5)
+    rule = speculation(StepCost.linear(4, 1), num_draft_tokens=5)
     requests = [constrained(AGrammar([7, 8]), "a"), constrained(AGrammar([7] * 9), "a")]
     assert rule.num_drafts(requests, [1, 1], 2, 2) == [2, 5]
     assert [list(rule.propose(each, 5)) for each in requests] == [[7, 8], [7] * 5]
@@ -282,5 +282,5 @@ def test_what_a_grammar_forces_is_as_good_as_accepted():
 
 def test_what_is_looked_up_ends_where_the_grammar_forbids_it():
     request = constrained(AGrammar(limit=4), "abcdabcdeabc")
-    assert list(speculation(StepCost(4, 1)).propose(request, 7)) == [3]
+    assert list(speculation(StepCost.linear(4, 1)).propose(request, 7)) == [3]
     assert proposed(request) == "deabcde"

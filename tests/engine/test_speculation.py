@@ -150,8 +150,8 @@ def test_what_a_grammar_forces_is_drafted_without_a_look_up(demo: tuple[Any, Any
         outputs = [answer(engine, "Once upon a time", params) for engine in (plain, drafting)]
         assert_same(outputs[1], outputs[0])
         assert drafting.scheduler.num_steps < plain.scheduler.num_steps / 2
-        stats = drafting.stats()
-        assert stats.num_accepted_tokens == stats.num_drafted_tokens > 20
+        stats = drafting.stats().spec_decoding
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
 
 
 def test_the_look_up_proposes_nothing_that_a_grammar_forbids(demo: tuple[Any, Any]):
