@@ -281,11 +281,11 @@ class DraftHead(LanguageModel):
         return text_model(model) is self._text
 
     @property
-    def num_output_parameters(self) -> int:
-        """Weights of the model's output layer, which each draft multiplies; 0 if the head has its
-        own.
-        """
-        return 0 if "lm_head" in self else self.args.vocab_size * int(self.hidden_size)
+    def shared_output(self) -> Module | None:
+        """The model's layer that computes the logits of drafts, unless the head has its own."""
+        if "lm_head" in self:
+            return None
+        return cast(Module, output_of(self._text))
 
     def draft(
         self,
@@ -315,10 +315,8 @@ class DraftHead(LanguageModel):
         return self._logits(normed), normed if self.layout.carries_normed else x
 
     def _logits(self, rows: mx.array) -> mx.array:
-        owner: Any = self if "lm_head" in self else self._text
-        is_tied = "lm_head" not in owner
-        output = embedding_of(owner).as_linear if is_tied else owner.lm_head
-        logits: mx.array = output(rows)
+        output: Any = self.lm_head if "lm_head" in self else output_of(self._text)
+        logits: mx.array = getattr(output, "as_linear", output)(rows)
         return logits
 
     def __call__(
@@ -336,6 +334,11 @@ def text_model(target: LanguageModel) -> Any:
 def embedding_of(text: Any) -> Any:
     """The embedding of a text model."""
     return text.backbone.embeddings if "backbone" in text else text.model.embed_tokens
+
+
+def output_of(text: Any) -> Any:
+    """The layer of a text model that computes its logits: the embedding, if they share weights."""
+    return text.lm_head if "lm_head" in text else embedding_of(text)
 
 
 def last_norm(text: Any) -> Any:
