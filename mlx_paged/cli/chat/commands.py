@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -331,16 +332,14 @@ def is_transcript(file: Path) -> bool:
 
 
 def _read_json(file: Path) -> Any:
+    if os.path.exists(file) and not os.path.isfile(file):  # reading a pipe would not end
+        raise ValueError(f"{file} is not a file")
     try:
-        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    return content
 
 
 def _expand(path: str) -> Path:

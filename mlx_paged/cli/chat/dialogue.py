@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -185,15 +184,10 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
     other time it is only recorded in the list, so that no update of the conversation is torn. The
     second one exits the process at once, since the running step may take long.
 
-    Has no effect in other threads, to which Python delivers no signals.
-
     Args:
         leave: called before the process exits.
     """
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if caught:

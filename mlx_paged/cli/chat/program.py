@@ -195,20 +195,18 @@ def _read_words(args: argparse.Namespace) -> None:
     if not (is_model_given or is_one_word):
         return
     import_first("mlx_paged.loading")
-    from mlx_paged.loading.folder import is_model, local_model_of, way_to_get
+    from mlx_paged.loading.folder import local_model_of
 
-    model, way = local_model_of(word), way_to_get(word)
+    model, way = local_model_of(word)
     if is_model_given:
         if model is None and way is None:
             raise ValueError(
                 f"there is no model {shown(word)}; a message of several words needs quotes"
             )
         args.model = model or word
-    elif model is not None and is_model(model):
+    elif model is not None:
         args.model, args.message = model, None
-    elif model is not None or way is not None:
-        if model is not None:
-            way = "a model is a folder with config.json and weights, or a .gguf file"
+    elif way is not None:
         quoted = shlex.quote(word) if shlex.quote(word) != word else f"'{word}'"
         raise ValueError(
             f"there is no model {shown(word)} on this machine; {way}. To send this as a message, "
