@@ -6,20 +6,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.options.argument_values import (
-    BOOL,
-    Argument,
-    Domain,
-    Option,
-    Program,
-    matching,
-    one_of,
-)
-from mlx_paged.options.engine_options import ENGINE_OPTIONS
+from mlx_paged.options.argument_values import Argument, Option, Program
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, LAUNCH_OPTIONS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 
@@ -27,52 +18,6 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
-
-TEXT: Domain[str] = matching("a text", lambda value: isinstance(value, str))
-
-
-def switch(help: str) -> Option:
-    """An option that a flag without a value turns on."""
-    return Option(help, BOOL, default=False)
-
-
-# The flags for loading a model, in addition to the options of an engine.
-LAUNCH_OPTIONS = {
-    "model": Option(
-        f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
-        TEXT,
-        default_text="the bundled demo model",
-    ),
-    "tokenizer": Option(
-        "folder or Hugging Face repo with the tokenizer",
-        replace(TEXT, metavar="FOLDER"),
-        default_text="the model's own",
-    ),
-    "dtype": Option(
-        "dtype of a GGUF file's scales, activations and K/V",
-        one_of("float32", "float16", "bfloat16"),
-        default_text="that of its matrices, or float32 if they are quantised, so that nothing is "
-        "lost",
-    ),
-    "adapter_path": Option(
-        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", TEXT
-    ),
-    "draft_model": Option(
-        "folder or Hugging Face repo of a small model with the same tokenizer, or of a head of the "
-        "model, which generates drafts; auto for the head in the model's own folder",
-        TEXT,
-        default_text="none: drafts are looked up in the conversation",
-    ),
-    "no_generation_config": switch(
-        "ignore the model's generation_config.json: greedy, unless flags say otherwise"
-    ),
-    "force": switch("load the model even if it is larger than this machine's memory"),
-    "skip_check": switch(
-        "run the model even if the check at load finds that its logits differ from mlx-lm's"
-    ),
-    "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
-}
 # The flags by the library's arguments; "model" and "tokenizer" are words of many errors.
 FLAGS = {name: each.flag_name(name) for name, each in LAUNCH_OPTIONS.items()} | {
     "path_or_hf_repo": "--model",

@@ -370,7 +370,7 @@ def _max_connections() -> int:
 
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
-    from mlx_paged.cli.descriptions import describe_engine
+    from mlx_paged.engine.descriptions import describe_engine
     from mlx_paged.server.http.http_server import url_of
 
     engine, settings = service.engine.engine, service.settings

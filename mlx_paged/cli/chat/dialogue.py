@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
-from mlx_paged.cli.descriptions import (
+from mlx_paged.cli.streams import say
+from mlx_paged.engine.descriptions import (
     context_length,
     describe_backend,
     describe_context,
@@ -26,10 +27,9 @@ from mlx_paged.cli.descriptions import (
     describe_token_size,
     in_words,
 )
-from mlx_paged.cli.flags import EXAMPLE_MODEL
-from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import EngineCall
 from mlx_paged.models.memory import format_nbytes, memory_size
+from mlx_paged.options.engine_options import EXAMPLE_MODEL
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import AnswerStream, Conversation

@@ -21,11 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.cli import flags
 from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
-from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
+from mlx_paged.options.argument_values import (
+    ANY_TEXT,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Domain,
+    Option,
+    one_of,
+    switch,
+)
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
@@ -36,10 +43,10 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
-    "system_prompt": Option("system prompt of the conversation", TEXT),
+    "system_prompt": Option("system prompt of the conversation", ANY_TEXT),
     "prompt_cache_file": Option(
         "continue the prompt whose K/V and token ids are in this file, such as a snapshot",
-        replace(TEXT, metavar="FILE"),
+        replace(ANY_TEXT, metavar="FILE"),
     ),
     "allow_other_model": switch(
         "use --prompt-cache-file with --model even if the file names another model"
