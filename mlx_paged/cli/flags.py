@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.options.argument_values import Argument, Option, Program
@@ -134,44 +133,35 @@ def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]
     return {name: getattr(args, name) for name in engine_flags(program)}
 
 
-def find_model(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The folder of the model that the flags name, which is downloaded if necessary, and the
-    sampling that it recommends, by field of ``SamplingParams``.
-
-    Raises:
-        LoadError: there is none, it is too large for this machine, or it is broken.
-    """
-    from mlx_paged.loading import demo_model_path, find_model_for, read_sampling_defaults
-
-    folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
-    return folder, {} if args.no_generation_config else read_sampling_defaults(folder)
-
-
 def load_model(
-    args: argparse.Namespace,
-    program: Program,
-    folder: Path,
-    tokenizer_config: dict[str, Any] | None,
-) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """Load a folder as the flags say; returns its model, its tokenizer and the engine's options.
+    args: argparse.Namespace, program: Program, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
+    """Load the model that the flags name, which is downloaded if necessary; returns it, its
+    tokenizer, the engine's options and the sampling, by field of ``SamplingParams``.
 
     Raises:
         ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
+    from mlx_paged import loading
     from mlx_paged.distributed import launched_ranks
-    from mlx_paged.loading import dtype_config, load_draft_model, load_for
 
+    folder = loading.demo_model_path()
+    if args.model is not None:
+        folder = loading.find_model_for(args.model, args.force)
+    own = {} if args.no_generation_config else loading.read_sampling_defaults(folder)
     options = engine_options(args, program)
-    model, tokenizer = load_for(
+    model, tokenizer = loading.load_for(
         launched_ranks(),
         folder,
         tokenizer_config=tokenizer_config,
-        model_config=dtype_config(folder, args.dtype),
+        model_config=loading.dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         skip_check=args.skip_check,
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer, model, skip_check=args.skip_check)
-    return model, tokenizer, {**options, "draft_model": draft_model}
+    options["draft_model"] = loading.load_draft_model(
+        args.draft_model, tokenizer, model, skip_check=args.skip_check
+    )
+    return model, tokenizer, options, chosen_sampling(args, own)
