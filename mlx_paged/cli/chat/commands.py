@@ -107,26 +107,28 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
-    had_answer = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
-    dialogue.show(conversation.ask_again)
+    if conversation.last_turn is None:
+        raise ValueError("there is no message of the user yet")
+    before, text = conversation.last_turn
+    had_answer = conversation.messages[-1]["role"] == "assistant"
+    dialogue.ask(text, before)
     if had_answer and dialogue.settings.sampling.is_greedy:
         greedy = "[greedy: the same answer each time; /set temp 0.7 varies it]"
         dialogue.screen.say(greedy, is_dim=True)
 
 
 def _edit(dialogue: Dialogue, argument: str) -> str | None:
-    before = dialogue.conversation.last_user_text
-    if before is None:
+    if dialogue.conversation.last_turn is None:
         raise ValueError("there is no message to edit yet")
-    text = argument
+    (before, last), text = dialogue.conversation.last_turn, argument
     if not argument:
         if not dialogue.reader.is_interactive:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
         with suppress(EOFError):
-            text = dialogue.reader.read(before)
+            text = dialogue.reader.read(last)
     if not text.strip():
         return "nothing has changed"
-    dialogue.show(partial(dialogue.conversation.ask_again, text))
+    dialogue.ask(text, before)
     return None
 
 
