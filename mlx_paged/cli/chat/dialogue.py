@@ -29,6 +29,7 @@ from mlx_paged.engine.descriptions import (
 from mlx_paged.engine.thread import EngineCall
 from mlx_paged.models.memory import format_nbytes, memory_size
 from mlx_paged.options.engine_options import EXAMPLE_MODEL
+from mlx_paged.request import SpecDecodingStats
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Conversation, Messages
@@ -269,19 +270,22 @@ def describe_answer(
     """The statistics of an answer: all of them, or the main ones in one line."""
     engine, config = conversation.engine, conversation.engine.cache.config
     disk = f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
-    accepted, drafted = response.accepted_tokens, response.drafted_tokens
-    drafts = f"{accepted:,} of {drafted:,} drafts accepted"
+    drafts, num_tokens = response.spec_decoding, response.generation_tokens
+    # A token that is not an accepted draft took a step.
+    tokens_per_step = num_tokens / max(1, num_tokens - drafts.num_accepted_tokens)
+    speed = f"{tokens_per_step:.1f} tokens per step"
     if not is_verbose:
         num_held = engine.stats().num_cached_blocks * config.block_size
         parts = [
             f"{response.time_to_first_token:.2f} s to first token",
             f"{response.generation_tps:.1f} tokens/s",
             f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
-            drafts * bool(drafted),
+            f"{speed}, drafts accepted {_by_position(drafts)}" * bool(drafts.num_drafts),
             f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
         ]
         return f"[{' | '.join(filter(None, parts))}]"
     held = engine.cache.nbytes_held / 1e6
+    accepted = f"\nDrafts: {_describe_drafts(drafts)}; {speed}"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -289,8 +293,19 @@ def describe_answer(
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
-        f"Peak memory: {response.peak_memory:.3f} GB" + f"\nDrafts: {drafts}" * bool(drafted)
+        f"Peak memory: {response.peak_memory:.3f} GB" + accepted * bool(drafts.num_drafts)
     )
+
+
+def _describe_drafts(drafts: SpecDecodingStats) -> str:
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
+        f"({drafts.acceptance_rate:.1%}), by position {_by_position(drafts)}"
+    )
+
+
+def _by_position(drafts: SpecDecodingStats) -> str:
+    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -329,10 +344,10 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
             f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
         ]
-    if stats.num_drafted_tokens:
+    if (drafts := stats.spec_decoding).num_drafts:
         lines.append(
-            f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
-            f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+            f"drafts: {_describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
+            "step with drafts"
         )
     num_branches = len(branches) - 1
     if num_branches and cache.kind == "paged":
