@@ -282,8 +282,7 @@ COMMAND_TABLE = (
     ),
     Command("/exit", "", "leave the chat (also /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {command.name: command for command in COMMAND_TABLE}
-COMMANDS["/quit"] = COMMANDS["/exit"]
+COMMANDS = {each.name: each for each in COMMAND_TABLE} | {"/quit": COMMAND_TABLE[-1]}
 
 
 # Saved conversations
