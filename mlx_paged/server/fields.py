@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.options.argument_values import Several
 from mlx_paged.options.sampling_declarations import (
@@ -59,26 +60,38 @@ def check_model_name(name: str, service: Service) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-class CacheFields(Body):
-    """Priority, and the use of the prefix cache and the disk."""
+class RequestFields(ModelFields):
+    """The model, the priority, and the use of the prefix cache and the disk."""
 
     priority: int = 0
-    cache_salt: Filled | None = None
+    cache_salt: str | None = None
     no_store: bool = False
+
+    def options(self) -> RequestOptions:
+        """The corresponding options of a request to the engine."""
+        return {
+            "priority": self.priority,
+            "cache_salt": self.cache_salt or None,
+            "no_store": self.no_store,
+        }
+
+
+class CacheFields(RequestFields):
+    """The same in OpenAI's APIs."""
+
+    cache_salt: Filled | None = None
     # llama.cpp's: whether the prefix cache is used.
     cache_prompt: bool = True
     # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
     prompt_cache_retention: Any = None
 
-    def job_fields(self) -> dict[str, Any]:
-        """The corresponding fields of :class:`~mlx_paged.server.chat_jobs.ChatJob`."""
-        is_in_memory = self.prompt_cache_retention == "in_memory"
-        return {
-            "priority": self.priority,
-            # A unique salt, so that nothing is shared.
-            "cache_salt": self.cache_salt if self.cache_prompt else uuid.uuid4().hex,
-            "no_store": self.no_store or is_in_memory or not self.cache_prompt,
-        }
+    def options(self) -> RequestOptions:
+        options = super().options()
+        if not self.cache_prompt:
+            options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
+        if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
+            options["no_store"] = True
+        return options
 
 
 class StreamOptions(Body):

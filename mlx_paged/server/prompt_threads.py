@@ -69,12 +69,12 @@ class PromptThreads:
     def __init__(self, name: str, num_threads: int, num_per_user: int):
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._num_per_user = num_per_user
-        self._last_asked: dict[str, float] = {}  # by user
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(
+        self._last_asked: dict[str | None, float] = {}  # by user
+        self._turns: defaultdict[str | None, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, num_per_user)
         )
 
-    async def run(self, user: str, call: Callable[[Work], T]) -> T:
+    async def run(self, user: str | None, call: Callable[[Work], T]) -> T:
         """Run ``call`` in one of the threads, in the caller's context, which has the id for the
         log. Cancelling this cancels the work.
         """
@@ -100,7 +100,7 @@ class PromptThreads:
             # request until the next garbage collection, which can be minutes away.
             del running
 
-    def _end_turn(self, user: str, seconds: float) -> None:
+    def _end_turn(self, user: str | None, seconds: float) -> None:
         loop, turn = asyncio.get_running_loop(), self._turns[user]
         since = loop.time() - SECONDS_OF_A_USER
         if any(last > since for name, last in self._last_asked.items() if name != user):

@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
@@ -38,7 +39,7 @@ MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
 DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
 
 
-def _no_limit(num_seqs: int, user: str) -> AbstractContextManager[object]:
+def _no_limit(num_seqs: int, user: str | None) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -77,7 +78,7 @@ class Service:
     created: int = 0
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
-    admit: Callable[[int, str], AbstractContextManager[object]] = _no_limit
+    admit: Callable[[int, str | None], AbstractContextManager[object]] = _no_limit
     first_part_seconds: float = 10.0
     takes_any_name: bool = False
 
@@ -126,7 +127,7 @@ class Service:
             self.engine, lambda user, encode: self._threads.run(user, lambda _: encode())
         )
 
-    async def run_in_tokenizer_pool(self, user: str, work: Callable[[Work], T]) -> T:
+    async def run_in_tokenizer_pool(self, user: str | None, work: Callable[[Work], T]) -> T:
         """Run ``work``, which reads, renders or encodes a request, in one of a few threads that are
         shared fairly between users.
 
@@ -201,6 +202,8 @@ class Service:
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
+        rules = rules._replace(answer_format=generation.marked_format)
+        options: RequestOptions = {**generation.options, "token_rules": rules}
         with ExitStack() as places:
             places.enter_context(self.admit(generation.params.n, generation.user))
             self.idle_prefill.pause()
@@ -208,11 +211,7 @@ class Service:
                 {"prompt_token_ids": generation.prompt_token_ids},
                 generation.params,
                 request_id=f"{request_id or 'request'}-{next(self._numbers)}",
-                priority=generation.priority,
-                cache_salt=generation.cache_salt,
-                no_store=generation.no_store,
-                user=generation.user,
-                token_rules=rules._replace(answer_format=generation.marked_format),
+                **options,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(generation, outputs, places.pop_all(), self._note)

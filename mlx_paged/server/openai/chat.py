@@ -20,13 +20,13 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     FormatFields,
-    ModelFields,
     SamplingFields,
     StreamOptions,
     check_stream,
     effort_options,
     first_given,
 )
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import (
     Body,
     Children,
@@ -135,7 +135,7 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+class OpenAIFields(CacheFields, FormatFields, SamplingFields):
     """The fields that chat and completions share."""
 
     stream: bool = False
@@ -220,23 +220,23 @@ def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     fields = {"logprobs": "top_logprobs", **requested.fields}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
-    job = ChatJob(
-        messages=read_messages(request.messages),
-        params=request.sampling(
-            service.default_params,
-            fields,
-            max_tokens=max_tokens,
-            logprobs=request.num_top_logprobs,
-            structured_outputs=requested.params,
-        ),
-        tools=tools,
-        tool_choice=_read_tool_choice(request.tool_choice, tools),
-        parallel_tool_calls=request.parallel_tool_calls,
-        template_options=request.template_options(),
-        fields=fields,
-        **request.job_fields(),
+    messages = read_messages(request.messages)
+    params = request.sampling(
+        service.default_params,
+        fields,
+        max_tokens=max_tokens,
+        logprobs=request.num_top_logprobs,
+        structured_outputs=requested.params,
     )
-    if request.stream and job.params.prompt_logprobs is not None:
+    job = ChatJob(
+        messages,
+        Generation([], params, request.options(), fields=fields),
+        tools,
+        _read_tool_choice(request.tool_choice, tools),
+        request.parallel_tool_calls,
+        request.template_options(),
+    )
+    if request.stream and params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "can't be streamed")
     return job
 

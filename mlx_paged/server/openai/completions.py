@@ -115,7 +115,7 @@ def read_completions(
         raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
-    return prompts, Generation([], params, **request.job_fields(), fields=requested.fields)
+    return prompts, Generation([], params, request.options(), fields=requested.fields)
 
 
 def encode_all(

@@ -25,7 +25,6 @@ from mlx_paged.server.fields import (
     CacheFields,
     Effort,
     Format,
-    ModelFields,
     SamplingFields,
     StreamOptions,
     TextFormat,
@@ -33,6 +32,7 @@ from mlx_paged.server.fields import (
     effort_options,
     first_given,
 )
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import (
     ONE_OR_MORE,
     Body,
@@ -147,7 +147,7 @@ class TextOptions(Body):
     format: Format | None = None
 
 
-class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
+class ResponsesRequest(CacheFields, SamplingFields):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[str | Items, OneOf()]
@@ -249,13 +249,11 @@ def read_responses_body(
     check_stream(request.stream_options, request.stream)
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
-        params,
+        Generation([], params, request.options(), fields=fields),
         tools,
         choice,
         request.parallel_tool_calls,
         options,
-        fields=fields,
-        **request.job_fields(),
     )
 
 
