@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.input_processor import LengthLimit
 from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
@@ -21,13 +22,12 @@ from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.options.sampling_declarations import KINDS
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import PrefixReport, RequestOutput
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.kept_answers import IdlePrefill, KeptItems
-from mlx_paged.server.prefix_reports import explanation, report_texts
-from mlx_paged.server.prompt_threads import LengthLimit, PromptThreads, Work
+from mlx_paged.server.prompt_threads import PromptThreads, Work
 from mlx_paged.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ T = TypeVar("T")
 # longer and have their own threads, so that no prompt waits for one.
 MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
 MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
+# Of each text of a prefix report, from the position on where a prompt differs from the cached one.
+NUM_TEXT_TOKENS = 48
 DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
 
 
@@ -231,8 +233,18 @@ class Service:
         count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
         report = output.prefix_report
         if self.settings.log_cache and report is not None:
-            logger.info("cache: %s", explanation(report))
-            log_text("cache", lambda: report_texts(report, self.tokenizer))
+            logger.info("cache: %s", report.explanation)
+            log_text("cache", lambda: self.texts_of(report))
+
+    def texts_of(self, report: PrefixReport) -> dict[str, str]:
+        """The texts around the position where a prompt differs from the cached one."""
+        token_ids = {
+            "before": report.before,
+            "cached": report.expected[:NUM_TEXT_TOKENS],
+            "prompt": report.found[:NUM_TEXT_TOKENS],
+        }
+        decode = self.tokenizer.decode
+        return {name: decode(list(ids)) if ids else "" for name, ids in token_ids.items()}
 
     async def whole(
         self, generations: Sequence[Generation], request_id: str | None = None

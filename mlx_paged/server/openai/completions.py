@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from mlx_paged.engine.input_processor import encode_prompt
+from mlx_paged.engine.input_processor import MAX_PROMPT_TOKENS, encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
@@ -23,7 +23,7 @@ from mlx_paged.server.openai.answers import (
     usage_of,
 )
 from mlx_paged.server.openai.chat import OpenAIFields
-from mlx_paged.server.prompt_threads import MAX_PROMPT_TOKENS, Work
+from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import MEMBER, refused
 from mlx_paged.server.service import Service
