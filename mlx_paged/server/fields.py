@@ -61,8 +61,11 @@ def check_model_name(name: str, service: Service) -> None:
 
 
 class RequestFields(ModelFields):
-    """The model, the priority, and the use of the prefix cache and the disk."""
+    """The fields of all requests for answers: the priority, the use of the prefix cache and of the
+    disk, and whether the answer is one object or a stream of events.
+    """
 
+    stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False

@@ -98,8 +98,8 @@ def upcoming_tokens(
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 _ONE_TOKEN = SamplingParams(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -22,6 +22,7 @@ from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import ApiError, until_disconnect
+from mlx_paged.server.fields import RequestFields
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -29,7 +30,7 @@ from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
-A = TypeVar("A", bound="AnsweredBody")
+A = TypeVar("A", bound=RequestFields)
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
@@ -127,14 +128,6 @@ class RequestContext(Generic[B]):
             return EventStream(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
-
-
-class AnsweredBody(Protocol):
-    """A body that is answered as one object or as a stream of events."""
-
-    stream: bool
-
-    def model_name(self, service: Service) -> str: ...
 
 
 class Renderer(ABC, Generic[A]):

@@ -163,7 +163,6 @@ class ConversationFields(RequestFields):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: StopTexts | None = None
-    stream: bool = False
     mcp_servers: Annotated[
         Any, only([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None

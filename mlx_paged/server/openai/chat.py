@@ -138,7 +138,6 @@ class UsageOptions(StreamOptions):
 class OpenAIFields(CacheFields, FormatFields, SamplingFields):
     """The fields that chat and completions share."""
 
-    stream: bool = False
     stream_options: UsageOptions | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False

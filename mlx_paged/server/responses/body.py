@@ -162,7 +162,6 @@ class ResponsesRequest(CacheFields, SamplingFields):
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextOptions = Field(default_factory=TextOptions)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
