@@ -26,6 +26,7 @@ from mlx_paged.options.sampling_declarations import (
 )
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 
@@ -77,34 +78,6 @@ class RequestFields(ModelFields):
             "cache_salt": self.cache_salt or None,
             "no_store": self.no_store,
         }
-
-
-class CacheFields(RequestFields):
-    """The same in OpenAI's APIs."""
-
-    cache_salt: Filled | None = None
-    # llama.cpp's: whether the prefix cache is used.
-    cache_prompt: bool = True
-    # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
-    prompt_cache_retention: Any = None
-
-    def options(self) -> RequestOptions:
-        options = super().options()
-        if not self.cache_prompt:
-            options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
-        if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
-            options["no_store"] = True
-        return options
-
-
-class StreamOptions(Body):
-    include_obfuscation: Any = None
-
-
-def check_stream(options: StreamOptions | None, is_streamed: bool) -> None:
-    """Raise if there are options without a stream."""
-    if options is not None and not is_streamed:
-        raise refused("stream_options", "is given, but stream is not true")
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -359,3 +332,50 @@ def read_format(place: str, **options: Any) -> RequestedFormat:
         raise ApiError(400, f"{place} can't be used: {message}", param=place) from error
     in_field = f".{params.kind}" if "whitespace_flexible" in options else ""
     return RequestedFormat(params, place + in_field)
+
+
+class StreamOptions(Body):
+    include_obfuscation: Any = None
+
+
+class GenerationFields(RequestFields, SamplingFields):
+    """The fields that OpenAI's APIs share."""
+
+    cache_salt: Filled | None = None
+    # llama.cpp's: whether the prefix cache is used.
+    cache_prompt: bool = True
+    # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
+    prompt_cache_retention: Any = None
+    stream_options: StreamOptions | None = None
+
+    def check(self, service: Service) -> None:
+        """Check the model, and that there are options of a stream only with one."""
+        self.model_name(service)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "is given, but stream is not true")
+
+    def options(self) -> RequestOptions:
+        options = super().options()
+        if not self.cache_prompt:
+            options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
+        if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
+            options["no_store"] = True
+        return options
+
+    def generation(
+        self,
+        service: Service,
+        requested: RequestedFormat,
+        fields: Mapping[str, str] | None = None,
+        **values: Any,
+    ) -> Generation:
+        """What is asked of the engine, still without a prompt.
+
+        Args:
+            requested: the structured output.
+            fields, values: as of :meth:`sampling`.
+        """
+        fields = {**(fields or {}), **requested.fields}
+        values["structured_outputs"] = requested.params
+        params = self.sampling(service.default_params, fields, **values)
+        return Generation([], params, self.options(), fields=fields)

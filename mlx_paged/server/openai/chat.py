@@ -17,16 +17,13 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    CacheFields,
     Effort,
     FormatFields,
-    SamplingFields,
+    GenerationFields,
     StreamOptions,
-    check_stream,
     effort_options,
     first_given,
 )
-from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import (
     Body,
     Children,
@@ -135,7 +132,7 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(CacheFields, FormatFields, SamplingFields):
+class OpenAIFields(GenerationFields, FormatFields):
     """The fields that chat and completions share."""
 
     stream_options: UsageOptions | None = None
@@ -209,33 +206,25 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
-    request.model_name(service)
-    check_stream(request.stream_options, request.stream)
+    request.check(service)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
-    requested = request.structured()
-    fields = {"logprobs": "top_logprobs", **requested.fields}
+    fields = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
     messages = read_messages(request.messages)
-    params = request.sampling(
-        service.default_params,
-        fields,
-        max_tokens=max_tokens,
-        logprobs=request.num_top_logprobs,
-        structured_outputs=requested.params,
-    )
+    values = {"max_tokens": max_tokens, "logprobs": request.num_top_logprobs}
     job = ChatJob(
         messages,
-        Generation([], params, request.options(), fields=fields),
+        request.generation(service, request.structured(), fields, **values),
         tools,
         _read_tool_choice(request.tool_choice, tools),
         request.parallel_tool_calls,
         request.template_options(),
     )
-    if request.stream and params.prompt_logprobs is not None:
+    if request.stream and job.generation.params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "can't be streamed")
     return job
 
