@@ -277,7 +277,8 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     """
     from mlx_paged import SamplingParams, StructuredOutputsParams
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.limits import QueueLimit, counts_of
+    from mlx_paged.engine.stats import SequenceCounts
+    from mlx_paged.server.http.limits import QueueLimit
     from mlx_paged.server.service import Service
 
     options = template_options(args)
@@ -307,7 +308,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
-            partial(counts_of, engine),
+            partial(SequenceCounts.of, engine.engine.scheduler),
         ).admit,
         settings=settings,
     )
