@@ -165,9 +165,15 @@ def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call in the history, parsed into an object as chat templates take it. Text
     that is not a JSON object, for example of a truncated answer, is passed to the model as it is.
     """
+    # Some clients send "" for a function without parameters.
+    value = object_of(text) if text.strip() else {}
+    return {"arguments": text} if value is None else value
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """A JSON object; ``None`` if the text is none."""
     try:
-        # Some clients send "" for a function without parameters.
-        value = json.loads(text) if text.strip() else {}
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+        return None
+    return value if isinstance(value, dict) else None

@@ -60,11 +60,6 @@ class Generation:
     def no_store(self) -> bool:
         return self.options.get("no_store", False)
 
-    @property
-    def marked_format(self) -> AnswerFormat | None:
-        """The format in which the engine is to write marks; ``None`` if there are none."""
-        return self.answer_format if self.answer_format.has_marks else None
-
 
 class Answer:
     """The parts of a generation as they are produced. Unless it takes too long, the first part has

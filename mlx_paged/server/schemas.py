@@ -333,11 +333,17 @@ class OneOf:
             field = member.model_fields.get(self.name)
             values = () if field is None else get_args(field.annotation)
             return [f"{self.name}={value}" for value in values] or ["an object"]
-        return ["a list" if get_origin(member) is list else "a text"]
+        if get_origin(member) is list:
+            return ["token ids" if get_args(member) == (int,) else "a list"]
+        return ["a text"]
 
     def _tag_of(self, value: Any, tags: Collection[str]) -> str:
-        if isinstance(value, str | list):
-            return MEMBER + ("a text" if isinstance(value, str) else "a list")
+        if isinstance(value, str):
+            return f"{MEMBER}a text"
+        if isinstance(value, list):
+            several, one = f"{MEMBER}a list", f"{MEMBER}token ids"
+            is_one = value and all(isinstance(each, int) for each in value)
+            return one if one in tags and (is_one or several not in tags) else several
         if isinstance(value, Body):  # when it is serialised
             value = vars(value)
         if not isinstance(value, dict):
