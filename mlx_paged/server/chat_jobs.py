@@ -22,7 +22,7 @@ from mlx_paged.request import CompletionOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import make_params
 from mlx_paged.server.generations import Generation
-from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
+from mlx_paged.server.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.service import Service
 
@@ -101,8 +101,8 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
             messages = [*job.messages, message, {"role": "user", "content": question}]
             return encode(messages, options).token_ids
 
-        upcoming = Upcoming(partial(upcoming_tokens, encode_question, computed), asked.options)
-        service.idle_prefill.expect(prompt.key, upcoming)
+        upcoming = partial(upcoming_tokens, encode_question, computed)
+        service.idle_prefill.expect(prompt.key, upcoming, asked.options)
 
     def parts() -> dict[str, StructuredOutputsParams]:
         """What the grammar of an answer that calls tools is made of, by the client's fields."""

@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
-from mlx_paged.answers.reader import AnswerReader
-from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.answers.tokens import PartReader
 from mlx_paged.engine.options import RequestOptions
 from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
@@ -253,6 +252,7 @@ class CompletionState:
         finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
             ``None`` before the end.
         stop_reason: the stop text or tokens that ended it.
+        reader: reads its parts.
     """
 
     def __init__(self, index: int, answer_format: AnswerFormat):
@@ -263,36 +263,19 @@ class CompletionState:
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
         self._open_block: AnswerBlock | None = None
-        self._reader = AnswerReader(answer_format)
-        self._format = answer_format
-        self._places: TokenPlaces | None = None
-        self._unplaced: list[int] = []  # tokens
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """The number of tokens of reasoning, including its marks."""
-        if not self._reader.spans or self._format.detokenizer is None:
-            return 0
-        if self._places is None:
-            characters, detokenizer = self._format.marks.characters, self._format.detokenizer()
-            self._places = TokenPlaces(characters, detokenizer, self._format.skipped)
-        tokens, self._unplaced = self._unplaced, []
-        for token in tokens:
-            self._places.add(token)
-        return self._places.num_in(self._reader.spans)
+        self.reader = PartReader(answer_format)
 
     def count(self, completion: CompletionOutput) -> None:
         """Count the tokens of the next part, and take over its finish reason."""
         self.has_begun = True
         self.num_tokens += len(completion.token_ids)
-        self._unplaced += completion.token_ids
         self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
 
     def add(self, completion: CompletionOutput) -> list[BlockEvent]:
         """The events of the next part."""
         self.count(completion)
         events: list[BlockEvent] = []
-        for kind, text, call in self._reader.read(completion):
+        for kind, text, call in self.reader.read(completion):
             block = self._open_block
             if block is None or block.kind != kind or call is not None:
                 self._end_block(events)
@@ -307,7 +290,7 @@ class CompletionState:
             events.append(BlockEvent("delta", block, text))
         if self.finish_reason is not None:
             self._end_block(events)
-            if self.finish_reason == "stop" and self._reader.num_tool_calls:
+            if self.finish_reason == "stop" and self.reader.num_tool_calls:
                 self.finish_reason = "tool_calls"
         return events
 
@@ -355,5 +338,5 @@ class AnswerState:
             self._num_prompt_tokens,
             self._num_cached_tokens,
             sum(each.num_tokens for each in completions),
-            sum(each.num_reasoning_tokens for each in completions),
+            sum(each.reader.num_reasoning_tokens for each in completions),
         )

@@ -27,6 +27,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
@@ -258,6 +259,12 @@ class Repeated(Body):
     """
 
     leaves_out = True
+
+
+def without_effect(*names: str) -> Any:
+    """A base class of bodies whose fields are accepted and have no effect."""
+    fields: Any = dict.fromkeys(names, (Any, None))
+    return create_model("WithoutEffect", __base__=Body, **fields)
 
 
 @cache

@@ -139,11 +139,7 @@ class OpenAIFields(GenerationFields, FormatFields):
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    # Without effect: they identify the user, or help other servers to find a cache.
-    user: Any = None
     metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

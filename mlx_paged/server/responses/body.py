@@ -167,9 +167,6 @@ class ResponsesRequest(GenerationFields):
     service_tier: Literal["auto", "default"] | None = None
     n: Literal[1] | None = None
     prompt_logprobs: None = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     client_metadata: Any = None
     max_tool_calls: Any = None  # counts only tools that run on the server
