@@ -161,36 +161,22 @@ async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Reque
         async for output in answers[0]:
             yield 0, output
         return
-    # Bounded, so that the engine merges parts that are not read in time.
-    inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
-    readers = [asyncio.create_task(_read(*each, inbox)) for each in enumerate(answers)]
+    # At most one part of each is taken before it is needed, so that the engine merges parts that
+    # are not read in time.
+    waiting = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(answers)}
     try:
-        num_open = len(answers)
-        while num_open:
-            index, part = await inbox.get()
-            if isinstance(part, ApiError):
-                raise part
-            if part is None:
-                num_open -= 1
-            else:
-                yield index, part
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                if isinstance(task.exception(), StopAsyncIteration):
+                    continue
+                yield index, task.result()
+                waiting[asyncio.ensure_future(anext(answers[index]))] = index
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read(
-    index: int, answer: Answer, inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]]
-) -> None:
-    """Put the parts of an answer into an inbox, followed by ``None`` or an error."""
-    end = None
-    try:
-        async for part in answer:
-            await inbox.put((index, part))
-    except ApiError as error:
-        end = error
-    await inbox.put((index, end))
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _check_end(output: RequestOutput, fields: Mapping[str, str]) -> RequestOutput:
@@ -249,16 +235,16 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         return Usage(*map(add, vars(self).values(), vars(other).values()))
 
-    @property
-    def predictions(self) -> dict[str, int]:
-        """OpenAI's fields for drafts, if there were some."""
-        if not self.spec_decoding.num_drafts:
-            return {}
-        num_accepted = self.spec_decoding.num_accepted_tokens
-        return {
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": self.spec_decoding.num_draft_tokens - num_accepted,
-        }
+    def output_details(self, reasoning: str = "") -> dict[str, int]:
+        """The number of tokens of reasoning, if the name of its field is given, and OpenAI's fields
+        for drafts, if there were some.
+        """
+        details = {reasoning: self.num_reasoning_tokens} if reasoning else {}
+        drafts, num_accepted = self.spec_decoding, self.spec_decoding.num_accepted_tokens
+        if drafts.num_drafts:
+            details["accepted_prediction_tokens"] = num_accepted
+            details["rejected_prediction_tokens"] = drafts.num_draft_tokens - num_accepted
+        return details
 
 
 class CompletionState:

@@ -15,8 +15,8 @@ from mlx_paged.server.conversations import (
     OtherPart,
     TextPart,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     RequestedFormat,
@@ -196,11 +196,10 @@ AnyRequest = MessagesRequest | CountRequest
 def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
     request.model_name(service)
-    tools = tuple(
+    tools = unique_tools(
         Tool.of(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict, "input_schema")
         for i, t in enumerate(request.tools)
     )
-    refuse_second_names(tools)
     requested_choice = request.tool_choice or ToolChoice(type="auto")
     choice = _tool_choice(requested_choice, tools)
     thinking, effort = request.thinking, request.output_config.effort

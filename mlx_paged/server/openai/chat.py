@@ -13,8 +13,8 @@ from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     Effort,
@@ -271,6 +271,4 @@ def _read_call(call: ChatToolCall) -> dict[str, Any]:
 def read_tools(tools: Sequence[ChatTool]) -> tuple[Tool, ...]:
     """The tools, without unknown fields."""
     forms = [tool.model_dump(exclude_unset=True) for tool in tools]
-    read = tuple(Tool(form, f"tools[{index}].function") for index, form in enumerate(forms))
-    refuse_second_names(read)
-    return read
+    return unique_tools(Tool(form, f"tools[{i}].function") for i, form in enumerate(forms))

@@ -18,8 +18,8 @@ from mlx_paged.server.conversations import (
     Content,
     History,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
     Effort,
@@ -261,12 +261,10 @@ def _read_tools(tools: Sequence[AnyTool]) -> tuple[Tool, ...]:
         else:
             found.append((place, each))
     empty = {"type": "object", "properties": {}}
-    read = tuple(
+    return unique_tools(
         Tool.of(place, tool.name, tool.description, tool.parameters or empty, tool.strict)
         for place, tool in found
     )
-    refuse_second_names(read)
-    return read
 
 
 # Input
