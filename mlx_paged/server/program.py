@@ -217,14 +217,13 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    what = f"must be a JSON object, got {shown(text)}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a JSON object, got {shown(text)}: {one_line(error)}"
-        ) from error
+        raise argparse.ArgumentTypeError(f"{what}: {one_line(error)}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+        raise argparse.ArgumentTypeError(what)
     return value
 
 
