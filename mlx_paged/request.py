@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from operator import add
 from typing import Literal, NamedTuple, Self, TypeAlias, overload
 
 from mlx_paged.options.argument_values import Domain, or_none, whole
@@ -158,6 +159,72 @@ class _Copied:
         return copied
 
 
+@dataclass(frozen=True)
+class SpecDecodingStats:
+    """How many drafts were verified and accepted, by their position among the drafts of a step.
+
+    A rejected draft counts with all drafts after it. Drafts after an accepted one that ends the
+    answer are not verified, and don't count.
+
+    Args:
+        num_draft_tokens_per_pos: ``[num_positions]``, verified drafts.
+        num_accepted_tokens_per_pos: ``[num_positions]``, of these, accepted ones.
+    """
+
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def of_step(cls, num_draft_tokens: int, num_accepted_tokens: int) -> SpecDecodingStats:
+        """One sequence in one step, whose first ``num_accepted_tokens`` drafts were accepted."""
+        num_rejected = num_draft_tokens - num_accepted_tokens
+        return cls((1,) * num_draft_tokens, (1,) * num_accepted_tokens + (0,) * num_rejected)
+
+    def __add__(self, other: SpecDecodingStats) -> SpecDecodingStats:
+        return SpecDecodingStats(
+            _sums(self.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
+            _sums(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """How often drafts were verified: once per sequence and step."""
+        return self.num_draft_tokens_per_pos[0] if self.num_draft_tokens_per_pos else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.num_draft_tokens_per_pos)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_tokens_per_pos)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafts that were accepted; 0 without drafts."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """``[num_positions]``, the same by position."""
+        counts = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
+        return [num_accepted / num_drafts for num_accepted, num_drafts in counts]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a sequence per step with drafts: the accepted ones and the one after them."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+
+def _sums(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    if len(first) < len(second):
+        first, second = second, first
+    return (*map(add, first, second), *first[len(second) :])
+
+
+NO_DRAFTS = SpecDecodingStats()
+
+
 @dataclass
 class CompletionOutput(_Copied):
     """One completion of a request, as far as it has been generated.
@@ -167,8 +234,7 @@ class CompletionOutput(_Copied):
             text.
         cumulative_logprob: the sum over the tokens, if ``logprobs`` were requested.
         logprobs: for each token, those of the most likely tokens and its own.
-        num_drafted_tokens: drafts that were verified; ``num_accepted_tokens`` of them were
-            accepted.
+        spec_decoding: how many drafts were verified and accepted.
         finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
             (``max_tokens``, the context limit or the K/V budget), ``"abort"``, ``"error"``, or
             ``None`` while it continues.
@@ -183,8 +249,7 @@ class CompletionOutput(_Copied):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    spec_decoding: SpecDecodingStats = NO_DRAFTS
 
     @property
     def finished(self) -> CallableBool:

@@ -163,7 +163,7 @@ def build(
         config,
         frozenset(eos_token_ids),
         swap_space,
-        speculation_of(config.num_draft_tokens, checked, drafter, run_ahead),
+        speculation_of(config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1),
         disk_tier,
         None if window is not None else context_length(checked.args),
         cache if isinstance(cache, ContiguousKVCache) else None,

@@ -20,6 +20,7 @@ from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.storing.tier_cache import TierCache, TierCacheStats
+from mlx_paged.request import SpecDecodingStats
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class EngineStats(KVCacheManagerStats):
     num_running: int
     num_waiting: int
     num_preemptions: int
-    num_drafted_tokens: int  # drafts that were verified
-    num_accepted_tokens: int  # of these
+    spec_decoding: SpecDecodingStats  # of all requests
     num_prompt_tokens: int  # of requests that got a first token
     num_cached_prompt_tokens: int  # of these
     num_read_prompt_tokens: int  # of these, read from disk
@@ -60,8 +60,7 @@ def stats_of(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_preemptions=scheduler.num_preemptions,
-        num_drafted_tokens=scheduler.verification.num_drafted_tokens,
-        num_accepted_tokens=scheduler.verification.num_accepted_tokens,
+        spec_decoding=scheduler.verification.spec_decoding,
         num_prompt_tokens=int(latencies.prompt_tokens.sum),
         num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
         num_read_prompt_tokens=latencies.num_read_prompt_tokens,

@@ -26,6 +26,7 @@ from mlx_paged.models.mlx_lm.draft_head import (
     Head,
     HeadLayout,
     embedding_of,
+    output_of,
     text_model,
 )
 from mlx_paged.models.mlx_lm.gemma4_assistant import MODEL_TYPES, Assistant
@@ -415,8 +416,7 @@ def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> 
     if not part:
         return True
     text = text_model(target)
-    is_embedding = "lm_head" not in text or name == "embed_tokens"
-    theirs = embedding_of(text) if is_embedding else text.lm_head
+    theirs = embedding_of(text) if name == "embed_tokens" else output_of(text)
     size, number = text.args.hidden_size, theirs.weight.shape[0]
     rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
     if part[f"{name}.weight"].shape[0] != number:

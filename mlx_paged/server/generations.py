@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Literal, NamedTuple
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
@@ -16,7 +17,13 @@ from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
-from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
+from mlx_paged.request import (
+    NO_DRAFTS,
+    CompletionOutput,
+    RequestOutput,
+    SpecDecodingStats,
+    StopReason,
+)
 from mlx_paged.server.errors import ApiError, api_error
 
 logger = logging.getLogger("mlx_paged.server")
@@ -234,9 +241,21 @@ class Usage:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+    spec_decoding: SpecDecodingStats = NO_DRAFTS
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Usage(*map(add, vars(self).values(), vars(other).values()))
+
+    @property
+    def predictions(self) -> dict[str, int]:
+        """OpenAI's fields for drafts, if there were some."""
+        if not self.spec_decoding.num_drafts:
+            return {}
+        num_accepted = self.spec_decoding.num_accepted_tokens
+        return {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": self.spec_decoding.num_draft_tokens - num_accepted,
+        }
 
 
 class CompletionState:
@@ -245,6 +264,7 @@ class CompletionState:
     Attributes:
         blocks: its blocks so far.
         num_tokens: the number of generated tokens.
+        spec_decoding: how many drafts were verified and accepted.
         has_begun: whether a part has arrived.
         finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
             ``None`` before the end.
@@ -255,6 +275,7 @@ class CompletionState:
         self.index = index
         self.blocks: list[AnswerBlock] = []
         self.num_tokens = 0
+        self.spec_decoding = NO_DRAFTS
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
@@ -282,6 +303,7 @@ class CompletionState:
         self.has_begun = True
         self.num_tokens += len(completion.token_ids)
         self._unplaced += completion.token_ids
+        self.spec_decoding = completion.spec_decoding
         self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
 
     def add(self, completion: CompletionOutput) -> list[BlockEvent]:
@@ -352,4 +374,5 @@ class AnswerState:
             self._num_cached_tokens,
             sum(each.num_tokens for each in completions),
             sum(each.num_reasoning_tokens for each in completions),
+            sum((each.spec_decoding for each in completions), NO_DRAFTS),
         )

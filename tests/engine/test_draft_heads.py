@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.disk_tiers import tiered
 from helpers.drafting import EagerSpeculation
-from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, replays_of
+from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, replays_of, sampled
 from helpers.model_zoo import config_of, make_from_config
-from helpers.workloads import Workload, assert_all_same_but_aborts
+from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from mlx.nn import Identity, Module
 from paged_testing.pure_metal import pure_metal
 
+from mlx_paged import StructuredOutputsParams
 from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.engine import Engine
@@ -51,7 +53,7 @@ WINDOWS = {"step3p5": 8, "mimo_v2_flash": 8}
 
 
 @cache
-def pair(kind: str) -> tuple[LanguageModel, DraftHead]:
+def pair(kind: str, **changes: int) -> tuple[LanguageModel, DraftHead]:
     """A small model and a head for it, both with random weights."""
     mx.random.seed(7)
     model: Module
@@ -59,7 +61,7 @@ def pair(kind: str) -> tuple[LanguageModel, DraftHead]:
         model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
         mx.eval(model.parameters())
     else:
-        config = config_of(kind)
+        config = config_of(kind) | changes
         if kind == "step3p5":
             config["layer_types"].append("sliding_attention")  # of the head
         model = make_from_config(config)
@@ -81,14 +83,16 @@ class FirstDrafts:
         self.seen: list[tuple[list[int], np.ndarray]] = []
         draw = draft_model.draw_drafts
 
-        def recording(logits: mx.array, completions: Sequence[Completion], number: int) -> mx.array:
+        def recording(
+            logits: mx.array, completions: Sequence[Completion], number: int, *readers: Any
+        ) -> mx.array:
             if number == 0:
                 rows = np.array(logits.astype(mx.float32))
                 self.seen += [
                     (list(each.token_ids), row)
                     for each, row in zip(completions, rows, strict=False)
                 ]
-            return draw(logits, completions, number)
+            return draw(logits, completions, number, *readers)
 
         monkeypatch.setattr(draft_model, "draw_drafts", recording)
 
@@ -135,8 +139,8 @@ def decoder_of(model: LanguageModel) -> Module:
     return decoder
 
 
-def check(drafts: FirstDrafts, kind: str, at_least: int) -> None:
-    model, head = pair(kind)
+def check(drafts: FirstDrafts, models: tuple[LanguageModel, DraftHead], at_least: int) -> None:
+    model, head = models
     assert len(drafts.seen) >= at_least
     text: list[int] = []
     for token_ids, logits in sorted(drafts.seen, key=itemgetter(0), reverse=True):
@@ -160,15 +164,15 @@ def test_answers_are_those_without_a_head(
     hidden row and no K/V of the head is missing, whatever has happened to a request.
     """
     model, head = pair(kind)
-    workload = Workload(40 + is_ahead, 20, model.args.vocab_size)
+    workload = Workload(41 + is_ahead, 20, model.args.vocab_size)
     plain = workload.run(model, run_ahead=False)
     drafts = FirstDrafts(monkeypatch)
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
     if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.
-        check(drafts, kind, 21)
+        check(drafts, (model, head), 21)
 
 
 @pytest.mark.parametrize("kind", [*KINDS[1:], *OTHERS])
@@ -187,6 +191,21 @@ def test_a_second_draft_is_of_the_row_that_the_first_one_gives(kind: str):
         hidden[11] = carried[-1]
 
 
+def test_a_head_keeps_to_grammars(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    """Its first draft is that of the whole text also after a step whose drafts were forced."""
+    tokenizer = demo[1]
+    model, head = pair("glm4_moe", vocab_size=len(tokenizer))
+    drafts = FirstDrafts(monkeypatch)
+    words = StructuredOutputsParams(regex="(name: [a-z]{1,9}, [0-9]{2}. ){30}")
+    params = sampled(2, 50, structured_outputs=words, n=2)
+    engines = make_engine(model, tokenizer), make_engine(model, tokenizer, draft_model=head)
+    engines[1].scheduler.speculation = eager(engines[1])
+    plain, drafting = (answer(engine, "Once upon a time", params) for engine in engines)
+    assert_same(drafting, plain)
+    assert engines[1].stats().spec_decoding.num_accepted_tokens > 20
+    check(drafts, (model, head), 5)
+
+
 # Where K/V come from
 
 
@@ -201,7 +220,7 @@ def test_after_a_restart_drafts_begin_with_the_row_before_them(
         with tiered(model, tmp_path, draft_model=head) as engine:
             engine.scheduler.speculation = eager(engine)
             assert answer(engine, tokens, greedy(20)).num_read_tokens == num_read
-        check(drafts, kind, 3)
+        check(drafts, (model, head), 3)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
@@ -221,7 +240,7 @@ def test_a_snapshot_holds_what_the_head_needs(
     again = answer(second, tokens, greedy(20))
     assert again.num_cached_tokens == 64
     assert again.outputs[0].token_ids == whole.outputs[0].token_ids
-    check(drafts, kind, 5)
+    check(drafts, (model, head), 5)
 
 
 def test_replayed_decodes_give_their_hidden_rows(monkeypatch: pytest.MonkeyPatch):

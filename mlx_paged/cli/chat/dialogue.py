@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import threading
@@ -12,10 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mlx_paged.answers.dialect import AnswerFormat
-from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.cli.descriptions import (
@@ -33,6 +31,7 @@ from mlx_paged.cli.flags import EXAMPLE_MODEL
 from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import EngineCall
 from mlx_paged.models.memory import format_nbytes, memory_size
+from mlx_paged.request import SpecDecodingStats
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import AnswerStream, Conversation
@@ -85,14 +84,14 @@ class Dialogue:
 
         def show(piece: Piece) -> None:
             nonlocal is_hidden
-            if piece.is_thinking and hides_thinking:
+            if piece.is_reasoning and hides_thinking:
                 is_hidden = True
                 screen.show_progress("[thinking ...]")
             else:
                 # Empty lines between hidden reasoning and the answer are hidden, too.
                 text = piece.text.lstrip() if is_hidden else piece.text
                 is_hidden = is_hidden and not text
-                screen.answer(text, piece.is_thinking)
+                screen.answer(text, piece.is_reasoning)
 
         params = self.settings.next_params()
         try:
@@ -121,7 +120,7 @@ class Dialogue:
         texts = {True: "", False: ""}  # reasoning or not
 
         def keep(piece: Piece) -> None:
-            texts[piece.is_thinking] += piece.text
+            texts[piece.is_reasoning] += piece.text
 
         ask, params = partial(self.conversation.ask, text), self.settings.next_params()
         response, is_interrupted = self._stream(ask, params, keep)
@@ -163,7 +162,7 @@ class Dialogue:
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
-                            splitter = ThinkingSplitter(conversation.answer_format)
+                            splitter = ReasoningSplitter(conversation.answer_format)
                             screen.clear_progress()
                         for piece in splitter.add(response.text, response.token):
                             show(piece)
@@ -214,56 +213,6 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
         yield caught
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# Reasoning
-
-
-class Piece(NamedTuple):
-    text: str
-    is_thinking: bool
-
-
-class ThinkingSplitter:
-    """Splits a streamed answer into reasoning, its marks included, and text."""
-
-    def __init__(self, answer_format: AnswerFormat):
-        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
-        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
-
-    def add(self, text: str, token: int | None = None) -> list[Piece]:
-        """The next pieces. The end of ``text`` is held back if it may begin a mark.
-
-        Args:
-            token: the last one of the text.
-        """
-        character = None if token is None else self._marks.characters.get(token)
-        if character is not None:
-            mark = self._marks.decode(character)
-            text = text.removesuffix(mark) + character if text.endswith(mark) else text
-        self._text += text
-        self._reader.add(text)
-        return self._split(len(self._text) - self._reader.num_pending)
-
-    def finish(self) -> list[Piece]:
-        """The text that was held back at the end of the answer."""
-        self._reader.finish()
-        return self._split(len(self._text))
-
-    def _split(self, length: int) -> list[Piece]:
-        spans, places = self._reader.spans, enumerate(self._text[:length], self._num_split)
-        self._text, self._num_split = self._text[length:], self._num_split + length
-
-        def is_thinking(character: tuple[int, str]) -> bool:
-            place, _ = character
-            return any(
-                span.begin <= place and (span.end is None or place < span.end) for span in spans
-            )
-
-        return [
-            Piece(self._marks.decode("".join(text for _, text in characters)), is_reasoning)
-            for is_reasoning, characters in itertools.groupby(places, is_thinking)
-        ]
 
 
 # Statistics
@@ -337,19 +286,22 @@ def describe_answer(
     """The statistics of an answer: all of them, or the main ones in one line."""
     engine, config = conversation.engine, conversation.engine.cache.config
     disk = f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
-    accepted, drafted = response.accepted_tokens, response.drafted_tokens
-    drafts = f"{accepted:,} of {drafted:,} drafts accepted"
+    drafts, num_tokens = response.spec_decoding, response.generation_tokens
+    # A token that is not an accepted draft took a step.
+    tokens_per_step = num_tokens / max(1, num_tokens - drafts.num_accepted_tokens)
+    speed = f"{tokens_per_step:.1f} tokens per step"
     if not is_verbose:
         num_held = engine.stats().num_cached_blocks * config.block_size
         parts = [
             f"{response.time_to_first_token:.2f} s to first token",
             f"{response.generation_tps:.1f} tokens/s",
             f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
-            drafts * bool(drafted),
+            f"{speed}, drafts accepted {_by_position(drafts)}" * bool(drafts.num_drafts),
             f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
         ]
         return f"[{' | '.join(filter(None, parts))}]"
     held = engine.cache.nbytes_held / 1e6
+    accepted = f"\nDrafts: {_describe_drafts(drafts)}; {speed}"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -357,8 +309,19 @@ def describe_answer(
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
-        f"Peak memory: {response.peak_memory:.3f} GB" + f"\nDrafts: {drafts}" * bool(drafted)
+        f"Peak memory: {response.peak_memory:.3f} GB" + accepted * bool(drafts.num_drafts)
     )
+
+
+def _describe_drafts(drafts: SpecDecodingStats) -> str:
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
+        f"({drafts.acceptance_rate:.1%}), by position {_by_position(drafts)}"
+    )
+
+
+def _by_position(drafts: SpecDecodingStats) -> str:
+    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -397,10 +360,10 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
             f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
         ]
-    if stats.num_drafted_tokens:
+    if (drafts := stats.spec_decoding).num_drafts:
         lines.append(
-            f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
-            f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+            f"drafts: {_describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
+            "step with drafts"
         )
     num_branches = len(branches) - 1
     if num_branches and cache.kind == "paged":

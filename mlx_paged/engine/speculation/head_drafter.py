@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
 from mlx_paged.models.mlx_lm.draft_head import Head
@@ -102,7 +102,8 @@ class HeadDrafter(DraftModel):
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         super().note(completion, num_drafts, num_accepted)
-        if self._num_counted == NUM_COUNTED:
+        is_made = bool(self._state_of(completion, completion.num_computed_tokens).drafts)
+        if not is_made or not num_drafts or self._num_counted == NUM_COUNTED:
             return
         self._num_counted += 1
         self._num_accepted += num_accepted > 0
@@ -121,7 +122,8 @@ class HeadDrafter(DraftModel):
         runs, drafted = [], []
         size = self.cache.config.block_size
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []
@@ -151,12 +153,16 @@ class HeadDrafter(DraftModel):
         pending: list[tuple[int, int]] = []  # the places in token_ids and in tokens
         row = 0
         for part in batch.scheduled:
-            completion, end = part.completion, part.start + part.num_new_tokens
+            completion = part.completion
             state = self._state_of(completion, part.start)
+            end = part.start + part.num_new_tokens
             state.keep(KeptRows(part.start, end, hidden, row))
             row += part.num_new_tokens
+            if PENDING_TOKEN in part.draft_token_ids:
+                continue  # It was computed to make them.
+            end -= len(part.draft_token_ids)
             is_full = state.num_computed // size < end // size
-            if not part.draft_token_ids and (part.num_new_tokens > 1 or is_full):
+            if end - part.start > 1 or is_full:
                 runs.append(DraftRun(completion, state.num_computed, end, 0))
                 token_ids += completion.token_ids[state.num_computed : end]
                 if part.has_pending_token:
@@ -223,9 +229,10 @@ class HeadDrafter(DraftModel):
             (*_, last) = state.rows
             if end - begin > NUM_ROWS_KEPT:
                 first = max(last.begin, end - NUM_ROWS_KEPT)
-                copied = mx.take(last.slice(first, end), mx.arange(end - first), axis=0)
+                rows = last.slice(first, last.end)
+                copied = mx.take(rows, mx.arange(len(rows)), axis=0)
                 mx.async_eval(copied)
-                state.rows = [KeptRows(first, end, copied, 0)]
+                state.rows = [KeptRows(first, last.end, copied, 0)]
 
     def _compute(
         self,
@@ -267,7 +274,8 @@ class AssistantDrafter(HeadDrafter):
     def run(self, batch: Batch) -> None:
         runs, drafted, rows = [], [], []
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []

@@ -9,13 +9,19 @@ have the same schedule on all machines of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+from mlx_paged.request import NO_DRAFTS, SpecDecodingStats
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.engine.sampling.sampling_state import GrammarState, SamplingState
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -50,7 +56,9 @@ class Drafter:
         return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Called with the result of each verification, which may update the acceptance."""
+        """Called with the result of each verification, which may update the acceptance. Drafts
+        after the end of an answer were not verified, and are not among ``num_drafts``.
+        """
 
 
 class PromptLookup(Drafter):
@@ -137,18 +145,41 @@ MIN_GAIN = 1.3
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of a step: a fixed part and a part per row, in any unit."""
+    """The cost of a step by its number of rows, in any unit: linear between the given numbers of
+    rows, and beyond the last one.
 
-    fixed: float
-    per_row: float
+    Args:
+        rows: at least two numbers of rows, in ascending order.
+        costs: the cost of a step for each of them.
+    """
+
+    rows: tuple[float, ...]
+    costs: tuple[float, ...]
+
+    @classmethod
+    def linear(cls, fixed: float, per_row: float) -> StepCost:
+        """A fixed part and a part per row."""
+        return cls((0, 1), (fixed, fixed + per_row))
+
+    @classmethod
+    def relative(cls, costs: Mapping[int, float], unit: float = 1.0) -> StepCost:
+        """
+        Args:
+            costs: by numbers of rows from 2 on, relative to a step with one row.
+            unit: the cost of a step with one row.
+        """
+        return cls((1, *costs), tuple(unit * cost for cost in (1.0, *costs.values())))
 
     def of(self, num_rows: float) -> float:
-        return self.fixed + self.per_row * num_rows
+        last = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
+        rows, cost = self.rows[last - 1], self.costs[last - 1]
+        slope = (self.costs[last] - cost) / (self.rows[last] - rows)
+        return cost + slope * (num_rows - rows)
 
 
-NO_COST = StepCost(0, 0)
+NO_COST = StepCost.linear(0, 0)
 # The cost of a step does not depend on its rows, so all drafts are verified.
-FREE_ROWS = StepCost(1, 0)
+FREE_ROWS = StepCost.linear(1, 0)
 PROMPT_LOOKUP = PromptLookup()
 
 
@@ -156,9 +187,9 @@ PROMPT_LOOKUP = PromptLookup()
 class Speculation:
     """A drafter, and the rule for how many drafts each request of a step has.
 
-    The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
-    row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
-    expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
+    The k-th draft of a request is accepted with probability ``acceptance ** k``. The most likely
+    drafts of all requests are chosen, as many as maximise the expected tokens per cost, which have
+    to be ``MIN_GAIN`` times those of a step without drafts.
 
     Args:
         num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
@@ -168,6 +199,8 @@ class Speculation:
             next one is launched.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
+        reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
+            forbids are not. Ranks that follow another one don't know the grammars.
     """
 
     drafter: Drafter = PROMPT_LOOKUP
@@ -176,6 +209,7 @@ class Speculation:
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
+    reads_grammars: bool = True
 
     @property
     def is_on(self) -> bool:
@@ -193,6 +227,33 @@ class Speculation:
         decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
+    def propose(self, completion: Completion, num_drafts: int) -> Sequence[int]:
+        """At most ``num_drafts`` drafts: what the request's grammar forces, or what the drafter
+        proposes up to the first token that the grammar forbids. A drafter that makes its drafts in
+        the step keeps to the grammar there.
+        """
+        if forced := self._forced_tokens(completion):
+            return forced[:num_drafts]
+        drafts, grammar = self.drafter.propose(completion, num_drafts), self._grammar(completion)
+        if grammar is None or PENDING_TOKEN in drafts:
+            return drafts
+        return drafts[: grammar.num_allowed(completion, drafts)]
+
+    def _grammar(self, completion: Completion) -> GrammarState | None:
+        state = cast("SamplingState | None", completion.sampling_state)
+        return state.grammar if self.reads_grammars and state is not None else None
+
+    def _forced_tokens(self, completion: Completion) -> Sequence[int]:
+        """The next tokens as far as the request's grammar leaves no choice."""
+        grammar = self._grammar(completion)
+        return () if grammar is None else grammar.forced_tokens(completion)
+
+    def _outlook(self, completion: Completion) -> tuple[float, int]:
+        """The acceptance of a request's drafts, and the most that it may have."""
+        if forced := self._forced_tokens(completion):
+            return 1.0, min(len(forced), self.num_draft_tokens)
+        return self.drafter.acceptance(completion), self.num_draft_tokens
+
     def num_drafts(
         self,
         completions: Sequence[Completion],
@@ -207,46 +268,36 @@ class Speculation:
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
-        acceptances = list(map(self.drafter.acceptance, completions))
-        if not any(acceptances):
-            return [0] * len(completions)
+        counts = [0] * len(completions)
+        # Of each possible draft: the probability that it is accepted, and how many rows are
+        # computed again because it is the first one that is not.
+        drafts: list[tuple[float, int, int, float]] = []
+        for index, (completion, run_length) in enumerate(
+            zip(completions, run_lengths, strict=True)
+        ):
+            before, (acceptance, most) = 1.0, self._outlook(completion)
+            for depth in range(most if acceptance else 0):
+                likely = before * acceptance
+                drafts.append((-likely, index, depth, (before - likely) * (run_length + depth)))
+                before = likely
+        drafts.sort()
         plain_cost = self.step.of(num_rows)
-        threshold = self.step.per_row * num_tokens / plain_cost
-        max_counts = [
-            _num_powers_above(each, threshold, self.num_draft_tokens) for each in acceptances
-        ]
         best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
-        for longest in range(1, max(max_counts, default=0) + 1):
-            counts = [min(each, longest) for each in max_counts]
-            gained = sum(map(_expected_accepted, acceptances, counts))
-            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
-            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
-            if self.repeats_runs:
-                runs = zip(acceptances, run_lengths, counts, strict=True)
-                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
-            rate = (num_tokens + gained) / cost
-            if rate > best_rate:
-                best, best_rate = longest, rate
-        return [min(each, best) for each in max_counts]
-
-
-def _num_powers_above(base: float, threshold: float, limit: int) -> int:
-    """How many of ``base ** 1, base ** 2, ...`` are above ``threshold``, at most ``limit``."""
-    power, count = base, 0
-    while count < limit and power > threshold:
-        power *= base
-        count += 1
-    return count
-
-
-def _expected_accepted(acceptance: float, num_drafts: int) -> float:
-    """The expected number of accepted drafts."""
-    return sum(acceptance**k for k in range(1, num_drafts + 1))
-
-
-def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
-    """The expected number of rows that are computed again: those before a rejected draft."""
-    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
+        gained = num_repeated = 0.0
+        pass_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
+        for number, (unlikely, _, depth, repeated) in enumerate(drafts, 1):
+            gained -= unlikely
+            num_repeated += repeated if self.repeats_runs else 0.0
+            if pass_rows[depth]:
+                pass_cost -= self.draft_pass.of(pass_rows[depth])
+            pass_rows[depth] += 1
+            pass_cost += self.draft_pass.of(pass_rows[depth])
+            cost = self.step.of(num_rows + number + num_repeated) + pass_cost
+            if (num_tokens + gained) / cost > best_rate:
+                best, best_rate = number, (num_tokens + gained) / cost
+        for _, index, _, _ in drafts[:best]:
+            counts[index] += 1
+        return counts
 
 
 NO_SPECULATION = Speculation()
@@ -261,7 +312,7 @@ def add_drafts(
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
-        if _may_have_drafts(part, manager)
+        if _may_have_drafts(part, manager.states is not None)
     ]
     if not decodes:
         return
@@ -276,7 +327,10 @@ def add_drafts(
             num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
         if num_drafts <= 0:
             continue
-        drafts = speculation.drafter.propose(completion, num_drafts)
+        drafts = speculation.propose(completion, num_drafts)
+        num_drafts = len(drafts)
+        if not drafts:
+            continue
         copies = manager.allocate_slots(completion.seq_id, num_drafts)
         assert copies == [], "the slots are in blocks of its own or in empty ones"
         completion.num_computed_tokens += num_drafts
@@ -288,18 +342,13 @@ def add_drafts(
         )
 
 
-def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent model.
-
-    A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
-    state may become a checkpoint, neither of which can be rolled back.
+def _may_have_drafts(part: Scheduled, is_recurrent: bool) -> bool:
+    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent
+    model.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
-    if manager.states is None:
-        return part.num_new_tokens == 1
-    block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
-    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
+    return part.num_new_tokens <= (MAX_RUN if is_recurrent else 1)
 
 
 def _max_num_drafts(
@@ -325,43 +374,45 @@ class Verification:
     """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
 
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
-    each appended token that was drafted, then :meth:`end`.
+    each appended token that was drafted, then :meth:`count` and :meth:`end`.
 
-    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
-    tokens that the step computed for the request are computed again in its next step, together with
-    new drafts; and blocks that the step has filled are not hashed before the verification.
+    The states of recurrent layers after a step include all of its drafts. So if one is rejected,
+    the request falls back to a state before them: that of the last block which ended before them in
+    this step, or that before the step. Its next step computes the tokens from there on again,
+    together with new drafts; and blocks that end with drafts are not hashed before the
+    verification.
 
     Args:
         manager: of the block tables.
         prefix_cache: of the same manager.
 
     Attributes:
-        num_drafted_tokens: verified drafts of all requests.
-        num_accepted_tokens: how many of them were accepted.
+        spec_decoding: verified and accepted drafts of all requests.
     """
 
     def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
         self._manager = manager
         self._prefix_cache = prefix_cache
         self._is_recurrent = manager.states is not None
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
+        self.spec_decoding = NO_DRAFTS
 
     def begin(self, part: Scheduled) -> None:
         """Begin to verify a request's drafts, none of which is accepted yet."""
-        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion = part.completion
         completion.num_computed_tokens = part.start
         if not self._is_recurrent:
-            completion.num_computed_tokens += part.num_new_tokens - num_drafts
-        completion.output.num_drafted_tokens += num_drafts
-        self.num_drafted_tokens += num_drafts
+            completion.num_computed_tokens += part.num_new_tokens - len(part.draft_token_ids)
 
     def accept(self, completion: Completion) -> None:
         """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
             completion.num_computed_tokens += 1
-        completion.output.num_accepted_tokens += 1
-        self.num_accepted_tokens += 1
+
+    def count(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a request that were verified, and those that were accepted."""
+        counted = SpecDecodingStats.of_step(num_drafts, num_accepted)
+        completion.output.spec_decoding += counted
+        self.spec_decoding += counted
 
     def end(self, completion: Completion) -> None:
         """Free the slots of rejected drafts."""

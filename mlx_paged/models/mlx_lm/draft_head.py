@@ -246,9 +246,9 @@ class Head(LanguageModel):
         return text_model(model) is self._text
 
     @property
-    def num_output_parameters(self) -> int:
-        """Weights of the model's output layer that each draft multiplies."""
-        return 0
+    def shared_output(self) -> Module | None:
+        """The model's layer that computes the logits of drafts, unless the head has its own."""
+        return None
 
     @abstractmethod
     def draft(
@@ -335,8 +335,8 @@ class DraftHead(Head):
         return [self._spec]
 
     @property
-    def num_output_parameters(self) -> int:
-        return 0 if "lm_head" in self else self.args.vocab_size * self.hidden_size
+    def shared_output(self) -> Module | None:
+        return None if "lm_head" in self else cast(Module, output_of(self._text))
 
     def draft(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerKV]
@@ -356,10 +356,8 @@ class DraftHead(Head):
         return self._logits(normed), normed if self.layout.carries_normed else x
 
     def _logits(self, rows: mx.array) -> mx.array:
-        owner: Any = self if "lm_head" in self else self._text
-        is_tied = "lm_head" not in owner
-        output = embedding_of(owner).as_linear if is_tied else owner.lm_head
-        logits: mx.array = output(rows)
+        output: Any = self.lm_head if "lm_head" in self else output_of(self._text)
+        logits: mx.array = getattr(output, "as_linear", output)(rows)
         return logits
 
 
@@ -372,6 +370,11 @@ def text_model(target: LanguageModel) -> Any:
 def embedding_of(text: Any) -> Any:
     """The embedding of a text model."""
     return text.backbone.embeddings if "backbone" in text else text.model.embed_tokens
+
+
+def output_of(text: Any) -> Any:
+    """The layer of a text model that computes its logits: the embedding, if they share weights."""
+    return text.lm_head if "lm_head" in text else embedding_of(text)
 
 
 def last_norm(text: Any) -> Any:

@@ -243,5 +243,6 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
         whole = sum((state.usage for state in self.states), Usage())
         num_output_tokens = whole.num_output_tokens if self._has_answer else 0
         num_prompt_tokens = sum(len(each.prompt_token_ids) for each in self.generations)
-        counts = {"num_prompt_tokens": num_prompt_tokens, "num_output_tokens": num_output_tokens}
-        return usage_of(replace(whole, **counts))
+        return usage_of(
+            replace(whole, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens)
+        )
