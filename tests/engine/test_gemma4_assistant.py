@@ -15,6 +15,7 @@ from helpers.model_zoo import config_of, make, make_from_config
 from helpers.workloads import Workload, assert_all_same_but_aborts
 from mlx.nn import Module
 from mlx.utils import tree_flatten
+from paged_testing.pure_metal import pure_metal
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.request import Completion
@@ -196,6 +197,19 @@ def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.Monke
     answer(engine, prompt(40), greedy(20))
     for logits, expected in rounds.with_expected(model, assistant):
         assert np.corrcoef(logits, expected)[0, 1] > 0.95
+
+
+def test_kernels_read_the_same(monkeypatch: pytest.MonkeyPatch):
+    model, assistant = pair(head_dim=32)
+    plain = answer(make_engine(model), prompt(36), greedy(20))
+    rounds = Rounds(monkeypatch)
+    with pure_metal():
+        engine = make_engine(model, draft_model=assistant)
+        engine.scheduler.speculation = eager(engine)
+        drafted = answer(engine, prompt(36), greedy(20))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    for logits, expected in rounds.with_expected(model, assistant):
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_assistant_of_another_model_is_refused():

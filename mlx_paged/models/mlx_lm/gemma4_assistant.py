@@ -44,6 +44,7 @@ class Assistant(Head):
         UnsuitableModelError: it is not one of this model.
     """
 
+    model: Any
     _layers_to_read: dict[str, int]
 
     def __init__(self, target: LanguageModel, config: dict[str, Any]):
