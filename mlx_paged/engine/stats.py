@@ -5,11 +5,12 @@ moment, for observers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -75,6 +76,30 @@ def stats_of(
         nbytes_checkpoints=of_manager.num_checkpoints * cache.config.state_nbytes,
         disk_tier=None if disk_tier is None else disk_tier.stats(),
     )
+
+
+class SequenceCounts(NamedTuple):
+    """Numbers of sequences.
+
+    Args:
+        begun: running or waiting sequences that have a first token, by user.
+    """
+
+    num_running: int
+    num_waiting: int
+    begun: Mapping[str | None, int]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> SequenceCounts:
+        """The current numbers, from any thread."""
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        begun = Counter(
+            completion.request.user
+            for completion in (*running, *waiting)
+            # The pending token of the step in flight does not count yet.
+            if completion.num_output_tokens > completion.awaits_token
+        )
+        return cls(len(running), len(waiting), begun)
 
 
 CACHED = 128

@@ -16,6 +16,7 @@ from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
 from mlx_paged.request import (
     NO_DRAFTS,
@@ -37,11 +38,10 @@ class Generation:
         prompt_token_ids: the prompt. It is encoded in another thread beforehand, since encoding a
             long text takes longer than a step.
         params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
-        cache_salt: requests with different salts share no K/V. It contains the user's salt.
-        no_store: write none of its K/V to disk.
+        options: the engine's: priority, salt, whether to store, and the name of the user. The salt
+            contains the user's.
         answer_format: how the text of an answer is parsed; by default it is plain text.
         when_finished: called with each finished completion, with all of its tokens.
-        user: the name of the user.
         fields: the client's fields by the names of the parameters that they set, for errors.
         parts: returns what the grammar of the answer is made of, by the client's fields, to find
             out which of them can't be compiled.
@@ -49,14 +49,23 @@ class Generation:
 
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
+    options: RequestOptions = field(default_factory=RequestOptions)
     answer_format: AnswerFormat = PLAIN
     when_finished: Callable[[CompletionOutput], object] | None = None
-    user: str = "-"
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, StructuredOutputsParams]] = dict
+
+    @property
+    def user(self) -> str | None:
+        return self.options.get("user")
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.options.get("cache_salt")
+
+    @property
+    def no_store(self) -> bool:
+        return self.options.get("no_store", False)
 
     @property
     def marked_format(self) -> AnswerFormat | None:
