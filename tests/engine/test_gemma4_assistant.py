@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -182,11 +183,16 @@ def test_answers_are_those_without_it_and_each_draft_is_that_of_the_whole_text(
         np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_it_keeps_no_kv():
+def test_it_keeps_no_kv(tmp_path: Path):
+    """So a snapshot that was saved beside it is that of the model alone."""
     model, assistant = pair()
-    alone, both = (make_engine(model, draft_model=each).cache for each in (None, assistant))
-    assert both.config.layers == alone.config.layers
-    assert both.config.nbytes_per_block == alone.config.nbytes_per_block
+    alone, both = (make_engine(model, draft_model=each) for each in (None, assistant))
+    assert both.cache.config.layers == alone.cache.config.layers
+    assert both.cache.config.nbytes_per_block == alone.cache.config.nbytes_per_block
+    answer(both, prompt(40), greedy(1))
+    both.save_snapshot(tmp_path / "a", prompt(40))
+    alone.load_snapshot(tmp_path / "a")
+    assert answer(alone, prompt(40), greedy(1)).num_cached_tokens == 32
 
 
 def test_quantised_kv_are_read_as_the_model_reads_them(monkeypatch: pytest.MonkeyPatch):
