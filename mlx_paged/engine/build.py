@@ -102,7 +102,8 @@ def build(
     checked = check_model(model)
     max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
     draft = check_draft_model(draft_model, checked, kv)
-    models = [(each, take_files(each)) for each in (checked, draft) if each is not None]
+    with_kv = [each for each in (checked, draft) if each is not None and each.layer_specs]
+    models = [(each, take_files(each)) for each in with_kv]
     cache_options, config = split_options(options, max_model_len, draft is not None)
     make_tier = tier_of(options, config, checked)
     tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)

@@ -339,7 +339,7 @@ def test_the_names_of_other_families(tmp_path: Path, kind: str):
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     path = tmp_path_factory.mktemp("folder") / "target"
-    target, _ = load(make_folder(path, config_of("gemma4_text")))
+    target, _ = load(make_folder(path, config_of("gemma4")))
     assert isinstance(target, LanguageModel)
     return target
 

@@ -274,7 +274,8 @@ class AssistantDrafter(HeadDrafter):
     def run(self, batch: Batch) -> None:
         runs, drafted, rows = [], [], []
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []
