@@ -398,6 +398,10 @@ def test_an_assistant_is_its_folder(tmp_path: Path, gemma: LanguageModel, bits: 
     ours, theirs = (dict(tree_flatten(each.parameters())) for each in (written, found))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+    assert gemma.path is not None
+    outline = read_outline(gemma.path, draft_model=tmp_path / "assistant")
+    assert isinstance(outline.draft_model, Assistant)
+    assert weight_nbytes(outline.draft_model) == weight_nbytes(found)
 
 
 def test_an_assistant_of_another_model_is_refused_by_name(
