@@ -174,15 +174,10 @@ def make_engine_cache(
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
     preallocate = _preallocates(kind, options.get("preallocate", False))
     models = [checked] if draft_model is None else [checked, check_model(draft_model)]
-    specs = [spec for each in models for spec in each.layer_specs]
     bits = KVBits.parse(options.get("kv_format"))
-    stored = stored_as(bits, specs)
+    stored, groups = layers_of(models, bits, block_size, streaming)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
-    if isinstance(draft_model, DraftHead):
-        size, dtype = draft_model.hidden_size, draft_model.dtype
-        stored = [*stored, LayerSpec.of_hidden_rows(size, block_size, dtype)]
-    groups = _groups(stored, block_size, streaming, draft_model)
     rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
@@ -215,24 +210,38 @@ def stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[Laye
     ]
 
 
-def _groups(
-    layers: Sequence[LayerSpec],
+def layers_of(
+    models: Sequence[LanguageModel],
+    bits: KVBits | None,
     block_size: int,
-    streaming: StreamingWindow | None,
-    draft_model: Module | None,
-) -> tuple[LayerGroup, ...]:
-    """Groups of layers; with a draft model a single one that keeps all tokens, since it may still
-    need tokens that have left the model's windows. The layer of a head keeps all tokens anyway.
+    streaming: StreamingWindow | None = None,
+) -> tuple[Sequence[LayerSpec], tuple[LayerGroup, ...]]:
+    """The layers of a cache for a model, perhaps followed by its draft model, and their groups.
+
+    With a draft model there is a single group that keeps all tokens, since it may still need tokens
+    that have left the model's windows. The layer of a head keeps all tokens anyway; another one
+    after it holds hidden rows.
+
+    Args:
+        bits: of K and V; ``None`` for the dtype of the models' activations.
+
+    Raises:
+        ArgumentError: a layer's rows can't be stored in these bits, or a window is combined with a
+            draft model.
     """
-    if draft_model is None or (isinstance(draft_model, DraftHead) and streaming is None):
-        return group_layers(layers, block_size, streaming)
+    layers = [*stored_as(bits, [spec for each in models for spec in each.layer_specs])]
+    *_, last = models
+    if isinstance(last, DraftHead):
+        layers.append(LayerSpec.of_hidden_rows(last.hidden_size, block_size, last.dtype))
+    if len(models) == 1 or (isinstance(last, DraftHead) and streaming is None):
+        return layers, group_layers(layers, block_size, streaming)
     if streaming is not None:
         raise ArgumentError(
             "[kv cache] window can't be combined with draft_model, which needs all tokens; "
             "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
             "window",
         )
-    return ()
+    return layers, ()
 
 
 def _preallocates(kind: str, given: object) -> bool:

@@ -404,39 +404,44 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     return draft_model
 
 
-def cost_of(model: LanguageModel) -> StepCost:
-    """The cost of a step of a model on the default device."""
+def cost_of(model: LanguageModel, chip: str | None = None) -> StepCost:
+    """The cost of a step of a model on a chip, such as ``"M2 Max"``, in bytes that are read; by
+    default on the default device, in any unit.
+    """
     shared = model.shared_output if isinstance(model, Head) else None
     num_parameters = num_parameters_of(model)
     if shared is not None:
         num_parameters += num_parameters_of(shared)
-    if device.is_cpu():
+    if chip is None and device.is_cpu():
         # Weights are multiplied once per row, in addition to the overhead of the operations.
         per_row = num_parameters + CPU_WEIGHTS_PER_LAYER_AND_ROW * model.num_layers
         return StepCost.linear(CPU_WEIGHTS_PER_LAYER * model.num_layers, per_row)
     bits = 8 * weight_nbytes(model, shared) / num_parameters
     read = nbytes_read(model, 1) + (0 if shared is None else weight_nbytes(shared))
-    return StepCost.relative(row_costs(bits, bool(num_experts_per_token(model))), read)
+    return StepCost.relative(row_costs(bits, bool(num_experts_per_token(model)), chip), read)
 
 
-def row_costs(bits: float, is_mixture: bool) -> Mapping[int, float]:
-    """The row of ``ROW_COSTS`` for this machine's GPU.
+def row_costs(bits: float, is_mixture: bool, chip: str | None = None) -> Mapping[int, float]:
+    """The row of ``ROW_COSTS`` for a chip, by default for this machine's GPU.
 
     Args:
         bits: the average of a weight, with scales and biases.
         is_mixture: of experts.
     """
-    gpu, newest = device.apple_gpu(), max(CHIPS)
-    if gpu is None:
-        chip = DEAREST_CHIP
-    else:
-        chip = CHIPS[min(max(gpu.generation, min(CHIPS)), newest)]
-        if gpu.is_ultra and f"{chip} Ultra" in ROW_COSTS:
-            chip = f"{chip} Ultra"
+    chip = chip or _chip_here()
+    chip = chip if chip in ROW_COSTS else chip.partition(" ")[0]
     if is_mixture:
         return ROW_COSTS[chip]["mixture"]
     kinds = {4.0: "2 bits", 8.0: "4 bits", 12.0: "8 bits"}
     return ROW_COSTS[chip][next((kind for most, kind in kinds.items() if bits < most), "16 bits")]
+
+
+def _chip_here() -> str:
+    gpu = device.apple_gpu()
+    if gpu is None:
+        return DEAREST_CHIP
+    chip = CHIPS[min(max(gpu.generation, min(CHIPS)), max(CHIPS))]
+    return f"{chip} Ultra" if gpu.is_ultra else chip
 
 
 def nbytes_read(model: LanguageModel, num_rows: int) -> int:
