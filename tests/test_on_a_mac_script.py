@@ -23,6 +23,7 @@ from benchmarks.mac import mac_kernels, mac_sections, on_a_mac
 from benchmarks.mac.mac_card import make_card, verdicts_of
 from benchmarks.mac.mac_kernels import Decode
 from benchmarks.mac.mac_sections import SECTIONS, SIZES, Section
+from mlx_paged.engine.speculation.draft_model import ROW_COSTS
 from mlx_paged.ops import kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
 
@@ -213,6 +214,15 @@ def test_partitions_are_cut_as_before_after_they_were_measured():
     assert plans == [16, 1, 1]
 
 
+def test_the_cost_of_rows_is_measured_for_each_kind_of_the_table(monkeypatch):
+    monkeypatch.setattr(mac_kernels, "NUM_ROWS", (1, 2, 4))
+    rows = list(mac_sections.measure_row_costs(SIZES["quick"], "random"))
+    assert [row["kind"] for row in rows] == list(ROW_COSTS["M1"])
+    for row in rows:
+        assert [count for count, _ in row["costs"]] == [2, 4]
+        assert all(cost > 0 for _, cost in row["costs"])
+
+
 # The card
 
 
@@ -315,6 +325,15 @@ VERDICTS = {
                 "Time of one over another: 0.6 (expected: 0.5 to 0.65).",
                 "Most threads, of one: 256 (expected: 384 to 1024): OTHERWISE.",
             ],
+        )
+    ],
+    "row costs": [
+        (
+            result(
+                {"chip": "M4", "kind": "4 bits", "costs": [[2, 1.2], [3, 1.35]]},
+                {"chip": "M4", "kind": "mixture", "costs": [[2, 1.9]]},
+            ),
+            ['"M4": {"4 bits": {2: 1.2, 3: 1.35}, "mixture": {2: 1.9}}'],
         )
     ],
     "attention": [

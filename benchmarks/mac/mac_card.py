@@ -68,6 +68,15 @@ def verdict_on_questions(rows: list[Row]) -> list[str]:
     return lines
 
 
+def verdict_on_row_costs(rows: list[Row]) -> list[str]:
+    """The row of ``ROW_COSTS`` for this chip, as it is written there."""
+    kinds = (
+        f'"{row["kind"]}": {{{", ".join(f"{count}: {cost}" for count, cost in row["costs"])}}}'
+        for row in rows
+    )
+    return [f'"{rows[0]["chip"]}": {{{", ".join(kinds)}}}']
+
+
 def verdict_on_attention(rows: list[Row]) -> list[str]:
     measured = [row for row in rows if "wrong" not in row]
     lines = [f"WRONG: {row['wrong']}" for row in rows if "wrong" in row]
@@ -154,6 +163,7 @@ VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "kernels": verdict_on_kernels,
     "launches": verdict_on_launches,
     "questions": verdict_on_questions,
+    "row costs": verdict_on_row_costs,
     "attention": verdict_on_attention,
     "streams": verdict_on_streams,
     "memory": verdict_on_memory,

@@ -18,8 +18,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchGLU
 
+from mlx_paged.engine.speculation.draft_model import CHIPS
+from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
@@ -28,6 +32,7 @@ from mlx_paged.ops import (
     PlanKey,
     attend_to_latents,
     attention_plan,
+    device,
     kernels,
 )
 from mlx_paged.ops.attention_plan import AttentionPlan
@@ -219,3 +224,81 @@ def measure_registers() -> Iterator[Row]:
                 raise
             question = f"most threads of a threadgroup, {name}"
             yield answer(question, int(allowed.group(1)), threads, 1024)
+
+
+# What a step costs with several rows
+
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
+KINDS = {"2 bits": 2, "4 bits": 4, "8 bits": 8, "16 bits": 16, "mixture": 4}
+NUM_EXPERTS, NUM_CHOSEN = 128, 8
+
+
+class DenseLayer(nn.Module):
+    """The products of a layer of a dense model."""
+
+    def __init__(self, width: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.up = nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        made: mx.array = self.down(self.up(rows))
+        return made
+
+
+class MixtureLayer(nn.Module):
+    """The products of a layer with experts, which each row chooses at random."""
+
+    def __init__(self, width: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dense = DenseLayer(width)
+        self.experts = SwitchGLU(width, width // 2, NUM_EXPERTS)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        chosen = mx.random.randint(0, NUM_EXPERTS, (len(rows), NUM_CHOSEN))
+        made: mx.array = self.dense(rows) + self.experts(rows, chosen).sum(axis=-2)
+        return made
+
+
+def measure_row_costs(width: int, nbytes: int, turns: int) -> Iterator[Row]:
+    """The time of a chain of layers over that with one row, for each kind of ``ROW_COSTS``.
+
+    Args:
+        width: of the layers.
+        nbytes: of the weights of a chain, so many that no cache holds them.
+    """
+    gpu = device.apple_gpu()
+    chip = "this machine" if gpu is None else CHIPS.get(gpu.generation, f"g{gpu.generation}")
+    chip += " Ultra" if gpu is not None and gpu.is_ultra else ""
+    for kind, bits in KINDS.items():
+        layers: list[DenseLayer | MixtureLayer] = []
+        left = nbytes
+        while left > 0:
+            layer = MixtureLayer(width // 2) if kind == "mixture" else DenseLayer(width)
+            layer.set_dtype(mx.bfloat16)
+            if bits < 16:
+                nn.quantize(layer, group_size=64, bits=bits)
+            mx.eval(layer)
+            left -= weight_nbytes(layer)
+            layers.append(layer)
+        costs = []
+        for num_rows in NUM_ROWS:
+            first = mx.random.normal((num_rows, width // 2 if kind == "mixture" else width))
+            seconds = []
+            for _ in range(turns + 1):
+                rows = first.astype(mx.bfloat16)
+                start = time.perf_counter()
+                for layer in layers:
+                    rows = layer(rows) * 0.01
+                mx.eval(rows)
+                seconds.append(time.perf_counter() - start)
+            costs.append(float(np.median(seconds[1:])))
+        yield {
+            "chip": chip,
+            "kind": kind,
+            "costs": [
+                (num_rows, round(cost / costs[0], 2))
+                for num_rows, cost in zip(NUM_ROWS[1:], costs[1:], strict=True)
+            ],
+        }
+        mx.clear_cache()

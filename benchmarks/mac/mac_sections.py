@@ -92,6 +92,8 @@ class Sizes:
     turns: int
     decodes: int  # whose memory is counted
     keys: int  # that a decode attends to, where kernels are held side by side
+    layer_width: int  # of layers whose cost by rows is measured, and the bytes of a chain of them
+    chain_bytes: int
 
 
 BATCHES = ["--batches", "1", "8"]
@@ -114,6 +116,8 @@ SIZES = {
         turns=3,
         decodes=1000,
         keys=16_384,
+        layer_width=4096,
+        chain_bytes=1 << 30,
     ),
     "cpu": Sizes(
         model=(throughput.SHAPE, mx.float32),
@@ -130,6 +134,8 @@ SIZES = {
         turns=2,
         decodes=100,
         keys=1024,
+        layer_width=512,
+        chain_bytes=1 << 24,
     ),
     "quick": Sizes(
         model=(throughput.QUICK_SHAPE, mx.float32),
@@ -143,6 +149,8 @@ SIZES = {
         turns=1,
         decodes=20,
         keys=300,
+        layer_width=256,
+        chain_bytes=1,
     ),
 }
 
@@ -219,6 +227,11 @@ def measure_questions(sizes: Sizes, model: str) -> Iterator[Row]:
     yield from mac_kernels.measure_registers()
     yield from mac_kernels.measure_merging(num_calls, turns)
     yield from mac_kernels.measure_comparisons(num_calls, turns, sizes.keys)
+
+
+def measure_row_costs(sizes: Sizes, model: str) -> Iterator[Row]:
+    """What a step costs by its rows, relative to one row: the table by which drafts are made."""
+    return mac_kernels.measure_row_costs(sizes.layer_width, sizes.chain_bytes, sizes.turns)
 
 
 def measure_bandwidth(sizes: Sizes, model: str) -> Iterator[Row]:
@@ -432,8 +445,9 @@ SECTIONS = [
     Section("kernels", measure_kernels, 90),
     Section("launches", measure_launches, 10),
     Section("questions", measure_questions, 40),
-    Section("attention", measure_attention, 90),
-    Section("streams", measure_streams, 140),
+    Section("row costs", measure_row_costs, 40),
+    Section("attention", measure_attention, 80),
+    Section("streams", measure_streams, 110),
     Section("memory", measure_memory, 60),
     Section("large command buffers", measure_large_command_buffers, 70, LARGE_COMMAND_BUFFERS),
 ]

@@ -14,6 +14,7 @@ from mlx_paged.answers.conversation_encoder import Prompt
 from mlx_paged.answers.dialect import AnswerFormat, Dialect, ToolChoice
 from mlx_paged.answers.formats import JSON_LIST
 from mlx_paged.answers.template_traits import TemplateTraits
+from mlx_paged.answers.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
@@ -25,7 +26,6 @@ from mlx_paged.server.generations import Generation
 from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.answers.template_traits import REMINDER
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.errors import shown
 from mlx_paged.server.schemas import Children, OneOf, Repeated, refused
-from mlx_paged.server.tool_grammar import Tool
 
 # The name of each kind in words, and the way out.
 _OTHERS = {

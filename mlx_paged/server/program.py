@@ -125,15 +125,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments without the program's name; by default those of this process.
         prog: the program's name in help and errors.
     """
-
-    def run(args: argparse.Namespace) -> int:
-        with warnings_as_lines(say):
-            return _run(args)
-
-    parser, mistakes = setup_arg_parser(prog), (ValueError, RuntimeError)
-    return run_program(parser, argv, run, FLAGS, mistakes=mistakes)
+    return run_program(setup_arg_parser(prog), argv, _run, FLAGS)
 
 
+@warnings_as_lines(say)
 def _run(args: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:

@@ -24,7 +24,7 @@ from mlx_paged.request import RequestOutput
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
-from mlx_paged.server.kept_answers import IdlePrefill, KeptItems, ReadAnswer
+from mlx_paged.server.kept_answers import IdlePrefill, KeptItems
 from mlx_paged.server.prefix_reports import explanation, report_texts
 from mlx_paged.server.prompt_threads import LengthLimit, PromptThreads, Work
 from mlx_paged.server.settings import ServerSettings
@@ -84,7 +84,7 @@ class Service:
     def __post_init__(self) -> None:
         tier = self.engine.engine.disk_tier
         if tier is not None:
-            self.kept_answers.stored = StoredAnswers(tier, self.tokenizer, ReadAnswer.of)
+            self.kept_answers.stored = StoredAnswers(tier, self.tokenizer)
 
     @cached_property
     def _threads(self) -> PromptThreads:

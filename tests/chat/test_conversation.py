@@ -69,7 +69,7 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
     conversation = converse(model_and_tokenizer)
     ask(conversation, "hello")
     conversation.messages[-1]["content"] = "<think>long reasoning</think>Hi!"
-    rendered = conversation.encode().token_ids
+    rendered = conversation.encode(conversation.messages).token_ids
     assert "reasoning" not in model_and_tokenizer[1].decode(rendered)
     first_turn = len(conversation.tokens)
     _, last = ask(conversation, "again")
@@ -81,7 +81,12 @@ def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_befor
 ):
     conversation, prompts = converse(model_and_tokenizer), list[Prompt]()
     encode = conversation.encode
-    monkeypatch.setattr(conversation, "encode", lambda: prompts.append(encode()) or prompts[-1])
+
+    def noted(messages: list[dict]) -> Prompt:
+        prompts.append(encode(messages))
+        return prompts[-1]
+
+    monkeypatch.setattr(conversation, "encode", noted)
     ask(conversation, "hello", max_tokens=8)
     first = list(conversation.tokens)
     ask(conversation, "again", max_tokens=8)
@@ -94,10 +99,11 @@ def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_befor
 def test_no_thinking_reaches_the_template(model_and_tokenizer):
     model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
     prompts = {}
-    for enable_thinking in (True, False):
-        conversation = converse(model_and_tokenizer, enable_thinking=enable_thinking)
-        conversation.messages = [{"role": "user", "content": "hi"}]
-        prompts[enable_thinking] = model_and_tokenizer[1].decode(conversation.encode().token_ids)
+    message = {"role": "user", "content": "hi"}
+    for thinks in (True, False):
+        options = {"enable_thinking": thinks}
+        conversation = converse(model_and_tokenizer, template_options=options)
+        prompts[thinks] = model_and_tokenizer[1].decode(conversation.encode([message]).token_ids)
     assert prompts[False] == prompts[True] + "<think></think>"
 
 

@@ -221,7 +221,7 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
     other = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))  # knows nothing
     engine = make_engine(model, draft_model=other, kv_cache_bytes="400blocks")
     engine.scheduler.speculation = Speculation(
-        engine.runner.draft_model, 3, StepCost(1, 0.1), StepCost(0.2, 0.01)
+        engine.runner.draft_model, 3, StepCost.linear(1, 0.1), StepCost.linear(0.2, 0.01)
     )
     engine.add_request("a", prompt(20), greedy(400))
     drafted: list[int] = []

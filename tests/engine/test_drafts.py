@@ -9,11 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from helpers.completions import new_completion
+from helpers.engine_runs import CONFIG
 
 from mlx_paged.engine.request import Completion
-from mlx_paged.engine.speculation.draft_model import cost_on_gpu
+from mlx_paged.engine.speculation.draft_model import ROW_COSTS, cost_of, row_costs
 from mlx_paged.engine.speculation.speculation import (
     FIRST_ACCEPTANCE,
     Drafter,
@@ -21,6 +23,8 @@ from mlx_paged.engine.speculation.speculation import (
     Speculation,
     StepCost,
 )
+from mlx_paged.models import qwen3
+from mlx_paged.ops import device
 from mlx_paged.options.sampling_params import SamplingParams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
@@ -94,8 +98,8 @@ def test_the_acceptance_is_known_without_any_drafts():
 
 # The rule
 
-BOUND_BY_MEMORY = StepCost(10, 0.1)
-BOUND_BY_ROWS = StepCost(0.1, 1)
+BOUND_BY_MEMORY = StepCost.linear(10, 0.1)
+BOUND_BY_ROWS = StepCost.linear(0.1, 1)
 
 
 class Known(Drafter):
@@ -134,12 +138,12 @@ def test_rows_that_cost_as_much_as_a_step_are_not():
 
 
 def test_each_request_gets_what_its_own_drafts_are_worth():
-    found = counts(speculation(StepCost(5, 1)), 0.95, 0.6, 0.1)
+    found = counts(speculation(StepCost.linear(5, 1)), 0.95, 0.6, 0.1)
     assert found[0] > found[1] > found[2] == 0
 
 
 def test_the_more_requests_run_the_more_a_draft_has_to_promise():
-    rule = speculation(StepCost(4, 1))
+    rule = speculation(StepCost.linear(4, 1))
     per_request = [counts(rule, *[0.8] * n)[0] for n in (1, 2, 4, 8, 16)]
     assert per_request == sorted(per_request, reverse=True)
     assert per_request[0] > 0 == per_request[-1]
@@ -152,14 +156,14 @@ def test_a_step_that_has_to_be_read_first_must_gain_more_than_the_waiting():
 
 
 def test_the_passes_of_a_draft_model_count():
-    rule = speculation(BOUND_BY_MEMORY, draft_pass=StepCost(1, 0.01))
+    rule = speculation(BOUND_BY_MEMORY, draft_pass=StepCost.linear(1, 0.01))
     assert 1 <= counts(rule, 0.7)[0] < counts(speculation(BOUND_BY_MEMORY), 0.7)[0]
-    assert counts(speculation(BOUND_BY_MEMORY, draft_pass=StepCost(9, 0.1)), 0.7) == [0]
+    assert counts(speculation(BOUND_BY_MEMORY, draft_pass=StepCost.linear(9, 0.1)), 0.7) == [0]
 
 
 def test_rows_that_a_recurrent_model_computes_again_count():
     """A run of n rows and one draft of acceptance a is n * (1 - a) rows more on average."""
-    step = StepCost(10, 1)
+    step = StepCost.linear(10, 1)
     rule = speculation(step, repeats_runs=True)
 
     def drafts(acceptance: float, run_length: int) -> int:
@@ -182,10 +186,67 @@ def test_where_rows_cost_nothing_all_are_tried():
     assert counts(Speculation(), 0.99, 0.3) == [7, 7]
 
 
-@pytest.mark.parametrize("num_bits", [4, 16])
-def test_an_estimate_for_a_gpu_tries_more_the_more_bytes_a_weight_has(num_bits: int):
-    rule = speculation(cost_on_gpu(10**9, 10**9 * num_bits // 8))
-    assert counts(rule, *[0.7] * 8)[0] == {4: 0, 16: 3}[num_bits]
+# The table of costs
+
+# The cost of a step by numbers of rows over that of one row, as published or estimated.
+FIGURES = [
+    ("M4", "4 bits", {2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69}),  # mlx #3839, 4096 x 24576
+    ("M4", "4 bits", {2: 1.20, 3: 1.35, 4: 1.57, 6: 1.99, 8: 2.01}),  # mlx #3839, 4096 x 4096
+    ("M4", "4 bits", {2: 1.18, 3: 1.31, 4: 1.45, 5: 1.61, 6: 2.27, 8: 2.63}),  # estimate
+    ("M4", "2 bits", {2: 1.30, 3: 1.82, 4: 2.34, 5: 2.86, 8: 4.53}),  # mlx #3852
+    ("M4", "8 bits", {4: 1.09, 8: 1.51}),  # estimate
+    ("M4", "mixture", {2: 1.94, 4: 3.64, 8: 6.45}),  # distinct experts
+    ("M3", "4 bits", {2: 1.00, 4: 1.28, 6: 2.04, 8: 2.50, 10: 3.94}),  # mlx #3863
+    ("M3", "4 bits", {2: 1.12, 3: 1.21, 4: 1.31, 5: 1.43, 6: 1.96, 8: 2.26}),  # estimate
+    ("M3 Ultra", "4 bits", {2: 1.83, 4: 3.26, 7: 5.28, 8: 6.12}),  # mlx #4265
+    ("M3 Ultra", "16 bits", {2: 2.0, 8: 2.0}),  # mlx #4265
+    ("M5", "4 bits", {3: 1.11, 5: 1.41, 8: 2.20, 12: 3.15}),  # mlx #3791
+    ("M5", "4 bits", {2: 1.08, 3: 1.16, 4: 1.25, 5: 1.36, 6: 1.85, 8: 2.14}),  # estimate
+    ("M2", "4 bits", {2: 1.73}),  # mlx-lm #990
+    ("M1", "4 bits", {2: 1.30, 3: 1.76, 4: 2.27, 5: 2.80, 6: 4.23, 8: 4.51}),  # estimate
+    ("M1", "8 bits", {2: 1.06, 3: 1.18, 4: 1.37, 5: 1.60, 6: 2.39, 8: 2.53}),  # estimate
+    ("M1", "mixture", {2: 1.27, 4: 1.9, 9: 3.4}),  # qwisp
+]
+
+
+@pytest.mark.parametrize(("chip", "kind", "figures"), FIGURES)
+def test_of_sources_that_differ_the_table_has_the_dearer(
+    chip: str, kind: str, figures: dict[int, float]
+):
+    cost = StepCost.relative(ROW_COSTS[chip][kind])
+    assert all(cost.of(rows) > figure - 1e-9 for rows, figure in figures.items())
+
+
+def test_the_cost_is_linear_between_and_beyond_the_figures():
+    cost = StepCost.relative({2: 1.2, 4: 2.0}, 10)
+    found = [cost.of(rows) for rows in (1, 1.5, 2, 3, 4, 6)]
+    assert found == pytest.approx([10, 11, 12, 16, 20, 28])
+    assert StepCost.linear(3, 2).of(5) == 13
+
+
+def test_the_costs_are_those_of_the_chip_and_of_the_weights(monkeypatch: pytest.MonkeyPatch):
+    def costs(architecture: str, bits: float = 4.5, is_mixture: bool = False) -> object:
+        monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        return row_costs(bits, is_mixture)
+
+    for generation, chip in enumerate(("M1", "M2", "M3", "M4", "M5"), 13):
+        assert costs(f"applegpu_g{generation}s") is ROW_COSTS[chip]["4 bits"]
+    assert costs("applegpu_g15d") is ROW_COSTS["M3 Ultra"]["4 bits"]
+    assert costs("applegpu_g14d") is ROW_COSTS["M2"]["4 bits"], "no figures of its own"
+    assert costs("applegpu_g19s") is ROW_COSTS["M5"]["4 bits"], "newer than the table"
+    assert costs("sm_90") is ROW_COSTS["M1 Ultra"]["4 bits"], "not one of Apple's"
+    kinds = {2.5: "2 bits", 3.5: "2 bits", 4.25: "4 bits", 6.5: "4 bits", 8.5: "8 bits"}
+    for bits, kind in (kinds | {16.0: "16 bits"}).items():
+        assert costs("applegpu_g16s", bits) is ROW_COSTS["M4"][kind]
+    assert costs("applegpu_g16s", 4.5, is_mixture=True) is ROW_COSTS["M4"]["mixture"]
+
+
+def test_a_step_costs_what_its_weights_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    sizes = [CONFIG | {"num_hidden_layers": layers} for layers in (1, 3)]
+    costs = [cost_of(qwen3.Model(qwen3.ModelArgs.from_dict(size))) for size in sizes]
+    assert costs[0].costs[0] < costs[1].costs[0] < 3 * costs[0].costs[0]
+    assert costs[0].of(2) / costs[0].of(1) == ROW_COSTS["M1 Ultra"]["16 bits"][2]
 
 
 # Grammars
@@ -211,7 +272,7 @@ def constrained(grammar: AGrammar, text: str) -> Completion:
 
 
 def test_what_a_grammar_forces_is_as_good_as_accepted():
-    rule = speculation(StepCost(4, 1), num_draft_tokens=5)
+    rule = speculation(StepCost.linear(4, 1), num_draft_tokens=5)
     requests = [constrained(AGrammar([7, 8]), "a"), constrained(AGrammar([7] * 9), "a")]
     assert rule.num_drafts(requests, [1, 1], 2, 2) == [2, 5]
     assert [list(rule.propose(each, 5)) for each in requests] == [[7, 8], [7] * 5]
@@ -221,5 +282,5 @@ def test_what_a_grammar_forces_is_as_good_as_accepted():
 
 def test_what_is_looked_up_ends_where_the_grammar_forbids_it():
     request = constrained(AGrammar(limit=4), "abcdabcdeabc")
-    assert list(speculation(StepCost(4, 1)).propose(request, 7)) == [3]
+    assert list(speculation(StepCost.linear(4, 1)).propose(request, 7)) == [3]
     assert proposed(request) == "deabcde"

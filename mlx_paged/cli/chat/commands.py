@@ -27,8 +27,8 @@ KEYS = (
 )
 
 
-class LeaveChat(Exception):
-    """The user said /exit."""
+class LeaveChat(EOFError):
+    """The user said /exit, which ends the input."""
 
 
 def converse(dialogue: Dialogue) -> int:
@@ -36,18 +36,16 @@ def converse(dialogue: Dialogue) -> int:
 
     Raises:
         KeyboardInterrupt: Ctrl-C, if the messages come from a pipe.
-        OutputLostError, BrokenPipeError: stdout can't be written.
+        OutputLostError: stdout can't be written.
     """
     reader, num_messages = dialogue.reader, 0
     while True:
         try:
             text = reader.read()
-            if text is None:
-                return num_messages
             if text.strip():
                 num_messages += 1
                 take(dialogue, text)
-        except LeaveChat:
+        except EOFError:
             return num_messages
         except KeyboardInterrupt:
             if not reader.is_interactive:
@@ -71,7 +69,7 @@ def take(dialogue: Dialogue, text: str) -> None:
         else:
             name, *argument = stripped.split(None, 1)
             _run_command(dialogue, name, "".join(argument))
-    except (LeaveChat, OutputLostError, BrokenPipeError):
+    except (LeaveChat, OutputLostError):
         raise
     except (ValueError, RuntimeError) as error:
         dialogue.screen.say(f"[{_said(error)}]")
@@ -119,12 +117,13 @@ def _edit(dialogue: Dialogue, argument: str) -> str | None:
     before = dialogue.conversation.last_user_text
     if before is None:
         raise ValueError("there is no message to edit yet")
-    text: str | None = argument
+    text = argument
     if not argument:
         if not dialogue.reader.is_interactive:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
-        text = dialogue.reader.read(before)
-    if text is None or not text.strip():
+        with suppress(EOFError):
+            text = dialogue.reader.read(before)
+    if not text.strip():
         return "nothing has changed"
     dialogue.show(partial(dialogue.conversation.ask_again, text))
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import threading
@@ -12,10 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mlx_paged.answers.dialect import AnswerFormat
-from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.cli.descriptions import (
@@ -85,14 +83,14 @@ class Dialogue:
 
         def show(piece: Piece) -> None:
             nonlocal is_hidden
-            if piece.is_thinking and hides_thinking:
+            if piece.is_reasoning and hides_thinking:
                 is_hidden = True
                 screen.show_progress("[thinking ...]")
             else:
                 # Empty lines between hidden reasoning and the answer are hidden, too.
                 text = piece.text.lstrip() if is_hidden else piece.text
                 is_hidden = is_hidden and not text
-                screen.answer(text, piece.is_thinking)
+                screen.answer(text, piece.is_reasoning)
 
         params = self.settings.next_params()
         try:
@@ -121,7 +119,7 @@ class Dialogue:
         texts = {True: "", False: ""}  # reasoning or not
 
         def keep(piece: Piece) -> None:
-            texts[piece.is_thinking] += piece.text
+            texts[piece.is_reasoning] += piece.text
 
         ask, params = partial(self.conversation.ask, text), self.settings.next_params()
         response, is_interrupted = self._stream(ask, params, keep)
@@ -163,7 +161,7 @@ class Dialogue:
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
-                            splitter = ThinkingSplitter(conversation.answer_format)
+                            splitter = ReasoningSplitter(conversation.answer_format)
                             screen.clear_progress()
                         for piece in splitter.add(response.text, response.token):
                             show(piece)
@@ -214,56 +212,6 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
         yield caught
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# Reasoning
-
-
-class Piece(NamedTuple):
-    text: str
-    is_thinking: bool
-
-
-class ThinkingSplitter:
-    """Splits a streamed answer into reasoning, its marks included, and text."""
-
-    def __init__(self, answer_format: AnswerFormat):
-        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
-        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
-
-    def add(self, text: str, token: int | None = None) -> list[Piece]:
-        """The next pieces. The end of ``text`` is held back if it may begin a mark.
-
-        Args:
-            token: the last one of the text.
-        """
-        character = None if token is None else self._marks.characters.get(token)
-        if character is not None:
-            mark = self._marks.decode(character)
-            text = text.removesuffix(mark) + character if text.endswith(mark) else text
-        self._text += text
-        self._reader.add(text)
-        return self._split(len(self._text) - self._reader.num_pending)
-
-    def finish(self) -> list[Piece]:
-        """The text that was held back at the end of the answer."""
-        self._reader.finish()
-        return self._split(len(self._text))
-
-    def _split(self, length: int) -> list[Piece]:
-        spans, places = self._reader.spans, enumerate(self._text[:length], self._num_split)
-        self._text, self._num_split = self._text[length:], self._num_split + length
-
-        def is_thinking(character: tuple[int, str]) -> bool:
-            place, _ = character
-            return any(
-                span.begin <= place and (span.end is None or place < span.end) for span in spans
-            )
-
-        return [
-            Piece(self._marks.decode("".join(text for _, text in characters)), is_reasoning)
-            for is_reasoning, characters in itertools.groupby(places, is_thinking)
-        ]
 
 
 # Statistics

@@ -77,11 +77,8 @@ class LineEditor(Reader):
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGTSTP, self._suspend)
 
-    def read(self, text: str = "") -> str | None:
-        try:
-            return clean(self._session.prompt(default=text))
-        except EOFError:
-            return None
+    def read(self, text: str = "") -> str:
+        return clean(self._session.prompt(default=text))
 
     def confirm(self, question: str) -> bool:
         try:

@@ -14,7 +14,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
 from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
-from mlx_paged.errors import shown
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
@@ -32,6 +32,7 @@ from mlx_paged.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Conversation
+    from mlx_paged.snapshots.prompt_caches import PrefixFacts
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = setup_arg_parser(prog)
     if "--json" in (sys.argv[1:] if argv is None else argv):
         parser.report = lambda text: _write_json({"error": text})
-    return run_program(parser, argv, _run, FLAGS, mistakes=(ValueError, RuntimeError))
+    return run_program(parser, argv, _run, FLAGS)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -236,7 +237,9 @@ def _read_message(args: argparse.Namespace) -> str | None:
         return None
     message = clean(args.message)
     if message == "-":
-        message = read_stdin(sys.stdin.read) or ""
+        message = ""
+        with suppress(EOFError):
+            message = read_stdin(sys.stdin.read)
     if not message.strip():
         raise ValueError("the message is empty")
     return message
@@ -254,11 +257,12 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     import_first("mlx_paged.loading", "mlx_paged.cli.chat.dialogue")
-    from mlx_paged.cli.chat.conversation import Conversation, chosen_model, load_prefix, read_facts
+    from mlx_paged.cli.chat.conversation import Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.options import with_step_seconds
+    from mlx_paged.snapshots.prompt_caches import PrefixFacts
 
-    facts = None
+    facts: PrefixFacts | None = None
     if args.prompt_cache_file is None:
         if args.allow_other_model:
             raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
@@ -268,8 +272,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
             "conversation; make it part of the cached prompt"
         )
     else:
-        facts = read_facts(args.prompt_cache_file)
-        args.model = chosen_model(facts, args.model, args.allow_other_model)
+        facts = PrefixFacts.read(args.prompt_cache_file)
+        if not args.allow_other_model or args.model is None:
+            args.model = _model_of(facts, args.model)
     folder, own = flags.find_model(args)
     settings = Settings(args, own)
     config = None if facts is None else dict(facts.tokenizer_config)
@@ -281,14 +286,43 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     # One answer at a time; the branches stay in the prefix cache.
     options |= {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
     engine = Engine(model, tokenizer, **with_step_seconds(options))
+    prefix: list[int] = []
+    if facts is not None and facts.is_snapshot:
+        prefix = engine.load_snapshot(facts.file)
+    elif facts is not None:
+        # The model was chosen by the file.
+        prefix = engine.import_prompt_cache(facts.file, allow_other_model=True)
     conversation = Conversation(
         engine,
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
-        enable_thinking=False if args.no_thinking else None,
-        prefix=() if facts is None else load_prefix(engine, facts),
+        template_options={"enable_thinking": False} if args.no_thinking else {},
+        prefix=prefix,
     )
     return conversation, settings
+
+
+def _model_of(facts: PrefixFacts, given: str | None) -> str | None:
+    """The model to load: the one that a file of K/V names, or ``--model``.
+
+    Raises:
+        ArgumentError: they name different models.
+    """
+    from mlx_paged.loading.folder import DEMO, demo_model_path
+
+    # A file that this package exported may have only the folder's name, as for the bundled model.
+    named = DEMO if facts.model == demo_model_path().name else facts.model
+    if given is None or facts.model is None or facts.model == Path(given).name or given == named:
+        return given or named
+    folders = [Path(name).expanduser() for name in (given, facts.model)]
+    if not (all(folder.exists() for folder in folders) and folders[0].samefile(folders[1])):
+        raise ArgumentError(
+            f"[chat] --prompt-cache-file {facts.file} was made with the model {facts.model}, and "
+            f"--model is {given}; leave --model out, create the file again, or use "
+            "--allow-other-model if they are the same",
+            "model",
+        )
+    return given
 
 
 # What /set changes

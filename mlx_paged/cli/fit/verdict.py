@@ -7,20 +7,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
 from mlx_paged.cache import KVCacheConfig, group_layers
 from mlx_paged.cli.fit.machine import Machine
 from mlx_paged.core.block_need import BlockNeed
-from mlx_paged.engine.speculation.draft_model import num_parameters_of
+from mlx_paged.engine.speculation.draft_model import nbytes_read, num_parameters_of
 from mlx_paged.errors import ArgumentError
-from mlx_paged.models.activations import (
-    activation_nbytes,
-    default_activation_nbytes,
-    num_experts_per_token,
-)
+from mlx_paged.models.activations import activation_nbytes, default_activation_nbytes
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.kv_cache import NUM_COPIES_AHEAD, stored_as, weight_nbytes
 from mlx_paged.models.language_model import LanguageModel
@@ -29,7 +21,6 @@ from mlx_paged.options.config import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED
 # Dependent kernels in a layer's decode, and the time to launch one; both assumed.
 LAUNCHES_PER_LAYER = 14
 LAUNCH_SECONDS = 4e-6
-_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 # In the order of their loss of quality.
 _FEWER_BITS = (("8", KVBits(8, 8)), ("K:8,V:4", KVBits(8, 4)), ("4", KVBits(4, 4)))
 # A shorter context is not suggested.
@@ -103,35 +94,10 @@ class Footprint:
         """An estimate of the decode throughput of ``num_seqs`` sequences of ``num_tokens``: a step
         takes its bytes over ``bandwidth``, in bytes per second, plus its kernel launches.
         """
-        nbytes = self._weights_read(num_seqs)
+        nbytes = nbytes_read(self.model, num_seqs)
         nbytes += self.kv_nbytes(num_tokens, num_seqs) + 2 * num_seqs * self.model.state_nbytes
         seconds = nbytes / bandwidth + self.model.num_layers * LAUNCHES_PER_LAYER * LAUNCH_SECONDS
         return num_seqs / seconds
-
-    def _weights_read(self, num_seqs: int) -> int:
-        """Bytes of weights that a step reads. Experts count with the share that the tokens choose,
-        independently of each other; embeddings only if they also compute the logits.
-        """
-        modules = [each for _, each in self.model.named_modules() if "weight" in each]
-        experts = [each for each in modules if isinstance(each, _EXPERTS)]
-        share, vocab_size = 1.0, self.model.args.vocab_size
-        if experts and (chosen := num_experts_per_token(self.model)):
-            num_experts = max(each.weight.shape[0] for each in experts)
-            share = 1 - (1 - min(1.0, chosen / num_experts)) ** num_seqs
-        has_head = any(
-            isinstance(each, nn.Linear | nn.QuantizedLinear) and each.weight.shape[0] == vocab_size
-            for each in modules
-        )
-        total = 0
-        for each in modules:
-            # Its own arrays, without those of its submodules.
-            nbytes = sum(value.nbytes for value in each.values() if isinstance(value, mx.array))
-            if isinstance(each, _EXPERTS):
-                nbytes = int(share * nbytes)
-            elif has_head and isinstance(each, nn.Embedding | nn.QuantizedEmbedding):
-                nbytes = 0
-            total += nbytes
-        return total
 
 
 @dataclass

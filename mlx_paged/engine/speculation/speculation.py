@@ -9,7 +9,8 @@ have the same schedule on all machines of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -141,18 +142,41 @@ MIN_GAIN = 1.3
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of a step: a fixed part and a part per row, in any unit."""
+    """The cost of a step by its number of rows, in any unit: linear between the given numbers of
+    rows, and beyond the last one.
 
-    fixed: float
-    per_row: float
+    Args:
+        rows: at least two numbers of rows, in ascending order.
+        costs: the cost of a step for each of them.
+    """
+
+    rows: tuple[float, ...]
+    costs: tuple[float, ...]
+
+    @classmethod
+    def linear(cls, fixed: float, per_row: float) -> StepCost:
+        """A fixed part and a part per row."""
+        return cls((0, 1), (fixed, fixed + per_row))
+
+    @classmethod
+    def relative(cls, costs: Mapping[int, float], unit: float = 1.0) -> StepCost:
+        """
+        Args:
+            costs: by numbers of rows from 2 on, relative to a step with one row.
+            unit: the cost of a step with one row.
+        """
+        return cls((1, *costs), tuple(unit * cost for cost in (1.0, *costs.values())))
 
     def of(self, num_rows: float) -> float:
-        return self.fixed + self.per_row * num_rows
+        last = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
+        rows, cost = self.rows[last - 1], self.costs[last - 1]
+        slope = (self.costs[last] - cost) / (self.rows[last] - rows)
+        return cost + slope * (num_rows - rows)
 
 
-NO_COST = StepCost(0, 0)
+NO_COST = StepCost.linear(0, 0)
 # The cost of a step does not depend on its rows, so all drafts are verified.
-FREE_ROWS = StepCost(1, 0)
+FREE_ROWS = StepCost.linear(1, 0)
 PROMPT_LOOKUP = PromptLookup()
 
 
@@ -160,9 +184,9 @@ PROMPT_LOOKUP = PromptLookup()
 class Speculation:
     """A drafter, and the rule for how many drafts each request of a step has.
 
-    The k-th draft of a request is accepted with probability ``acceptance ** k``. It is worth its
-    row if that exceeds the relative increase of the step's cost. The number of drafts maximises the
-    expected tokens per cost, which have to be ``MIN_GAIN`` times those of a step without drafts.
+    The k-th draft of a request is accepted with probability ``acceptance ** k``. The most likely
+    drafts of all requests are chosen, as many as maximise the expected tokens per cost, which have
+    to be ``MIN_GAIN`` times those of a step without drafts.
 
     Args:
         num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
@@ -241,45 +265,36 @@ class Speculation:
             num_rows: rows of the step without drafts.
             num_tokens: tokens that the step samples without drafts.
         """
-        outlooks = list(map(self._outlook, completions))
-        acceptances = [acceptance for acceptance, _ in outlooks]
-        if not any(acceptances):
-            return [0] * len(completions)
+        counts = [0] * len(completions)
+        # Of each possible draft: the probability that it is accepted, and how many rows are
+        # computed again because it is the first one that is not.
+        drafts: list[tuple[float, int, int, float]] = []
+        for index, (completion, run_length) in enumerate(
+            zip(completions, run_lengths, strict=True)
+        ):
+            before, (acceptance, most) = 1.0, self._outlook(completion)
+            for depth in range(most if acceptance else 0):
+                likely = before * acceptance
+                drafts.append((-likely, index, depth, (before - likely) * (run_length + depth)))
+                before = likely
+        drafts.sort()
         plain_cost = self.step.of(num_rows)
-        threshold = self.step.per_row * num_tokens / plain_cost
-        max_counts = [_num_powers_above(each, threshold, most) for each, most in outlooks]
         best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
-        for longest in range(1, max(max_counts, default=0) + 1):
-            counts = [min(each, longest) for each in max_counts]
-            gained = sum(map(_expected_accepted, acceptances, counts))
-            cost = self.step.of(num_rows + sum(counts)) + self.waiting_share * plain_cost
-            cost += longest * self.draft_pass.of(sum(count > 0 for count in counts))
-            if self.repeats_runs:
-                runs = zip(acceptances, run_lengths, counts, strict=True)
-                cost += self.step.per_row * sum(_expected_repeated(*run) for run in runs)
-            rate = (num_tokens + gained) / cost
-            if rate > best_rate:
-                best, best_rate = longest, rate
-        return [min(each, best) for each in max_counts]
-
-
-def _num_powers_above(base: float, threshold: float, limit: int) -> int:
-    """How many of ``base ** 1, base ** 2, ...`` are above ``threshold``, at most ``limit``."""
-    power, count = base, 0
-    while count < limit and power > threshold:
-        power *= base
-        count += 1
-    return count
-
-
-def _expected_accepted(acceptance: float, num_drafts: int) -> float:
-    """The expected number of accepted drafts."""
-    return sum(acceptance**k for k in range(1, num_drafts + 1))
-
-
-def _expected_repeated(acceptance: float, run_length: int, num_drafts: int) -> float:
-    """The expected number of rows that are computed again: those before a rejected draft."""
-    return sum(acceptance**k * (1 - acceptance) * (run_length + k) for k in range(num_drafts))
+        gained = num_repeated = 0.0
+        pass_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
+        for number, (unlikely, _, depth, repeated) in enumerate(drafts, 1):
+            gained -= unlikely
+            num_repeated += repeated if self.repeats_runs else 0.0
+            if pass_rows[depth]:
+                pass_cost -= self.draft_pass.of(pass_rows[depth])
+            pass_rows[depth] += 1
+            pass_cost += self.draft_pass.of(pass_rows[depth])
+            cost = self.step.of(num_rows + number + num_repeated) + pass_cost
+            if (num_tokens + gained) / cost > best_rate:
+                best, best_rate = number, (num_tokens + gained) / cost
+        for _, index, _, _ in drafts[:best]:
+            counts[index] += 1
+        return counts
 
 
 NO_SPECULATION = Speculation()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.conversations import (
     Content,
@@ -35,7 +36,6 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 # A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
 # with each request, so prompts with it would share no prefix.

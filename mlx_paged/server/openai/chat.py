@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_paged.answers.dialect import ToolChoice
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,
@@ -37,7 +38,6 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 # Names that are fields of the body, or parameters of ``apply_chat_template``.
 _NO_TEMPLATE_VARIABLES = {

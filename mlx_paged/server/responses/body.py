@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
@@ -45,7 +46,6 @@ from mlx_paged.server.schemas import (
     short,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 # The prefix of ``encrypted_content``, to distinguish it from that of other servers. Clients send
