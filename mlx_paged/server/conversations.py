@@ -53,10 +53,7 @@ class RefusalPart(Repeated):
 
 class OtherPart(Repeated):
     place = "content[]"
-    type: Literal[
-        "image", "image_url", "input_image", "input_audio", "audio_url", "file", "input_file",
-        "video_url", "document", "search_result", "container_upload", "tool_reference",
-    ]  # fmt: skip
+    type: Literal[tuple(_OTHERS)]  # type: ignore[valid-type]
 
     def as_text(self, place: str, is_last: bool) -> str:
         what, way_out = _OTHERS[self.type]

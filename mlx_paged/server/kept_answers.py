@@ -28,6 +28,7 @@ from mlx_paged.answers.reader import read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
@@ -97,8 +98,8 @@ def upcoming_tokens(
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 _ONE_TOKEN = SamplingParams(
@@ -115,13 +116,11 @@ class Upcoming:
     Args:
         encode: returns its tokens, and how many of them are computed already. Called in a thread of
             the tokenizer pool.
-        user, cache_salt, no_store: those of the conversation.
+        options: the engine's, of the conversation.
     """
 
     encode: Encode
-    user: str
-    cache_salt: str | None
-    no_store: bool
+    options: RequestOptions
 
 
 class IdlePrefill:
@@ -135,7 +134,7 @@ class IdlePrefill:
     def __init__(
         self,
         engine: AsyncEngine,
-        run: Callable[[str, Encode], Awaitable[tuple[Sequence[int], int]]],
+        run: Callable[[str | None, Encode], Awaitable[tuple[Sequence[int], int]]],
     ):
         self._engine = engine
         self._run_in_thread = run
@@ -179,7 +178,9 @@ class IdlePrefill:
                 logger.debug("a prompt was not computed ahead: %s", type(error).__name__)
 
     async def _compute(self, upcoming: Upcoming) -> None:
-        token_ids, num_known = await self._run_in_thread(upcoming.user, upcoming.encode)
+        token_ids, num_known = await self._run_in_thread(
+            upcoming.options.get("user"), upcoming.encode
+        )
         if len(token_ids) - num_known < MIN_NEW_TOKENS:
             return
         ends = [*range(num_known + PIECE_LEN, len(token_ids), PIECE_LEN), len(token_ids)]
@@ -191,15 +192,13 @@ class IdlePrefill:
         """Compute the beginning of a prompt; returns false if that was interrupted."""
         await self._until_idle()
         self._request_id = f"ahead-{next(self._numbers)}"
+        options: RequestOptions = {**upcoming.options, "priority": MAX_PRIORITY}
         try:
             async for output in self._engine.generate(
                 {"prompt_token_ids": token_ids},
                 _ONE_TOKEN,
                 request_id=self._request_id,
-                priority=MAX_PRIORITY,
-                cache_salt=upcoming.cache_salt,
-                no_store=upcoming.no_store,
-                user=upcoming.user,
+                **options,
             ):
                 if output.outputs[0].finish_reason == "abort":
                     return False

@@ -30,6 +30,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.storing.tier_cache import TierCacheStats
+from mlx_paged.request import SpecDecodingStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
@@ -65,8 +66,13 @@ _COUNTERS = {
     "vllm:prompt_tokens_by_source": "The same by the source of their K/V.",
     "vllm:prompt_tokens_cached": "Cached prompt tokens.",
     "vllm:generation_tokens": "Generated tokens.",
+    "vllm:spec_decode_num_drafts": "Verifications of drafts, one per sequence and step.",
     "vllm:spec_decode_num_draft_tokens": "Verified draft tokens.",
+    "mlx_paged:spec_decode_num_draft_tokens_per_pos": "The same by their position among the drafts "
+    "of a step.",
     "vllm:spec_decode_num_accepted_tokens": "Accepted draft tokens.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "The same by their position among the drafts "
+    "of a step.",
     "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Tokens found in the prefix cache.",
     "mlx_paged:prompt_tokens_missed": "Prompt tokens that were not cached, by reason; empty if no "
@@ -148,10 +154,6 @@ class EngineCollector(Collector):
             "local_cache_hit": num_cached - num_read,
             "external_kv_transfer": num_read,
         }
-        drafts = {
-            "vllm:spec_decode_num_draft_tokens": stats.num_drafted_tokens,
-            "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
-        }
         return {
             "vllm:num_requests_running": stats.num_running,
             "vllm:num_requests_waiting": stats.num_waiting,
@@ -162,7 +164,29 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens_by_source": ("source", sources),
             "vllm:prompt_tokens_cached": num_cached,
             "vllm:generation_tokens": stats.num_generation_tokens,
-            **(drafts if self._engine.scheduler.speculation.is_on else {}),
+            **self._drafts(stats.spec_decoding),
+        }
+
+    def _drafts(self, stats: SpecDecodingStats) -> dict[str, Value]:
+        most = self._engine.scheduler.speculation.num_draft_tokens
+        if not most:
+            return {}
+
+        def per_pos(counts: Sequence[int]) -> Value:
+            # With those that drafts have not reached yet.
+            padded = [*counts, *[0] * (most - len(counts))]
+            return "position", {str(position): count for position, count in enumerate(padded)}
+
+        return {
+            "vllm:spec_decode_num_drafts": stats.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": stats.num_draft_tokens,
+            "mlx_paged:spec_decode_num_draft_tokens_per_pos": per_pos(
+                stats.num_draft_tokens_per_pos
+            ),
+            "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+            "vllm:spec_decode_num_accepted_tokens_per_pos": per_pos(
+                stats.num_accepted_tokens_per_pos
+            ),
         }
 
     def _cache(self, stats: EngineStats) -> dict[str, Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ from helpers.engine_runs import CONFIG, answer, greedy, make_engine, prompt, rep
 from helpers.model_zoo import config_of, make_from_config
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from mlx.nn import Identity, Module
+from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
 
 from mlx_paged import StructuredOutputsParams
@@ -29,7 +30,7 @@ from mlx_paged.engine.speculation import draft_model, head_drafter
 from mlx_paged.engine.speculation.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
-from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.models.language_model import HiddenRows, LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
 
@@ -170,7 +171,7 @@ def test_answers_are_those_without_a_head(
     drafting = workload.run(model, draft_model=head, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
     if kind != "qwen3":  # This package's own, whose layers have no class of mlx-lm's.
         check(drafts, (model, head), 21)
 
@@ -202,7 +203,7 @@ def test_a_head_keeps_to_grammars(demo: tuple[Any, Any], monkeypatch: pytest.Mon
     engines[1].scheduler.speculation = eager(engines[1])
     plain, drafting = (answer(engine, "Once upon a time", params) for engine in engines)
     assert_same(drafting, plain)
-    assert engines[1].stats().num_accepted_tokens > 20
+    assert engines[1].stats().spec_decoding.num_accepted_tokens > 20
     check(drafts, (model, head), 5)
 
 
@@ -301,3 +302,30 @@ def test_a_head_that_does_not_fit_is_noticed_once(monkeypatch: pytest.MonkeyPatc
         for seed in range(3):
             answer(engine, prompt(20, seed), greedy(40))
     assert len(caught) == 1
+
+
+def add_one_to_norms(head: DraftHead, _: pytest.MonkeyPatch) -> None:
+    norms = [(name, each + 1) for name, each in tree_flatten(head.parameters()) if each.ndim == 1]
+    head.load_weights(norms, strict=False)
+
+
+def take_rows_before_the_last_norm(_: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = HiddenRows.take
+    monkeypatch.setattr(HiddenRows, "take", lambda self, x, normed: take(self, normed, x))
+
+
+@pytest.mark.parametrize("plant", [add_one_to_norms, take_rows_before_the_last_norm])
+def test_a_fault_that_acceptance_hardly_shows_changes_logits(
+    plant: Callable[[DraftHead, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    """Of a trained head with such a fault, as many drafts are accepted: it is seen here."""
+    model, head = pair("qwen3_5")
+    wrong = DraftHead(model, head.layout)
+    wrong.load_weights(tree_flatten(head.parameters()))
+    plant(wrong, monkeypatch)
+    drafts = FirstDrafts(monkeypatch)
+    engine = make_engine(model, draft_model=wrong)
+    engine.scheduler.speculation = eager(engine)
+    answer(engine, prompt(30), greedy(30))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(drafts, (model, head), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load, load_draft_model
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
+from mlx_paged.models.mlx_lm.gemma4_assistant import Assistant
 
 Tensors = dict[str, mx.array]
 QWENS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -331,7 +333,80 @@ def test_the_names_of_other_families(tmp_path: Path, kind: str):
     folder.check(load_draft_model("auto", tokenizer, target), atol=1e-6)
 
 
+# Assistants
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    path = tmp_path_factory.mktemp("folder") / "target"
+    target, _ = load(make_folder(path, config_of("gemma4_text")))
+    assert isinstance(target, LanguageModel)
+    return target
+
+
+def write_assistant(folder: Path, target: LanguageModel, bits: int | None) -> Assistant:
+    """A folder of a random assistant, as it is published or quantised; returns the assistant."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"head_dim": 16, "global_head_dim": 32, "vocab_size": target.args.vocab_size}
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
+    config |= {"text_config": text | {"layer_types": kinds}, "use_ordered_embeddings": True}
+    assistant = Assistant(target, config | {"num_centroids": 32})
+    if bits is not None:
+        nn.quantize(assistant, 32, bits)
+    tensors = dict(tree_flatten(assistant.parameters()))
+    order = "masked_embedding.token_ordering"
+    tensors |= {order: tensors[order].astype(mx.int64), "lm_head.weight": mx.zeros(1)}
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config | {"num_centroids": 32}))
+    return assistant
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_assistant_is_its_folder(tmp_path: Path, gemma: LanguageModel, bits: int | None):
+    written = write_assistant(tmp_path / "assistant", gemma, bits)
+    found = load_draft_model(tmp_path / "assistant", None, gemma)
+    assert isinstance(found, Assistant)
+    ours, theirs = (dict(tree_flatten(each.parameters())) for each in (written, found))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_assistant_of_another_model_is_refused_by_name(
+    tmp_path: Path, gemma: LanguageModel, qwen: Folder
+):
+    write_assistant(tmp_path / "assistant", gemma, None)
+    message = r"the assistant in .*assistant can't run: it reads the K/V of a Gemma 4, and the mod"
+    with pytest.raises(ArgumentError, match=message):
+        load_draft_model(tmp_path / "assistant", None, qwen.target)
+
+
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "message"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "fc", "a DFlash drafter"),
+        ({"architectures": ["DFlash2DraftModel"]}, "fc", "a DFlash drafter"),
+        ({"speculators_model_type": "dspark"}, "fc", "a DSpark drafter"),
+        ({"architectures": ["Gemma4ForDraft"], "markov_rank": 256}, "fc", "a DSpark drafter"),
+        ({"dflash_config": {"projector_type": "dspark"}}, "fc", "a DSpark drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "fc", "an EAGLE drafter"),
+        (None, "hidden_norm", "a DFlash drafter"),
+        (None, "markov_head.w1", "a DSpark drafter"),
+        (None, "midlayer.self_attn.q_proj", "an EAGLE drafter"),
+    ],
+)
+def test_other_drafters_are_refused_by_name(
+    qwen: Folder, tmp_path: Path, config: dict[str, Any] | None, tensor: str, message: str
+):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {f"{tensor}.weight": mx.zeros(1)})
+    with pytest.raises(ArgumentError, match=f"has {message}, which is not supported: it"):
+        load_draft_model(tmp_path, None, qwen.target)
 
 
 def test_a_head_that_the_configuration_does_not_describe(tmp_path: Path):

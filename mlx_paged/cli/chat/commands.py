@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -106,26 +107,28 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
-    had_answer = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
-    dialogue.show(conversation.ask_again)
+    if conversation.last_turn is None:
+        raise ValueError("there is no message of the user yet")
+    before, text = conversation.last_turn
+    had_answer = conversation.messages[-1]["role"] == "assistant"
+    dialogue.ask(text, before)
     if had_answer and dialogue.settings.sampling.is_greedy:
         greedy = "[greedy: the same answer each time; /set temp 0.7 varies it]"
         dialogue.screen.say(greedy, is_dim=True)
 
 
 def _edit(dialogue: Dialogue, argument: str) -> str | None:
-    before = dialogue.conversation.last_user_text
-    if before is None:
+    if dialogue.conversation.last_turn is None:
         raise ValueError("there is no message to edit yet")
-    text = argument
+    (before, last), text = dialogue.conversation.last_turn, argument
     if not argument:
         if not dialogue.reader.is_interactive:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
         with suppress(EOFError):
-            text = dialogue.reader.read(before)
+            text = dialogue.reader.read(last)
     if not text.strip():
         return "nothing has changed"
-    dialogue.show(partial(dialogue.conversation.ask_again, text))
+    dialogue.ask(text, before)
     return None
 
 
@@ -331,16 +334,14 @@ def is_transcript(file: Path) -> bool:
 
 
 def _read_json(file: Path) -> Any:
+    if os.path.exists(file) and not os.path.isfile(file):  # reading a pipe would not end
+        raise ValueError(f"{file} is not a file")
     try:
-        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    return content
 
 
 def _expand(path: str) -> Path:

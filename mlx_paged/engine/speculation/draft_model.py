@@ -36,7 +36,7 @@ from mlx_paged.models.activations import num_experts_per_token
 from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.ops import AttentionMetadata, device
 from mlx_paged.options.argument_values import kind_of
 
@@ -165,8 +165,7 @@ class DraftModel(Drafter):
         state.num_seen = completion.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        # Drafts after the end of an answer were not verified.
-        if num_accepted < num_drafts and not completion.is_finished:
+        if num_accepted < num_drafts:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
     # In a step
@@ -258,7 +257,7 @@ class DraftModel(Drafter):
         return logits, None
 
     def _open_pass(
-        self, runs: Sequence[DraftRun], shares_new_blocks: bool
+        self, runs: Sequence[DraftRun], shares_new_blocks: bool, reads_only: bool = False
     ) -> AbstractContextManager[AttentionMetadata]:
         groups = self._manager.groups
         return self.cache.open_step(
@@ -268,6 +267,7 @@ class DraftModel(Drafter):
             shares_new_blocks,
             layers=self._layers,
             context_lens=[run.end for run in runs],
+            reads_only=reads_only,
         )
 
     def _launch(self, *results: mx.array) -> None:
@@ -387,9 +387,9 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
             "when drafts are rejected; use a model of attention layers only, or leave draft_model "
             "out: then drafts are looked up in a request's own tokens"
         )
-    elif isinstance(draft_model, DraftHead) and not draft_model.is_of(model):
+    elif isinstance(draft_model, Head) and not draft_model.is_of(model):
         problem = "is a head of another model; load it for this one"
-    elif isinstance(draft_model, DraftHead) and not model.gives_hidden_rows:
+    elif isinstance(draft_model, Head) and not model.gives_hidden_rows:
         problem = (
             f"can't be a head of this {model_type_of(model)}, {model.description}: it gives no "
             "hidden rows; leave draft_model out"
@@ -406,7 +406,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
 
 def cost_of(model: LanguageModel) -> StepCost:
     """The cost of a step of a model on the default device."""
-    shared = model.shared_output if isinstance(model, DraftHead) else None
+    shared = model.shared_output if isinstance(model, Head) else None
     num_parameters = num_parameters_of(model)
     if shared is not None:
         num_parameters += num_parameters_of(shared)

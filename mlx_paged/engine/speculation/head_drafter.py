@@ -14,7 +14,7 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
-from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.models.mlx_lm.draft_head import Head
 
 # Rows that are kept although the head has computed their tokens: a recurrent model computes up to
 # this many tokens again when a draft is rejected.
@@ -87,12 +87,12 @@ class HeadDrafter(DraftModel):
         takes_normed: whether :meth:`follow` takes rows after the model's last norm.
     """
 
-    model: DraftHead
+    model: Head
     cache: PagedKVCache
 
-    def __init__(self, model: DraftHead, cache: PagedKVCache, manager: KVCacheManager):
+    def __init__(self, model: Head, cache: PagedKVCache, manager: KVCacheManager):
         super().__init__(model, cache, manager)
-        self.takes_normed = model.layout.takes_normed
+        self.takes_normed = model.takes_normed
         self._no_row = mx.zeros((1, model.hidden_size), model.dtype)
         mx.eval(self._no_row)
         self._num_counted = self._num_accepted = 0
@@ -103,7 +103,7 @@ class HeadDrafter(DraftModel):
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         super().note(completion, num_drafts, num_accepted)
         is_made = bool(self._state_of(completion, completion.num_computed_tokens).drafts)
-        if not is_made or self._num_counted == NUM_COUNTED:
+        if not is_made or not num_drafts or self._num_counted == NUM_COUNTED:
             return
         self._num_counted += 1
         self._num_accepted += num_accepted > 0
@@ -257,3 +257,60 @@ class HeadDrafter(DraftModel):
                 state.rows = list(first.rows)
             completion.draft_state = state
         return state
+
+
+class AssistantDrafter(HeadDrafter):
+    """Drafts by an assistant, which reads the model's K/V and keeps none.
+
+    Each pass of a round is a step of the last token with K/V that writes nothing, so that queries
+    have its position and see what it sees. Of hidden rows it needs that token's only, which is of
+    the request's latest step.
+    """
+
+    def __init__(self, model: Head, cache: PagedKVCache, manager: KVCacheManager):
+        super().__init__(model, cache, manager)
+        self._layers = slice(len(cache.layers))
+
+    def run(self, batch: Batch) -> None:
+        runs, drafted, rows = [], [], []
+        for part in batch.scheduled:
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
+            state = self._state_of(completion, part.start)
+            state.begin(part.start)
+            state.drafts = []
+            if num_drafts:
+                end = part.start + part.num_new_tokens - num_drafts
+                runs.append(DraftRun(completion, end - 1, end, 1))
+                drafted.append((completion, state, num_drafts))
+                before = [each.slice(part.start - 1, part.start) for each in state.rows[-1:]]
+                rows += before or [self._no_row]
+        if runs:
+            made = self._compute(runs, known_tokens(runs), mx.concatenate(rows))
+            self._draw(drafted, *made)
+
+    def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
+        """Keep the hidden rows of a step."""
+        runs, row = [], 0
+        for part in batch.scheduled:
+            end = part.start + part.num_new_tokens
+            state = self._state_of(part.completion, part.start)
+            state.rows, state.num_computed = [KeptRows(part.start, end, hidden, row)], end
+            runs.append(DraftRun(part.completion, part.start, end, 0))
+            row += part.num_new_tokens
+        self._shorten_rows(runs)
+
+    def _compute(
+        self,
+        runs: Sequence[DraftRun],
+        tokens: mx.array,
+        rows: mx.array | None,
+        shares_new_blocks: bool = False,
+    ) -> tuple[mx.array, mx.array | None]:
+        assert rows is not None
+        ends = [(run.completion, run.completion.num_tokens - 1) for run in runs]
+        read = [DraftRun(completion, end - 1, end, 1) for completion, end in ends]
+        with self._open_pass(read, shares_new_blocks, reads_only=True):
+            made = self.model.draft(tokens, rows, self.cache.layers[self._layers])
+            self._launch(*made)
+        return made

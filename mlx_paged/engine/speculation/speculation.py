@@ -18,6 +18,7 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+from mlx_paged.request import NO_DRAFTS, SpecDecodingStats
 
 if TYPE_CHECKING:  # The scheduler imports no arrays.
     from mlx_paged.engine.sampling.sampling_state import GrammarState, SamplingState
@@ -55,7 +56,9 @@ class Drafter:
         return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Called with the result of each verification, which may update the acceptance."""
+        """Called with the result of each verification, which may update the acceptance. Drafts
+        after the end of an answer were not verified, and are not among ``num_drafts``.
+        """
 
 
 class PromptLookup(Drafter):
@@ -371,7 +374,7 @@ class Verification:
     """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
 
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
-    each appended token that was drafted, then :meth:`end`.
+    each appended token that was drafted, then :meth:`count` and :meth:`end`.
 
     The states of recurrent layers after a step include all of its drafts. So if one is rejected,
     the request falls back to a state before them: that of the last block which ended before them in
@@ -384,32 +387,32 @@ class Verification:
         prefix_cache: of the same manager.
 
     Attributes:
-        num_drafted_tokens: verified drafts of all requests.
-        num_accepted_tokens: how many of them were accepted.
+        spec_decoding: verified and accepted drafts of all requests.
     """
 
     def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
         self._manager = manager
         self._prefix_cache = prefix_cache
         self._is_recurrent = manager.states is not None
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
+        self.spec_decoding = NO_DRAFTS
 
     def begin(self, part: Scheduled) -> None:
         """Begin to verify a request's drafts, none of which is accepted yet."""
-        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion = part.completion
         completion.num_computed_tokens = part.start
         if not self._is_recurrent:
-            completion.num_computed_tokens += part.num_new_tokens - num_drafts
-        completion.output.num_drafted_tokens += num_drafts
-        self.num_drafted_tokens += num_drafts
+            completion.num_computed_tokens += part.num_new_tokens - len(part.draft_token_ids)
 
     def accept(self, completion: Completion) -> None:
         """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
             completion.num_computed_tokens += 1
-        completion.output.num_accepted_tokens += 1
-        self.num_accepted_tokens += 1
+
+    def count(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a request that were verified, and those that were accepted."""
+        counted = SpecDecodingStats.of_step(num_drafts, num_accepted)
+        completion.output.spec_decoding += counted
+        self.spec_decoding += counted
 
     def end(self, completion: Completion) -> None:
         """Free the slots of rejected drafts."""

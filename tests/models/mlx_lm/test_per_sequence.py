@@ -226,9 +226,10 @@ def test_drafts_change_no_token_of_a_model_without_state(
         engine.add_request(request_id, tokens, greedy(16))
     expected = {n: [greedy_answer("gpt_bigcode", ids, 16)] for n, ids in prompts.items()}
     assert answers(engine) == expected
-    assert engine.stats().num_drafted_tokens > 0
+    assert engine.stats().spec_decoding.num_draft_tokens > 0
     if drafter == "model":
-        assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens
+        stats = engine.stats().spec_decoding
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_h1"])

@@ -74,7 +74,8 @@ def test_requests_of_every_kind_get_the_same_as_without(number: int, architectur
     drafting = workload.run(model, speculation=speculation, run_ahead=number % 2 == 0)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 100 <= stats.num_accepted_tokens < stats.num_drafted_tokens, stats
+    drafts = stats.spec_decoding
+    assert 100 <= drafts.num_accepted_tokens < drafts.num_draft_tokens, stats
     assert stats.num_preemptions >= 1 and stats.num_checkpoints >= 5, stats
 
 
@@ -85,7 +86,7 @@ def test_requests_of_some_kinds_get_the_same_as_without():
     speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
     drafting = workload.run(model, speculation=speculation, run_ahead=True)
     assert_all_same_but_aborts(drafting, plain)
-    assert drafting.engine.stats().num_accepted_tokens > 0
+    assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 0
 
 
 def plant_a_state_that_stays(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_quantised_kv_gets_the_same_as_without(name: str, kv_format: str):
     speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
     drafting = workload.run(model, speculation=speculation, kv_format=kv_format)
     assert_all_same_but_aborts(drafting, plain)
-    assert drafting.engine.stats().num_accepted_tokens > 20
+    assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 20
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_a_draft_model_makes_drafts_for_a_model_with_states(ahead: bool):
     drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
@@ -226,7 +227,7 @@ def test_structured_answers_are_the_same_as_without():
         assert {completion.finish_reason for completion in completions.values()} == {"stop"}
         assert_nothing_held(engine)
     assert found[0] == found[1]
-    assert engine.stats().num_accepted_tokens > 20
+    assert engine.stats().spec_decoding.num_accepted_tokens > 20
 
 
 # What the engine keeps of a run
@@ -312,7 +313,7 @@ def test_steps_with_drafts_that_fail_are_run_again():
 
     engine.runner.launch = failing  # type: ignore[method-assign]
     assert ask(engine, asks) == answers
-    assert num_failed == 4 and engine.stats().num_accepted_tokens > 0
+    assert num_failed == 4 and engine.stats().spec_decoding.num_accepted_tokens > 0
     assert_nothing_held(engine)
 
 
@@ -327,9 +328,9 @@ def test_drafts_that_are_all_accepted_keep_the_state_of_their_run():
     (output,) = run(engine).values()
     assert output.outputs[0].token_ids == [number % 9 for number in range(40, 100)]
     stats = engine.stats()
-    assert stats.num_accepted_tokens == stats.num_drafted_tokens > 30
+    assert stats.spec_decoding.num_accepted_tokens == stats.spec_decoding.num_draft_tokens > 30
     # The prompt in one step, and a token more than was drafted in each of the others.
-    assert stats.num_steps == 1 + 59 - stats.num_accepted_tokens
+    assert stats.num_steps == 1 + 59 - stats.spec_decoding.num_accepted_tokens
 
 
 def follows_the_alphabet(tokens: mx.array, logits: mx.array) -> mx.array:
