@@ -120,7 +120,7 @@ def build(
     cache = make_engine_cache(model, kv, draft_model, cache_options, num_copies)
     states = None
     if num_copies:
-        states = make_states(checked, cache, config, budget, num_copies)
+        states = make_states(checked, cache, config, budget, num_copies, draft)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
 

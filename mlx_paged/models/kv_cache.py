@@ -184,7 +184,11 @@ def make_engine_cache(
         rotate_keys = checked.rotate_keys
     config = replace(
         KVCacheConfig.within(
-            budget, stored, block_size, groups, num_state_copies * checked.state_nbytes
+            budget,
+            stored,
+            block_size,
+            groups,
+            num_state_copies * sum(each.state_nbytes for each in models),
         ),
         state_nbytes=checked.state_nbytes,
         state_layout=checked.state_layout,
@@ -363,27 +367,27 @@ def make_states(
     config: SchedulerConfig,
     budget: KVBudget,
     num_copies: int,
+    draft_model: LanguageModel | None = None,
 ) -> SequenceStates:
-    """The recurrent states of a model's sequences. They share a budget in bytes with the blocks of
-    the cache; one in blocks is for K/V only. Warns if the budget holds the states of fewer
-    sequences than may run at once.
+    """The recurrent states of a model's sequences, with those of its draft model. They share a
+    budget in bytes with the blocks of the cache; one in blocks is for K/V only. Warns if the budget
+    holds the states of fewer sequences than may run at once.
 
     There are as many checkpoints as are of use and as the budget holds beside one sequence: one for
     each ``TOKENS_PER_CHECKPOINT`` tokens of K/V, two per sequence, or ``MANY``, whichever is most.
     """
     nbytes, num_checkpoints = budget.nbytes, 0
+    state_nbytes = model.state_nbytes + (draft_model.state_nbytes if draft_model else 0)
     if config.enable_prefix_caching:
         num_tokens = (nbytes or 0) // sum(spec.nbytes_per_token for spec in model.layer_specs)
         num_checkpoints = max(2 * config.max_num_seqs, MANY, num_tokens // TOKENS_PER_CHECKPOINT)
         if nbytes is not None:
-            num_held = max(1, nbytes // model.state_nbytes - num_copies)
+            num_held = max(1, nbytes // state_nbytes - num_copies)
             num_checkpoints = min(num_checkpoints, num_held)
     states = SequenceStates(num_checkpoints)
     if nbytes is None:
         return states
-    sizes = BudgetSizes(
-        nbytes, cache.config.nbytes_per_block, cache.config.state_nbytes, num_copies
-    )
+    sizes = BudgetSizes(nbytes, cache.config.nbytes_per_block, state_nbytes, num_copies)
     cache.shared_budget = SharedBudget(sizes, cache.pool, states)
     numbers = range(config.max_num_seqs, 0, -1)
     most = next(n for n in numbers if n == 1 or sizes.max_num_blocks(n) >= n)
