@@ -21,8 +21,8 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampling.sampler import draw_drafts
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.speculation.draft_record import DraftRecord
 from mlx_paged.engine.speculation.speculation import (
-    ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,
     PROMPT_LOOKUP,
@@ -40,11 +40,6 @@ from mlx_paged.models.mlx_lm.draft_head import DraftHead
 from mlx_paged.ops import AttentionMetadata, device
 from mlx_paged.options.argument_values import kind_of
 
-# The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
-# high. The estimate returns to this value over time, so that a request whose drafts did not pay off
-# tries again later.
-FIRST_MODEL_ACCEPTANCE = 0.8
-FORGETTING_RATE = 1 / 256
 # The most tokens that lack K/V of the model when it makes drafts. They are computed in the first
 # pass, which delays the step.
 MAX_MISSING_TOKENS = 512
@@ -143,11 +138,14 @@ class DraftModel(Drafter):
 
     # As a drafter
 
-    def acceptance(self, completion: Completion) -> float:
+    # A user of a draft model expects most drafts to be accepted.
+    first_acceptance = 0.8
+
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
+        record.forget_old(completion.num_tokens)
         state = self._state_of(completion, completion.num_computed_tokens)
-        state.forget(completion.num_tokens)
         num_missing = completion.num_tokens - min(state.num_computed, completion.num_tokens)
-        return state.acceptance if num_missing <= MAX_MISSING_TOKENS else 0.0
+        return record.acceptances if num_missing <= MAX_MISSING_TOKENS else ()
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
@@ -160,12 +158,10 @@ class DraftModel(Drafter):
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.num_computed = min(state.num_computed, completion.num_computed_tokens)
-        state.num_seen = completion.num_tokens
-        for _ in range(num_accepted):
-            state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
         # Drafts after the end of an answer were not verified.
-        if num_accepted < num_drafts and not completion.is_finished:
-            state.acceptance -= state.acceptance * ACCEPTANCE_RATE
+        if completion.draft_record is not None and not completion.is_finished:
+            completion.draft_record.observe_drafts(num_drafts, num_accepted)
+        super().note(completion, num_drafts, num_accepted)
 
     # In a step
 
@@ -276,7 +272,7 @@ class DraftModel(Drafter):
     def _state_of(self, completion: Completion, num_computed: int) -> DraftState:
         state = completion.draft_state
         if not isinstance(state, DraftState):
-            state = DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+            state = DraftState(num_computed)
             completion.draft_state = state
         return state
 
@@ -302,19 +298,11 @@ class DraftState:
 
     Attributes:
         num_computed: tokens with K/V of the draft model, or from the prefix cache.
-        num_seen: tokens of the request when its acceptance was last updated.
         drafts: of the newest step: an array of tokens and an index into it for each.
     """
 
     num_computed: int
-    num_seen: int
-    acceptance: float = FIRST_MODEL_ACCEPTANCE
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
-
-    def forget(self, num_tokens: int) -> None:
-        for _ in range(min(num_tokens - self.num_seen, 1000)):
-            self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
-        self.num_seen = num_tokens
 
 
 def speculation_of(

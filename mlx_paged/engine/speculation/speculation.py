@@ -10,35 +10,42 @@ have the same schedule on all machines of a kind.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
+from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
 NGRAM_SIZE = 3
 
-# The initial estimate of the acceptance rate, and the weight of each new observation.
-FIRST_ACCEPTANCE = 0.5
-ACCEPTANCE_RATE = 1 / 8
+# The deepest draft with an acceptance of its own in a look-up.
+MAX_DEPTH = 7
 
 
 class Drafter:
     """Proposes drafts for requests of which only the last token is not computed yet.
 
-    A drafter has to implement ``acceptance`` and ``propose``. The default of ``drafts_of`` is for
+    A drafter has to implement ``acceptances`` and ``propose``. The default of ``drafts_of`` is for
     drafts that are known when they are proposed.
+
+    Attributes:
+        first_acceptance: the estimate of acceptances before any drafts.
     """
 
-    def acceptance(self, completion: Completion) -> float:
-        """The estimated probability that the first draft is accepted; 0 if it has none to propose.
-        The probability that the first k drafts are accepted is taken to be its k-th power.
+    first_acceptance = 0.5
+
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
+        """By depth, the estimated probability that a draft is accepted if those before it are; the
+        last one stands for all further ones. Empty if there is nothing to propose.
         """
-        raise NotImplementedError
+        return record.acceptances
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """``[num_drafts]`` token ids that may follow the request's tokens; ``PENDING_TOKEN`` for
@@ -51,21 +58,26 @@ class Drafter:
         return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Called with the result of each verification, which may update the acceptance."""
+        """Called with the result of each verification."""
+        if completion.draft_record is not None:
+            completion.draft_record.settle(num_accepted, completion.num_tokens)
 
 
 class PromptLookup(Drafter):
     """Drafts from the request's own tokens: those that followed the last occurrence of its last
     ``NGRAM_SIZE`` tokens (prompt look-up decoding, Saxena 2023; vLLM: ``ngram``).
 
-    A look-up takes O(1) per token. So the acceptance is also known for requests without drafts, by
+    A look-up takes O(1) per token. So acceptances are also known for requests without drafts, by
     whether the look-up predicts each token of the answer: text that begins to repeat itself is
-    noticed even if drafts did not pay off before.
+    noticed even if drafts did not pay off before. The depth of a draft is the number of tokens that
+    the same occurrence has predicted before it: the longer the repetition, the likelier it goes on.
     """
 
-    def acceptance(self, completion: Completion) -> float:
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
         found = self._read(completion)
-        return found.acceptance if found.next is not None else 0.0
+        if found.next is None:
+            return ()
+        return record.acceptances[min(found.num_right, len(record.acceptances) - 1) :]
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         begin = self._read(completion).next
@@ -84,7 +96,7 @@ class PromptLookup(Drafter):
         if not isinstance(found, _Occurrences):
             found = completion.draft_state = _Occurrences()
         if found.num_read < len(completion.token_ids):
-            found.read(completion.token_ids, completion.num_prompt_tokens)
+            found.read(completion)
         return found
 
 
@@ -93,27 +105,26 @@ class _Occurrences:
 
     Attributes:
         next: the position of the token after the last occurrence, if there is one.
-        acceptance: the share of correct predictions for tokens of the answer, as an exponential
-            moving average.
+        num_right: tokens that it has predicted, at most ``MAX_DEPTH``.
     """
 
-    __slots__ = ("_after", "acceptance", "next", "num_read")
+    __slots__ = ("_after", "next", "num_read", "num_right")
 
     def __init__(self) -> None:
-        self.num_read = 0
+        self.num_read = self.num_right = 0
         self.next: int | None = None
-        self.acceptance = FIRST_ACCEPTANCE
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
-    def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
-        after, found = self._after, self.next
+    def read(self, completion: Completion) -> None:
+        after, found, token_ids = self._after, self.next, completion.token_ids
         for position in range(self.num_read, len(token_ids)):
             if found is not None:
-                is_correct = token_ids[found] == token_ids[position]
+                is_right = token_ids[found] == token_ids[position]
                 # Repetition within the prompt does not predict repetition in the answer.
-                if position >= num_prompt_tokens:
-                    self.acceptance += (is_correct - self.acceptance) * ACCEPTANCE_RATE
-                found = found + 1 if is_correct else None
+                if completion.draft_record is not None and position >= completion.num_prompt_tokens:
+                    completion.draft_record.observe(self.num_right, is_right)
+                self.num_right = min(self.num_right + 1, MAX_DEPTH) if is_right else 0
+                found = found + 1 if is_right else None
             end = position + 1
             if end >= NGRAM_SIZE:
                 ngram = tuple(token_ids[end - NGRAM_SIZE : end])
@@ -131,9 +142,6 @@ MAX_RUN = 7
 # The share by which a step takes longer if it is not launched before the previous one is read:
 # vLLM-metal gains 10 to 50% from this on an M1 Ultra.
 WAITING_SHARE = 0.3
-
-# The least expected gain, since the expectation is an estimate.
-MIN_GAIN = 1.3
 
 
 @dataclass(frozen=True)
@@ -180,9 +188,8 @@ PROMPT_LOOKUP = PromptLookup()
 class Speculation:
     """A drafter, and the rule for how many drafts each request of a step has.
 
-    The k-th draft of a request is accepted with probability ``acceptance ** k``. The most likely
-    drafts of all requests are chosen, as many as maximise the expected tokens per cost, which have
-    to be ``MIN_GAIN`` times those of a step without drafts.
+    The most likely drafts of all requests are chosen, as many as maximise the expected tokens per
+    cost.
 
     Args:
         num_draft_tokens: the most drafts of a request in a step; 0 for no speculation.
@@ -192,6 +199,7 @@ class Speculation:
             next one is launched.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
+        records: of earlier turns of conversations.
     """
 
     drafter: Drafter = PROMPT_LOOKUP
@@ -200,6 +208,7 @@ class Speculation:
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
+    records: DraftRecords = field(default_factory=DraftRecords, compare=False)
 
     @property
     def is_on(self) -> bool:
@@ -232,35 +241,75 @@ class Speculation:
             num_tokens: tokens that the step samples without drafts.
         """
         counts = [0] * len(completions)
-        # Of each possible draft: the probability that it is accepted, and how many rows are
-        # computed again because it is the first one that is not.
-        drafts: list[tuple[float, int, int, float]] = []
-        for index, (completion, run_length) in enumerate(
-            zip(completions, run_lengths, strict=True)
-        ):
-            before, acceptance = 1.0, self.drafter.acceptance(completion)
-            for depth in range(self.num_draft_tokens if acceptance else 0):
-                likely = before * acceptance
-                drafts.append((-likely, index, depth, (before - likely) * (run_length + depth)))
-                before = likely
-        drafts.sort()
         plain_cost = self.step.of(num_rows)
-        best, best_rate = 0, MIN_GAIN * num_tokens / plain_cost
+        # A draft that is less likely costs more than it gains, whatever else is in the step.
+        threshold = self._least_per_row * num_tokens / plain_cost
+        drafts = sorted(self._likely_drafts(completions, run_lengths, threshold))
+        best, best_rate, best_cost = 0, num_tokens / plain_cost, plain_cost
         gained = num_repeated = 0.0
-        pass_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
+        other_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
         for number, (unlikely, _, depth, repeated) in enumerate(drafts, 1):
             gained -= unlikely
-            num_repeated += repeated if self.repeats_runs else 0.0
+            num_repeated += repeated
             if pass_rows[depth]:
-                pass_cost -= self.draft_pass.of(pass_rows[depth])
+                other_cost -= self.draft_pass.of(pass_rows[depth])
             pass_rows[depth] += 1
-            pass_cost += self.draft_pass.of(pass_rows[depth])
-            cost = self.step.of(num_rows + number + num_repeated) + pass_cost
+            other_cost += self.draft_pass.of(pass_rows[depth])
+            cost = self.step.of(num_rows + number + num_repeated) + other_cost
             if (num_tokens + gained) / cost > best_rate:
-                best, best_rate = number, (num_tokens + gained) / cost
+                best, best_rate, best_cost = number, (num_tokens + gained) / cost, cost
+        price = (best_cost / plain_cost - 1) * num_tokens / max(best, 1)
         for _, index, _, _ in drafts[:best]:
             counts[index] += 1
+            self._record_of(completions[index]).price = price * counts[index]
         return counts
+
+    @cached_property
+    def _least_per_row(self) -> float:
+        """What a row adds to the cost of a step at least."""
+        steps = zip(pairwise(self.step.rows), pairwise(self.step.costs), strict=True)
+        return min((after - cost) / (more - rows) for (rows, more), (cost, after) in steps)
+
+    def _likely_drafts(
+        self, completions: Sequence[Completion], run_lengths: Sequence[int], threshold: float
+    ) -> Iterator[tuple[float, int, int, float]]:
+        """The drafts that are accepted with a probability above ``threshold``: the probability,
+        negative, which request, the depth, and how many rows are expected to be computed again
+        because this draft is the first one that is rejected.
+        """
+        for index, completion in enumerate(completions):
+            record = self._record_of(completion)
+            if record.is_parked(completion.num_tokens):
+                continue
+            acceptances = self.drafter.acceptances(completion, record)
+            last, likely = len(acceptances) - 1, 1.0
+            for depth in range(self.num_draft_tokens if acceptances else 0):
+                before = likely
+                likely *= acceptances[min(depth, last)]
+                if likely <= threshold:
+                    break
+                repeated = (before - likely) * (run_lengths[index] + depth)
+                yield -likely, index, depth, repeated if self.repeats_runs else 0.0
+
+    def end(self, completion: Completion, block_size: int) -> None:
+        """Keep the record of a finished request for the next turn of its conversation."""
+        if completion.draft_record is not None:
+            num_prompt_blocks = completion.num_prompt_tokens // block_size
+            self.records.keep(
+                completion.draft_record,
+                completion.block_hashes,
+                num_prompt_blocks,
+                completion.num_tokens,
+            )
+
+    def _record_of(self, completion: Completion) -> DraftRecord:
+        record = completion.draft_record
+        if record is None:
+            num_tokens = completion.num_tokens
+            record = self.records.find(completion.block_hashes, num_tokens)
+            record = record or DraftRecord(self.drafter.first_acceptance, num_tokens)
+            completion.draft_record = record
+        return record
 
 
 NO_SPECULATION = Speculation()
