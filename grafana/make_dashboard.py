@@ -57,8 +57,8 @@ def mean(name: str) -> str:
     return f"{total(rate(f'{name}_sum'))} / {total(rate(f'{name}_count'))}"
 
 
-def ratio(part: str, whole: str) -> str:
-    return f"{total(rate(part))} / {total(rate(whole))}"
+def ratio(part: str, whole: str, by: str = "") -> str:
+    return f"{total(rate(part), by)} / {total(rate(whole), by)}"
 
 
 HIT_RATE = ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
@@ -162,10 +162,15 @@ PANELS: dict[str, list[list[Panel]]] = {
             Panel(
                 "Drafts accepted",
                 {
-                    "share": ratio(
+                    "all": ratio(
                         "vllm:spec_decode_num_accepted_tokens_total",
                         "vllm:spec_decode_num_draft_tokens_total",
-                    )
+                    ),
+                    "position {{position}}": ratio(
+                        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+                        "mlx_paged:spec_decode_num_draft_tokens_per_pos_total",
+                        "position",
+                    ),
                 },
                 "percentunit",
                 description="Empty where nobody drafts.",

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mlx_paged import __version__
-from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
+from mlx_paged.cli.streams import OutputLostError, give_up_output, prepare_streams, say, write
 from mlx_paged.errors import shown
 
 HELP = """\
@@ -37,23 +37,19 @@ def main(argv: list[str] | None = None) -> int:
         module, name = COMMANDS[command]
         status: int = getattr(import_module(module), name)(rest, f"{prog} {command}")
         return status
-    try:
-        if command in ("--help", "-h", "help"):
-            write(f"{HELP.format(prog=prog)}\n")
+    texts = dict.fromkeys(("--help", "-h", "help"), HELP.format(prog=prog))
+    texts["--version"] = f"mlx_paged {__version__}"
+    if command in texts:
+        try:
+            write(f"{texts[command]}\n")
             return 0
-        if command == "--version":
-            write(f"mlx_paged {__version__}\n")
-            return 0
-    except (OutputLostError, BrokenPipeError) as error:
-        discard_output()
-        if not isinstance(error, BrokenPipeError):
-            say(f"{prog}: error: {error}")
-        return 1
+        except OutputLostError as error:
+            give_up_output(prog, error)
+            return 1
     kind = "option" if command.startswith("-") else "command"
     why = f"unknown {kind} {shown(command)}; commands: {', '.join(COMMANDS)} (see --help)"
     if command in ELSEWHERE:
-        words = " ".join(map(shlex.quote, rest)) or "MODEL"
-        instead = ELSEWHERE[command].format(prog=prog, rest=words)
+        instead = ELSEWHERE[command].format(prog=prog, rest=shlex.join(rest) or "MODEL")
         why = f"there is no command {command}; {instead}"
     say(f"{prog}: error: {why}")
     return 2

@@ -26,7 +26,7 @@ from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.engine_options import OneShotOptions
 from mlx_paged.options.foreign_arguments import refuse_unknown
 from mlx_paged.options.sampling_params import LogitsProcessor, Sampler, SamplingParams
-from mlx_paged.request import CompletionOutput
+from mlx_paged.request import NO_DRAFTS, CompletionOutput, SpecDecodingStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,8 +56,7 @@ class GenerationResponse:
         read_tokens: the number of these whose K/V were read from disk.
         kv_bytes: bytes that are allocated for K/V.
         time_to_first_token: seconds from the call to the first token.
-        drafted_tokens: drafts that were verified so far.
-        accepted_tokens: drafts that were accepted so far.
+        spec_decoding: how many drafts were verified and accepted so far.
     """
 
     text: str
@@ -73,8 +72,7 @@ class GenerationResponse:
     cached_tokens: int = 0
     kv_bytes: int = 0
     time_to_first_token: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    spec_decoding: SpecDecodingStats = NO_DRAFTS
     read_tokens: int = 0
 
 
@@ -235,7 +233,7 @@ def _responses(
                     token=answer.token_ids[-1],
                     logprobs=None,
                     from_draft=num_generated - num_tokens
-                    == answer.num_accepted_tokens - num_accepted,
+                    == answer.spec_decoding.num_accepted_tokens - num_accepted,
                     prompt_tokens=num_prompt_tokens,
                     prompt_tps=num_computed / (first_token - start),
                     generation_tokens=num_generated,
@@ -245,8 +243,7 @@ def _responses(
                     cached_tokens=output.num_cached_tokens,
                     kv_bytes=engine.cache.nbytes_held,
                     time_to_first_token=first_token - start,
-                    drafted_tokens=answer.num_drafted_tokens,
-                    accepted_tokens=answer.num_accepted_tokens,
+                    spec_decoding=answer.spec_decoding,
                     read_tokens=output.num_read_tokens,
                 )
                 # The accepted drafts of the step come before it. All their text is in the newest
@@ -262,7 +259,7 @@ def _responses(
                     )
                 yield newest
                 num_shown, num_tokens = len(text), num_generated
-                num_accepted = answer.num_accepted_tokens
+                num_accepted = answer.spec_decoding.num_accepted_tokens
     finally:
         engine.drop([request_id])
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from operator import add
 from typing import Literal, NamedTuple, Self, TypeAlias, overload
 
 from mlx_paged.options.argument_values import Domain, or_none, whole
@@ -39,14 +40,24 @@ class Logprob:
 
 
 Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "no_state"]
+# The end of a sentence about a prompt, by the reason: compared with the longest sequence with the
+# same beginning, if there is one.
 REASONS: dict[Reason, str] = {
-    "hit": "all blocks of the prompt were cached",
+    "hit": "all whole blocks",
     "new": "no previous sequence begins like it",
-    "continued": "it continues the longest sequence with the same beginning",
-    "changed": "it differs from the longest sequence with the same beginning",
-    "evicted": "its beginning was computed before and has been evicted",
-    "pending": "its beginning is being computed for another request",
-    "no_state": "more of its K/V are cached, but the recurrent state after them was not kept",
+    "continued": "it goes on where {other} ended, at token {position}",
+    "changed": "it left {other} at token {position}: {change}",
+    "evicted": "from token {position} on, what {other} computed was evicted; a larger "
+    "--kv-cache-bytes keeps more",
+    "pending": "from token {position} on, {other} is being computed",
+    "no_state": "from token {position} on its K/V are there, and the recurrent state was not kept; "
+    "a larger --kv-cache-bytes keeps more",
+}
+_CHANGES = {
+    "inserted": "{found} inserted",
+    "removed": "{expected} removed",
+    "replaced": "{expected} replaced by {found}",
+    "reordered": "{found} in another order",
 }
 
 
@@ -80,6 +91,33 @@ class PrefixReport:
     def change(self) -> Change | None:
         """How the prompt differs from the other sequence, if it does. Takes about a millisecond."""
         return change_between(self.expected, self.found) if self.reason == "changed" else None
+
+    @property
+    def explanation(self) -> str:
+        """Why no more of the prompt was cached, in a sentence that contains none of its text."""
+        cached = f"{self.num_cached_tokens:,} of {_tokens(self.num_prompt_tokens)} cached"
+        why = REASONS[self.reason]
+        if self.num_read_tokens:
+            cached += f", {self.num_read_tokens:,} of them on disk"
+            why = "the rest is not there" if self.reason == "new" else why
+        position = f"{self.position:,}"
+        return f"{cached}: " + why.format(
+            other=self.other_request_id, position=position, change=self._change_in_words()
+        )
+
+    def _change_in_words(self) -> str:
+        change = self.change()
+        if change is None:
+            return ""
+        expected, found = change.num_expected, change.num_found
+        is_open = max(expected, found) >= max(len(self.expected), len(self.found))
+        if is_open and change.kind == "replaced":
+            return "all that follows is different"
+        return _CHANGES[change.kind].format(expected=_tokens(expected), found=_tokens(found))
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
 
 
 class Change(NamedTuple):
@@ -158,6 +196,72 @@ class _Copied:
         return copied
 
 
+@dataclass(frozen=True)
+class SpecDecodingStats:
+    """How many drafts were verified and accepted, by their position among the drafts of a step.
+
+    A rejected draft counts with all drafts after it. Drafts after an accepted one that ends the
+    answer are not verified, and don't count.
+
+    Args:
+        num_draft_tokens_per_pos: ``[num_positions]``, verified drafts.
+        num_accepted_tokens_per_pos: ``[num_positions]``, of these, accepted ones.
+    """
+
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def of_step(cls, num_draft_tokens: int, num_accepted_tokens: int) -> SpecDecodingStats:
+        """One sequence in one step, whose first ``num_accepted_tokens`` drafts were accepted."""
+        num_rejected = num_draft_tokens - num_accepted_tokens
+        return cls((1,) * num_draft_tokens, (1,) * num_accepted_tokens + (0,) * num_rejected)
+
+    def __add__(self, other: SpecDecodingStats) -> SpecDecodingStats:
+        return SpecDecodingStats(
+            _sums(self.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
+            _sums(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """How often drafts were verified: once per sequence and step."""
+        return self.num_draft_tokens_per_pos[0] if self.num_draft_tokens_per_pos else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.num_draft_tokens_per_pos)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_tokens_per_pos)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafts that were accepted; 0 without drafts."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """``[num_positions]``, the same by position."""
+        counts = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
+        return [num_accepted / num_drafts for num_accepted, num_drafts in counts]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a sequence per step with drafts: the accepted ones and the one after them."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+
+def _sums(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    if len(first) < len(second):
+        first, second = second, first
+    return (*map(add, first, second), *first[len(second) :])
+
+
+NO_DRAFTS = SpecDecodingStats()
+
+
 @dataclass
 class CompletionOutput(_Copied):
     """One completion of a request, as far as it has been generated.
@@ -167,8 +271,7 @@ class CompletionOutput(_Copied):
             text.
         cumulative_logprob: the sum over the tokens, if ``logprobs`` were requested.
         logprobs: for each token, those of the most likely tokens and its own.
-        num_drafted_tokens: drafts that were verified; ``num_accepted_tokens`` of them were
-            accepted.
+        spec_decoding: how many drafts were verified and accepted.
         finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
             (``max_tokens``, the context limit or the K/V budget), ``"abort"``, ``"error"``, or
             ``None`` while it continues.
@@ -183,8 +286,7 @@ class CompletionOutput(_Copied):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    spec_decoding: SpecDecodingStats = NO_DRAFTS
 
     @property
     def finished(self) -> CallableBool:

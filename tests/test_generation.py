@@ -346,9 +346,10 @@ def test_drafts_change_no_token_whatever_the_sampler(demo: tuple, temperature: f
         assert mx.allclose(one.logprobs, other.logprobs, atol=1e-4)
         assert one.finish_reason == other.finish_reason
     assert not any(each.from_draft for each in plain)
-    last = drafted[-1]
-    assert sum(each.from_draft for each in drafted) == last.accepted_tokens <= last.drafted_tokens
-    assert last.drafted_tokens > 0 and (temperature or last.accepted_tokens > 10)
+    last = drafted[-1].spec_decoding
+    assert sum(each.from_draft for each in drafted) == last.num_accepted_tokens
+    assert last.num_accepted_tokens <= last.num_draft_tokens > 0
+    assert temperature or last.num_accepted_tokens > 10
 
 
 # batch_generate

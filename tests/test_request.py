@@ -13,7 +13,7 @@ import pytest
 from mlx_paged.engine.request import Completion, CompletionStatus, Request
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.sampling_params import MAX_LOGPROBS, SamplingParams
-from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.request import NO_DRAFTS, CompletionOutput, RequestOutput, SpecDecodingStats
 
 NAN, INF = math.nan, math.inf
 
@@ -304,6 +304,17 @@ def test_outputs_share_no_lists():
     first.token_ids.append(1)
     assert second.token_ids == []
     assert not RequestOutput("a", None, [1], [first, second]).finished
+
+
+def test_drafts_are_counted_by_position():
+    steps = [(3, 3), (3, 1), (1, 0), (3, 2), (0, 0)]
+    counted = sum((SpecDecodingStats.of_step(*step) for step in steps), NO_DRAFTS)
+    assert counted == SpecDecodingStats((4, 3, 3), (3, 2, 1))
+    assert (counted.num_drafts, counted.num_draft_tokens, counted.num_accepted_tokens) == (4, 10, 6)
+    assert counted.acceptance_rate_per_pos == [3 / 4, 2 / 3, 1 / 3]
+    assert (counted.acceptance_rate, counted.mean_acceptance_length) == (0.6, 1 + 6 / 4)
+    assert (NO_DRAFTS.acceptance_rate, NO_DRAFTS.acceptance_rate_per_pos) == (0, [])
+    assert NO_DRAFTS.mean_acceptance_length == 1
 
 
 def test_finished_is_an_attribute_and_a_method_of_outputs_and_completions():

@@ -169,7 +169,7 @@ def measure(
     cpu_ratios: list[float] = []
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     drafts = engines["drafts"]
-    before, num_rows = drafts.stats(), rows_of(drafts)
+    before, num_rows = drafts.stats().spec_decoding, rows_of(drafts)
     same = total = 0
     for turn in range(args.turns + 1):
         times, cpu_times, answers = {}, {}, {}
@@ -185,9 +185,9 @@ def measure(
             cpu_ratios.append(cpu_times["plain"] / cpu_times["drafts"])
             for name, value in times.items():
                 seconds[name].append(value)
-    stats = drafts.stats()
-    num_drafted = stats.num_drafted_tokens - before.num_drafted_tokens
-    num_accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+    after = drafts.stats().spec_decoding
+    num_drafted = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     # Each token but the last one of an answer is computed once, and each rejected draft.
     num_computed = (args.turns + 1) * num_streams * (NUM_TOKENS - 1)
     num_repeated = rows_of(drafts) - num_rows - num_computed - (num_drafted - num_accepted)

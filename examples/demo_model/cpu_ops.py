@@ -113,11 +113,31 @@ def scaled_dot_product_attention(
     scale: float = 1.0,
     mask: Any = None,
 ) -> mx.array:
-    """Stand in for mlx-lm's function of this name in training: no cache, always causal."""
+    """Stand in for mlx-lm's function of this name in training: causal unless the mask is an array,
+    ``[num_tokens, num_keys]`` with 1 for each key that a query sees and 0 for the others.
+    """
     batch, heads, num_tokens, head_dim = queries.shape
     kv_heads = keys.shape[1]
     grouped = (queries * scale).reshape(batch, kv_heads, heads // kv_heads, num_tokens, head_dim)
-    return causal_attention(grouped, keys, values)[0].reshape(queries.shape)
+    if not isinstance(mask, mx.array):
+        return causal_attention(grouped, keys, values)[0].reshape(queries.shape)
+    keys, values = keys[:, :, None], values[:, :, None]
+    return (masked_softmax(grouped @ keys.swapaxes(-1, -2), mask) @ values).reshape(queries.shape)
+
+
+@mx.custom_function
+def masked_softmax(scores: mx.array, visible: mx.array) -> mx.array:
+    """Softmax over the scores at which ``visible`` is 1, and 0 where it is 0."""
+    scores = mx.where(visible > 0, scores, -1e9)
+    weights = fast_exp(scores - scores.max(-1, keepdims=True)) * visible
+    return weights * (1.0 / weights.sum(-1, keepdims=True))
+
+
+@masked_softmax.vjp
+def masked_softmax_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
+    """Each score's gradient is its own share of the cotangent less the mean one."""
+    mean = (cotangent * output).sum(-1, keepdims=True)
+    return output * (cotangent - mean), mx.zeros_like(primals[1])
 
 
 def sigmoid(x: mx.array) -> mx.array:
@@ -156,6 +176,27 @@ def cross_entropy_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> An
     p = e * (cotangent[..., None] / e.sum(-1, keepdims=True))
     hit = mx.arange(logits.shape[-1]) == targets[..., None]
     return mx.where(hit, p - cotangent[..., None], p), mx.zeros_like(targets)
+
+
+def softmax(logits: mx.array) -> mx.array:
+    """Probabilities over the last axis."""
+    e = fast_exp(logits - logits.max(-1, keepdims=True))
+    return e * (1.0 / e.sum(-1, keepdims=True))
+
+
+@mx.custom_function
+def distillation_loss(logits: mx.array, probabilities: mx.array) -> mx.array:
+    """Cross-entropy of each row of logits under a teacher's probabilities."""
+    top = logits.max(-1, keepdims=True)
+    total = mx.log(fast_exp(logits - top).sum(-1)) + top[..., 0]
+    return total - (probabilities * logits).sum(-1)
+
+
+@distillation_loss.vjp
+def distillation_loss_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
+    """Softmax minus the teacher's probabilities, which get no gradient."""
+    logits, probabilities = primals
+    return cotangent[..., None] * (softmax(logits) - probabilities), mx.zeros_like(probabilities)
 
 
 @contextmanager

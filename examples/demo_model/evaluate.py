@@ -267,11 +267,33 @@ def write_card(
         ),
         seed=last["seed"],
         hardware=hardware,
+        head=_head_section(folder / "mtp.safetensors"),
         recall="\n".join(recall),
         rows="\n".join(rows),
         talk="\n".join(talk),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _head_section(path: Path) -> str:
+    """What the card says of the draft head; nothing if there is none."""
+    if not path.exists():
+        return ""
+    import mlx.core as mx
+
+    weights, metadata = mx.load(str(path), return_metadata=True)
+    record = json.loads(metadata["training"])
+    return HEAD.format(
+        size=f"{path.stat().st_size / 1e6:.1f}",
+        parameters=f"{sum(weight.size for weight in weights.values()):,}",
+        right=", ".join(f"{share:.1%}" for share in record["drafts_right"]),
+        minutes=f"{record['cpu_seconds'] / 60:.0f}",
+        command=" ".join(
+            f"--{name.replace('_', '-')} {record[name]}"
+            for name in ("steps", "seed", "batch_tokens", "longest", "depth")
+        ),
+        **{name: record[name] for name in ("steps", "batch_tokens", "longest", "depth", "seed")},
+    )
 
 
 def _command(number: int, lessons: list[dict[str, Any]]) -> str:
@@ -298,6 +320,23 @@ def _command(number: int, lessons: list[dict[str, Any]]) -> str:
 def _percent(result: dict[str, Any]) -> str:
     return f"{100 * result['exact'] / result['prompts']:.1f}%"
 
+
+HEAD = """
+## Its draft head
+
+`mtp.safetensors` is a head that drafts the next tokens ({parameters} parameters in float16, {size} MB): one layer of the
+model's own kind, with the names and the joint of Qwen3.5's multi-token prediction. Nothing uses it unless it is asked
+for, as `--draft-model auto` does; drafts change no token of an answer.
+
+It learned the model's own probabilities of the next {depth} tokens in {steps} steps of {batch_tokens} tokens, on
+conversations of the second lesson of up to {longest} tokens, in {minutes} minutes of CPU time. In its last 20 steps,
+the draft was the model's own choice for this share of the tokens of answers, from the first to the last of {depth} in a
+row: {right}. Text that it was not trained on is in `tests/demo_model/test_demo_model_head.py` and in
+`python -m benchmarks heads`.
+
+    python examples/demo_model/train_head.py --model mlx_paged/demo_model \\
+        {command}
+"""
 
 CARD = """\
 ---
@@ -334,7 +373,7 @@ work.
     python examples/demo_model/evaluate.py --model mlx_paged/demo_model
 
 The same seed gives the same batches in the same order; other hardware rounds differently and ends in other weights.
-
+{head}
 ## Measured
 
 Greedy decoding, {prompts} held-out prompts per row; an answer counts only if every token of it is right, the end mark

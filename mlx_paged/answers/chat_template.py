@@ -17,6 +17,7 @@ NO_TOOLS = (
     "the model's chat template does not show tools to the model; leave them out, or load a model "
     "or template that takes tools"
 )
+_PROBE = "<query>"
 NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate for plain text"
 
 
@@ -76,6 +77,30 @@ def render_chat(
             f"[chat template] the model's chat template returned {kind_of(text)} instead of text"
         )
     return text
+
+
+def render_after_prefix(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any],
+) -> str:
+    """The conversation as the chat template writes it, from the text of the first user message on.
+    As in mlx-lm, the prompt cache holds what the template writes before that.
+
+    Raises:
+        ChatTemplateError: the template rejects the messages, or alters their text.
+    """
+    text = render_chat(tokenizer, messages, template_options)
+    first = next(index for index, each in enumerate(messages) if each["role"] == "user")
+    probe = [*messages]
+    probe[first] = {**probe[first], "content": _PROBE}
+    begin = render_chat(tokenizer, probe, template_options).find(_PROBE)
+    if begin < 0:
+        raise ChatTemplateError(
+            "[chat template] the model's chat template alters the text of messages, so the "
+            "conversation can't continue a prompt cache; leave --prompt-cache-file out"
+        )
+    return text[begin:]
 
 
 def _adapted(

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mlx_paged.answers.chat_template import encode_text, normalise_messages, render_chat
-from mlx_paged.answers.dialect import Dialect
+from mlx_paged.answers.dialect import AnswerFormat, Dialect
+from mlx_paged.answers.reader import Reading, read_answer
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 
 if TYPE_CHECKING:
@@ -36,17 +37,15 @@ _NUM_CONTEXT_TOKENS = 4  # the text of an answer's first token may depend on tho
 _VERSION = 1  # of stored answers
 
 
-class AnswerContent(Protocol):
-    """What an answer says."""
+class Verbatim(NamedTuple):
+    """An answer that comes back exactly as the text that was generated.
 
-    @property
-    def reasoning(self) -> str:
-        """The reasoning, which comes back in a separate field or not at all."""
-        ...
+    Args:
+        reasoning: comes back in a separate field or not at all.
+    """
 
-    def parts(self) -> Sequence[Any]:
-        """All of it as JSON values, from which it can be made again."""
-        ...
+    text: str
+    reasoning: str = ""
 
     def find_end(
         self,
@@ -58,17 +57,40 @@ class AnswerContent(Protocol):
         """Where the answer ends in a text in which a template wrote it from ``begin`` on; ``None``
         if the text there says something else.
         """
+        return begin + len(self.text) if text.startswith(self.text, begin) else None
 
 
-class Verbatim(NamedTuple):
-    """An answer that comes back exactly as the text that was generated."""
+class ReadAnswer(Reading):
+    """An answer that is compared by its reasoning, text and calls instead of its exact text."""
 
-    text: str
-    reasoning: str = ""
+    @classmethod
+    def of(cls, reasoning: str, text: str, calls: Sequence[Sequence[str]]) -> ReadAnswer:
+        """The answer of these JSON values; raises anything for wrong ones."""
+        texts = reasoning, text, *(each for call in calls for each in call)
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError("an answer consists of texts")
+        return cls(reasoning, text, tuple((name, arguments) for name, arguments in calls))
 
-    def parts(self) -> Sequence[Any]:
-        """See :class:`AnswerContent`."""
-        return tuple(self)
+    def message(self) -> dict[str, Any] | None:
+        """The message of the assistant in which it comes back; ``None`` if clients can't send it
+        back as it is.
+        """
+        try:
+            calls = [
+                {"function": {"name": name, "arguments": json.loads(arguments)}}
+                for name, arguments in self.calls
+            ]
+        except (ValueError, RecursionError):
+            return None
+        if not calls and not self.text.strip():
+            return None
+        return {"role": "assistant", "content": self.text, "tool_calls": calls}
+
+    @property
+    def key(self) -> bytes | None:
+        """Identifies what the message says."""
+        message = self.message()
+        return None if message is None else _next_key(b"", message)
 
     def find_end(
         self,
@@ -77,8 +99,17 @@ class Verbatim(NamedTuple):
         text: str,
         begin: int,
     ) -> int | None:
-        """See :class:`AnswerContent`."""
-        return begin + len(self.text) if text.startswith(self.text, begin) else None
+        """As :meth:`Verbatim.find_end`."""
+        names = tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids))
+        ends = [place for name in names if name and (place := text.find(name, begin)) >= 0]
+        if not ends:
+            return None
+        tools = template_options.get("tools") or ()
+        answer_format = AnswerFormat.of(tokenizer, text[:begin], tools)
+        marked = answer_format.marks.encode(text[begin : min(ends)])
+        written = ReadAnswer(*read_answer(answer_format, marked))
+        is_same = written.reasoning.strip() == self.reasoning.strip() and written.key == self.key
+        return min(ends) if is_same else None
 
 
 class _TextPrefix(NamedTuple):
@@ -111,7 +142,7 @@ class KeptAnswer:
     """
 
     key: bytes
-    said: AnswerContent
+    said: Verbatim | ReadAnswer
     beginnings: tuple[_TextPrefix, ...]
     before: KeptAnswer | None
     token_ids: array[int]
@@ -196,18 +227,11 @@ class StoredAnswers:
     Args:
         tier: keeps them.
         tokenizer: of the model.
-        read_said: makes a :class:`AnswerContent` of its parts; may raise anything for wrong ones.
     """
 
-    def __init__(
-        self,
-        tier: AnswerTier,
-        tokenizer: TokenizerWrapper,
-        read_said: Callable[..., AnswerContent],
-    ):
+    def __init__(self, tier: AnswerTier, tokenizer: TokenizerWrapper):
         self._tier = tier
         self._vocabulary = _digest_of_vocabulary(tokenizer)
-        self._read_said = read_said
 
     def keep(self, answer: KeptAnswer, replaced: KeptAnswer | None) -> None:
         """Store an answer, unless it is private.
@@ -227,7 +251,7 @@ class StoredAnswers:
         parent = None if before is None else self._name_of(before.key)
         content = {
             "version": _VERSION,
-            "said": answer.said.parts(),
+            "said": answer.said,
             "beginnings": [(each.num_characters, each.digest.hex()) for each in answer.beginnings],
             "before": None if before is None else before.digest.hex(),
             "digest": answer.digest.hex(),
@@ -269,7 +293,7 @@ class StoredAnswers:
         token_ids = array("i")
         token_ids.frombytes(tokens)
         beginnings = tuple(_TextPrefix(int(n), bytes.fromhex(it)) for n, it in told["beginnings"])
-        answer = KeptAnswer(key, self._read_said(*told["said"]), beginnings, before, token_ids)
+        answer = KeptAnswer(key, ReadAnswer.of(*told["said"]), beginnings, before, token_ids)
         return answer if answer.digest.hex() == told["digest"] else None
 
     def _name_of(self, key: bytes) -> bytes:
@@ -351,7 +375,7 @@ class ConversationEncoder:
         prompt: Prompt,
         token_ids: Sequence[int],
         message: Mapping[str, Any],
-        said: AnswerContent,
+        said: Verbatim | ReadAnswer,
         no_store: bool = False,
     ) -> None:
         """Keep the answer to a prompt.
@@ -436,13 +460,6 @@ def decoded(tokenizer: TokenizerWrapper, before: Sequence[int], token_ids: Seque
         for ids in (context, [*context, *token_ids])
     )
     return whole[len(first) :]
-
-
-def same_message(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> bool:
-    """Whether two messages of the assistant say the same, but for their reasoning."""
-    if first is None or second is None:
-        return first is second
-    return _next_key(b"", first) == _next_key(b"", second)
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> list[bytes]:

@@ -60,6 +60,9 @@ class Span:
     inner_end: int | None = None
     end: int | None = None
 
+    def __contains__(self, place: int) -> bool:
+        return self.begin <= place and (self.end is None or place < self.end)
+
 
 class Reading(NamedTuple):
     """A whole answer.

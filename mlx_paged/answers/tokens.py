@@ -1,10 +1,14 @@
-"""``TokenReader``: reads an answer token by token, and counts the tokens of its reasoning."""
+"""Reading an answer token by token: ``TokenReader`` counts the tokens of its reasoning, and
+``ReasoningSplitter`` tells its text from that of the answer, marks included.
+"""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlx_paged.answers.dialect import AnswerFormat, Detokenizer
 from mlx_paged.answers.reader import AnswerReader, Span
@@ -87,6 +91,51 @@ class TokenReader:
         """Add the next tokens."""
         for token in token_ids:
             self._reader.add(self._places.add(token))
+
+
+class Piece(NamedTuple):
+    text: str
+    is_reasoning: bool
+
+
+class ReasoningSplitter:
+    """Splits the text of an answer, as it is generated, into reasoning, its marks included, and the
+    rest.
+    """
+
+    def __init__(self, answer_format: AnswerFormat):
+        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
+        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
+
+    def add(self, text: str, token: int = -1) -> list[Piece]:
+        """The next pieces. The end of ``text`` is held back if it may begin a mark.
+
+        Args:
+            token: the last one of the text; -1: none that is a mark.
+        """
+        character = self._marks.characters.get(token, "")
+        if character and text.endswith(mark := self._marks.decode(character)):
+            text = text.removesuffix(mark) + character
+        self._text += text
+        self._reader.add(text)
+        return self._split(len(self._text) - self._reader.num_pending)
+
+    def finish(self) -> list[Piece]:
+        """The text that was held back at the end of the answer."""
+        self._reader.finish()
+        return self._split(len(self._text))
+
+    def _split(self, length: int) -> list[Piece]:
+        text, begin = self._text[:length], self._num_split
+        self._text, self._num_split = self._text[length:], begin + length
+        spans = self._reader.spans
+        groups = itertools.groupby(
+            enumerate(text, begin), lambda place: any(place[0] in span for span in spans)
+        )
+        return [
+            Piece(self._marks.decode("".join(character for _, character in group)), is_reasoning)
+            for is_reasoning, group in groups
+        ]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ def states_before(
         planned = states.plan_cuts(seq, begin, end - num_drafted, block_size, num_planned)
         num_planned += len(planned)
         cuts = [cut.num_tokens - begin for cut in planned]
-        made.append(StepState(states.get(seq, begin), cuts, num_drafted))
+        # A full block before the drafts has a hash, so the sequence can't fall back behind it.
+        full = (end - num_drafted) // block_size * block_size - begin
+        if num_drafted and full > 0 and full not in cuts:
+            cuts.append(full)
+        made.append(StepState(states.get(seq, begin), cuts, len(planned), num_drafted))
     return made
 
 
@@ -44,8 +48,8 @@ def put_states(
     num_new_tokens: Sequence[int],
     made: Sequence[StepState],
 ) -> None:
-    """Store the states that a step has computed, and keep the previous ones of sequences with
-    drafts.
+    """Store the states that a step has computed, and keep earlier ones of sequences with drafts:
+    those at the last end of a block before the drafts, or those before the step.
 
     Raises:
         ValueError: the step ran no model, so that it has no states.
@@ -61,18 +65,20 @@ def put_states(
         seq: SequenceState(manager.num_tokens(seq), state.after)
         for seq, state in zip(seq_ids, made, strict=True)
     }
-    at_block_ends, drafted = {}, []
+    at_block_ends, before_drafts = {}, {}
     for seq, num_new, state in zip(seq_ids, num_new_tokens, made, strict=True):
-        if state.cuts:
-            end = manager.num_tokens(seq)
-            begin = end - num_new
+        end = manager.num_tokens(seq)
+        begin = end - num_new
+        if planned := state.cuts[: state.num_checkpoints]:
             cuts = states.cuts(seq, begin, end - state.num_drafts, manager.pool.block_size)
             # Some may have been left out when the step was planned.
-            cuts = [cut for cut in cuts if cut.num_tokens - begin in state.cuts]
-            at_block_ends[seq] = list(zip(cuts, state.at_cuts, strict=True))
+            cuts = [cut for cut in cuts if cut.num_tokens - begin in planned]
+            at_block_ends[seq] = list(zip(cuts, state.at_cuts, strict=False))
         if state.num_drafts:
-            drafted.append(seq)
-    states.end_step(newest, at_block_ends, manager.tables, drafted)
+            before_drafts[seq] = SequenceState(begin, state.before)
+            if state.cuts:
+                before_drafts[seq] = SequenceState(begin + state.cuts[-1], state.at_cuts[-1])
+    states.end_step(newest, at_block_ends, manager.tables, before_drafts)
 
 
 def forget_before(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged import __version__
-from mlx_paged.cli.streams import OutputLostError, discard_output, prepare_streams, say, write
+from mlx_paged.cli.streams import OutputLostError, give_up_output, prepare_streams, say, write
 from mlx_paged.errors import one_line
 from mlx_paged.options.argument_values import Domain
 from mlx_paged.options.foreign_arguments import INSTEAD
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, flags: Mapping[str, str] | None = None, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.report: Callable[[str], object] = lambda text: None
-        self._flags = {} if flags is None else flags
+        self._flags = flags or {}
 
     def add_value(self, flag: str, domain: Domain[Any], help: str, **options: Any) -> None:
         """Add a flag whose value is one of a domain; ``options`` of ``add_argument``."""
@@ -121,16 +121,15 @@ def run_program(
     run: Callable[[argparse.Namespace], int],
     flags: Mapping[str, str],
     lost: int = 1,
-    mistakes: tuple[type[Exception], ...] = (ValueError,),
 ) -> int:
     """Run a program and return its exit status: that of ``run``, 2 for the user's mistakes, 130
-    when Ctrl-C ended it, or ``lost`` when its output was lost. Each error is a line on stderr.
+    when Ctrl-C ended it, or ``lost`` when its output was lost. Each error is a line on stderr. The
+    user's mistakes are ``ValueError`` and ``RuntimeError``; other errors are raised.
 
     Args:
         argv: the arguments, without the program's name; those of this process by default.
         run: called with the parsed arguments; a ``verb`` among them is part of the program's name.
         flags: the flag for each argument of the library that an error may name.
-        mistakes: the errors that are the user's mistakes. Others are raised.
     """
     prepare_streams()
     name = parser.prog
@@ -141,7 +140,7 @@ def run_program(
             return run(args)
         except SystemExit as end:  # --help and --version, too
             return end.code if isinstance(end.code, int) else 2
-        except mistakes as error:
+        except (ValueError, RuntimeError) as error:
             text = error_line(error, flags)
             parser.report(text)
             say(f"{name}: error: {text}")
@@ -150,11 +149,8 @@ def run_program(
             parser.report("interrupted")
             say("")
             return 130
-    except (OutputLostError, BrokenPipeError) as error:
-        discard_output()
-        # A reader of the output that has left (| head) is no error.
-        if isinstance(error, OutputLostError):
-            say(f"{name}: error: {error}")
+    except OutputLostError as error:
+        give_up_output(name, error)
         return lost
 
 
@@ -174,22 +170,20 @@ def is_follower() -> bool:
 def import_first(*names: str) -> None:
     """Import modules without garbage collection, and exempt their objects from it (``gc.freeze``).
 
-    If MLX is imported already, as when a program is called from another one, they are only
-    imported: the other program's objects must remain collectable.
+    If MLX is imported already, as when a program is called from another one, this does nothing: the
+    other program's objects must remain collectable, and the modules are imported where they are
+    used.
     """
-    is_first = "mlx.core" not in sys.modules
-    if is_first:
-        gc.disable()
+    if "mlx.core" in sys.modules:
+        return
+    gc.disable()
     try:
-        if is_first:
-            import_transformers()
+        import_transformers()
         for name in names:
             import_module(name)
-        if is_first:
-            gc.freeze()
+        gc.freeze()
     finally:
-        if is_first:
-            gc.enable()
+        gc.enable()
 
 
 def import_transformers() -> None:

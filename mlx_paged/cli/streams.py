@@ -13,7 +13,9 @@ from mlx_paged.errors import harmless, system_reason
 
 
 class OutputLostError(Exception):
-    """Stdout can't be written; the message says why."""
+    """Stdout can't be written; the message says why. ``__cause__`` is the error of the system,
+    ``BrokenPipeError`` if the reader has left.
+    """
 
 
 def prepare_streams() -> None:
@@ -56,19 +58,21 @@ def write(text: str) -> None:
     """Write to stdout, and flush it.
 
     Raises:
-        OutputLostError: stdout is closed, or its disk is full.
-        BrokenPipeError: the reader has closed the pipe.
+        OutputLostError: stdout is closed, its disk is full, or its reader has left.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: closed while the program ran
         raise OutputLostError(f"the output can't be written: {system_reason(error)}") from error
 
 
-def discard_output() -> None:
-    """Drop the buffered output, so that Python does not report an error when it exits."""
+def give_up_output(name: str, error: OutputLostError) -> None:
+    """Say that a program's output is lost. That its reader has left (| head) is no error.
+
+    The buffered output is dropped, so that Python does not report an error when it exits.
+    """
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error.__cause__, BrokenPipeError):
+        say(f"{name}: error: {error}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
@@ -21,7 +22,7 @@ class SequenceState(NamedTuple):
     content: Any
 
 
-NO_STATE = SequenceState(0, None)
+NO_STATES: Mapping[Hashable, SequenceState] = MappingProxyType({})
 
 
 class Cut(NamedTuple):
@@ -49,8 +50,8 @@ class SequenceStates:
     """The newest state of each sequence, of a model with recurrent layers.
 
     A state covers all tokens before it and can't be cut, so a sequence continues after exactly the
-    tokens that its state covers. The state before a step with drafts is kept until it is known
-    which drafts are accepted (:meth:`trim`). States are immutable, so forks share them. Some states
+    tokens that its state covers. A state before drafts is kept until it is known which of them are
+    accepted (:meth:`trim`). States are immutable, so forks share them. Some states
     at the ends of blocks are kept for other sequences with the same prefix (:class:`Checkpoints`;
     vLLM: Mamba's prefix caching in ``align`` mode).
 
@@ -66,7 +67,7 @@ class SequenceStates:
         """Drop all states and checkpoints."""
         self.checkpoints.clear()
         self._states: dict[Hashable, SequenceState] = {}
-        # By sequence whose newest tokens are drafts: the state before the step with them.
+        # By sequence whose newest tokens are drafts: a state before them.
         self._before_drafts: dict[Hashable, SequenceState] = {}
         self._beginnings: dict[Hashable, _Beginning] = {}
         # By sequence: states at the ends of blocks that have no hash yet.
@@ -119,7 +120,7 @@ class SequenceStates:
         newest: Mapping[Hashable, SequenceState],
         at_block_ends: Mapping[Hashable, Sequence[tuple[Cut, Any]]],
         tables: Mapping[Hashable, BlockTable],
-        drafted: Iterable[Hashable] = (),
+        before_drafts: Mapping[Hashable, SequenceState] = NO_STATES,
     ) -> None:
         """Store the states that a step has computed.
 
@@ -128,12 +129,11 @@ class SequenceStates:
             at_block_ends: by sequence, the states to keep as checkpoints. They can be hit from now
                 on, or as soon as their tokens are known.
             tables: of all sequences.
-            drafted: the sequences whose last tokens were drafts.
+            before_drafts: the states to which sequences whose last tokens are drafts fall back.
         """
         self._num_released = 0, self._num_released[0]
-        before = {seq: self._states.get(seq, NO_STATE) for seq in drafted}
         self.put(newest)
-        self._before_drafts.update(before)
+        self._before_drafts.update(before_drafts)
         for seq, kept in at_block_ends.items():
             for cut, content in kept:
                 self.offer(seq, cut, content)
@@ -165,7 +165,7 @@ class SequenceStates:
 
     def trim(self, seq: Hashable, num_tokens: int) -> int:
         """Drop the tokens of a sequence from ``num_tokens`` on. If this drops drafts of the last
-        step, the sequence falls back to the state before that step.
+        step, the sequence falls back to the state that was kept before them.
 
         Returns:
             How many tokens its state covers, at most ``num_tokens``.

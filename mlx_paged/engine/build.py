@@ -28,7 +28,7 @@ from mlx_paged.engine.speculation.draft_model import (
     num_parameters_of,
     speculation_of,
 )
-from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.engine.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from mlx_paged.engine.speculation.speculation import StepCost
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.storing.snapshots import Snapshots
@@ -53,7 +53,7 @@ from mlx_paged.models.kv_cache import (
     weight_nbytes,
 )
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.options.config import DEFAULT_KV
 from mlx_paged.options.engine_options import EngineOptions
 
@@ -141,13 +141,16 @@ def build(
     )
 
     drafter: DraftModel | None = None
-    if isinstance(draft, DraftHead):
+    if isinstance(draft, Head):
         assert isinstance(cache, PagedKVCache), "checked with the draft model"
-        drafter = HeadDrafter(draft, cache, manager)
+        kind = HeadDrafter if draft.layer_specs else AssistantDrafter
+        drafter = kind(draft, cache, manager)
     elif draft is not None:
         drafter = DraftModel(draft, cache, manager)
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
-    speculation = speculation_of(config.num_draft_tokens, checked, drafter, run_ahead)
+    speculation = speculation_of(
+        config.num_draft_tokens, checked, drafter, run_ahead, ranks.size == 1
+    )
     if ranks.size > 1:
         # Their chips may differ, their plans must not.
         rows, costs = ranks.all_gather([speculation.step.rows, speculation.step.costs])[0]

@@ -5,11 +5,12 @@ moment, for observers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from mlx_paged.engine.reports import Latencies
 from mlx_paged.engine.request import CompletionStatus, Request
 from mlx_paged.engine.scheduling.scheduler import Scheduler
 from mlx_paged.engine.storing.tier_cache import TierCache, TierCacheStats
+from mlx_paged.request import SpecDecodingStats
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,7 @@ class EngineStats(KVCacheManagerStats):
     num_running: int
     num_waiting: int
     num_preemptions: int
-    num_drafted_tokens: int  # drafts that were verified
-    num_accepted_tokens: int  # of these
+    spec_decoding: SpecDecodingStats  # of all requests
     num_prompt_tokens: int  # of requests that got a first token
     num_cached_prompt_tokens: int  # of these
     num_read_prompt_tokens: int  # of these, read from disk
@@ -60,8 +61,7 @@ def stats_of(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_preemptions=scheduler.num_preemptions,
-        num_drafted_tokens=scheduler.verification.num_drafted_tokens,
-        num_accepted_tokens=scheduler.verification.num_accepted_tokens,
+        spec_decoding=scheduler.verification.spec_decoding,
         num_prompt_tokens=int(latencies.prompt_tokens.sum),
         num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
         num_read_prompt_tokens=latencies.num_read_prompt_tokens,
@@ -76,6 +76,30 @@ def stats_of(
         nbytes_checkpoints=of_manager.num_checkpoints * cache.config.state_nbytes,
         disk_tier=None if disk_tier is None else disk_tier.stats(),
     )
+
+
+class SequenceCounts(NamedTuple):
+    """Numbers of sequences.
+
+    Args:
+        begun: running or waiting sequences that have a first token, by user.
+    """
+
+    num_running: int
+    num_waiting: int
+    begun: Mapping[str | None, int]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> SequenceCounts:
+        """The current numbers, from any thread."""
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        begun = Counter(
+            completion.request.user
+            for completion in (*running, *waiting)
+            # The pending token of the step in flight does not count yet.
+            if completion.num_output_tokens > completion.awaits_token
+        )
+        return cls(len(running), len(waiting), begun)
 
 
 CACHED = 128

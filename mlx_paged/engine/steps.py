@@ -321,7 +321,7 @@ class Steps:
         for completion, result in zip(step.sampled.completions, results, strict=True):
             known.setdefault(completion, []).append(result)
         for part in drafted:
-            completion, num_accepted = part.completion, 0
+            completion, num_accepted, num_rejected = part.completion, 0, 0
             if completion.is_finished:
                 continue  # Since it was launched.
             drawn, drafts = known[completion], self._scheduler.speculation.drafter.drafts_of(part)
@@ -337,23 +337,24 @@ class Steps:
                         drawn += self._read(sampled)
                     first_entry = -number
                     if not self.in_flight:
+                        verification.count(completion, num_accepted, num_accepted)
                         return False
                 result = drawn[number]
-                is_accepted = (
-                    number < len(drafts)
-                    and isinstance(result, SampledToken)
-                    and result.token_id == drafts[number]
-                )
+                token = result.token_id if isinstance(result, SampledToken) else None
+                is_accepted = number < len(drafts) and token == drafts[number]
                 if is_accepted:
                     verification.accept(completion)
                     num_accepted += 1
+                elif token is not None:
+                    num_rejected = len(drafts) - num_accepted
                 self._append(completion, result, sampled, first_entry + number)
                 if not is_accepted or completion.is_finished:
                     break
+            # Drafts after an accepted end of the answer, or after a failure, were not verified.
+            num_drafts = num_accepted + num_rejected
+            verification.count(completion, num_drafts, num_accepted)
             verification.end(completion)
-            self._scheduler.speculation.drafter.note(
-                completion, len(part.draft_token_ids), num_accepted
-            )
+            self._scheduler.speculation.drafter.note(completion, num_drafts, num_accepted)
         return True
 
     @contextmanager

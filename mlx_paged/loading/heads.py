@@ -4,6 +4,7 @@ beside its weights or a folder of their own, and reading them as any conversion 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,22 +17,64 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_paged.errors import UnsuitableModelError
-from mlx_paged.loading.folder import LoadError, load_errors
+from mlx_paged.loading.folder import LoadError, load_errors, read_json_object
 from mlx_paged.models.language_model import WEIGHT_PATTERN, LanguageModel, model_type_of
-from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, HeadLayout, text_model
+from mlx_paged.models.mlx_lm.draft_head import (
+    LAYOUTS,
+    REFUSED,
+    DraftHead,
+    Head,
+    HeadLayout,
+    embedding_of,
+    output_of,
+    text_model,
+)
+from mlx_paged.models.mlx_lm.gemma4_assistant import MODEL_TYPES, Assistant
 
 AUTO = "auto"  # the head in the model's own folder
 
 # Files beside a model's weights that conversions write heads to.
 SIDECARS = ("mtp.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors")
-# What may stand before the names of a head's tensors: the whole model, its text part, and the head.
-_MODEL = r"(?:(?:model|language_model)\.)*"
-# Heads are named mtp.*, or as the layers after the model's last one. A file of its own may leave
-# out either.
-_HEADS = r"(?:mtp\.(?:layers\.)?(?:0\.)?|layers\.{last}\.)"
-_BLOCK = r"(?:block\.)?"
+# Names of a head's tensors: after those of the whole model and its text part, the name and number
+# of the head. Heads are also named as the layers after the model's last one, and a file of its own
+# may leave out the name or the number. ERNIE has the name before each part.
+_NAME = re.compile(
+    r"(?:(?:model|language_model)\.)*(?P<head>mtp\.|mtp_layers\.|(?=mtp_))?"
+    r"(?:layers\.)?(?:(?P<number>\d+)\.)?(?P<part>.+)"
+)
+# Parts under other names than those of mlx-lm's layers and of the layouts.
+_OTHER_NAMES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^(?:block|mtp_block\.0|transformer|transformer_layer)\.", ""),
+        (r"^pre_mlp_layernorm\.", "post_attention_layernorm."),
+        (r"^(enorm|hnorm)\.m\.", r"\1."),
+        (r"^shared_head\.(?:head|output)\.", "lm_head."),
+        (r"^(mixer\.experts\.\d+)\.up_proj\.", r"\1.fc1."),
+        (r"^(mixer\.experts\.\d+)\.down_proj\.", r"\1.fc2."),
+    )
+]
 # A model that has a head of its own drafts as a model, unless it is the target itself.
-_OF_WHOLE_MODEL = re.compile(r"(?:\w+\.)*model\.(?:embed_tokens|norm)\..+")
+_OF_WHOLE_MODEL = re.compile(
+    r"(?:\w+\.)*(?:model\.(?:embed_tokens|norm)|backbone\.(?:embeddings|norm_f))\..+"
+)
+
+# Other drafters: what the names in their configuration or of their tensors contain, and why they
+# are not run.
+_OTHER_DRAFTERS = {
+    "a DSpark": (
+        re.compile("dspark|markov_"),
+        "its drafts attend to each other in both directions, and attention is causal here",
+    ),
+    "a DFlash": (
+        re.compile("dflash|^hidden_norm[.]"),
+        "its drafts attend to each other in both directions, and attention is causal here",
+    ),
+    "an EAGLE": (
+        re.compile("lmeagle|eagle_?[13]|^d2t$|^midlayer[.]"),
+        "it reads the outputs of several of the model's layers, and only the last one's are kept",
+    ),
+}
 
 # Rows of an embedding that are compared, and the share of their length by which the rows of a copy
 # that was quantised may differ.
@@ -45,11 +88,28 @@ def is_of_head(name: str, last: int) -> bool:
     Args:
         last: the number of the model's layers.
     """
-    return re.match(f"{_MODEL}{_HEADS.format(last=last)}", name) is not None
+    return _place(name, last, needs_name=True) is not None
 
 
-def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
-    """The head of a model.
+def _place(name: str, last: int, needs_name: bool) -> tuple[int, str] | None:
+    """The number of the head that a tensor is of, and its name there; ``None`` for others."""
+    matched = _NAME.fullmatch(name)
+    if matched is None:
+        return None
+    number = int(matched["number"] or 0)
+    is_named = matched["head"] is not None
+    if not is_named and number >= last:
+        number, is_named = number - last, True
+    if needs_name and not is_named:
+        return None
+    part = matched["part"]
+    for pattern, replacement in _OTHER_NAMES:
+        part = pattern.sub(replacement, part)
+    return number, part
+
+
+def load_head(target: LanguageModel, name: str | Path) -> Head | None:
+    """The head of a model, or its assistant.
 
     Args:
         target: the model that it drafts for.
@@ -59,22 +119,29 @@ def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
         ``None`` if there are no tensors of a head of this model.
 
     Raises:
-        LoadError: tensors are missing or have other shapes; or the name is :data:`AUTO` and there
-            is no head, with what was looked for.
+        LoadError: tensors are missing or have other shapes; the folder has a drafter that is not
+            run here; or the name is :data:`AUTO` and there is no head, with what was looked for.
     """
     layout, path = LAYOUTS.get(model_type_of(target)), Path(name)
     own = target.path and target.path.resolve()
     is_own = name == AUTO or path.resolve() == own
     folder = target.path if is_own else path
+    if not is_own:
+        with load_errors(f"the head in {path} is broken"):
+            assistant = _drafter_of_its_own(target, path)
+        if assistant is not None:
+            return assistant
     if layout is None:
+        kind = model_type_of(target)
         problem = (
-            f"heads of a {model_type_of(target)} are not known; known are those of "
-            f"{', '.join(sorted(LAYOUTS))}"
+            f"a head of a {kind} is not supported: {REFUSED[kind]}"
+            if kind in REFUSED
+            else f"heads of a {kind} are not known; known are those of {', '.join(sorted(LAYOUTS))}"
         )
     elif folder is None or (is_own and not folder.is_dir()):
         problem = "the model was not loaded from a folder, which would have its head"
     else:
-        last = text_model(target).args.num_hidden_layers
+        last = len(text_model(target).layers)
         with load_errors(f"the head in {folder} is broken"):
             read = _own_tensors if is_own else _tensors
             found = read(folder, layout, last)
@@ -90,6 +157,43 @@ def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
     return None
 
 
+def _drafter_of_its_own(target: LanguageModel, path: Path) -> Assistant | None:
+    """An assistant in a folder; ``None`` if there is a head with a layer of its own, or a model.
+
+    Raises:
+        LoadError: it is another drafter, or not one of this model.
+    """
+    file = path / "config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    if config.get("model_type") in MODEL_TYPES:
+        try:
+            assistant = Assistant(target, config)
+        except UnsuitableModelError as error:
+            raise LoadError(f"[load] the assistant in {path} can't run: {error}") from error
+        weights = _all_tensors(path)
+        weights.pop("lm_head.weight", None)  # its embedding
+        _fill(assistant, weights, path)
+        return assistant
+    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
+    words = [json.dumps([*kinds, config.get("dflash_config")]).lower()]
+    words += config or _all_tensors(path)
+    for kind, (pattern, reason) in _OTHER_DRAFTERS.items():
+        if any(map(pattern.search, words)):
+            raise LoadError(
+                f"[load] {path} has {kind} drafter, which is not supported: {reason}; give a head "
+                "of the model, or a small model with the same vocabulary"
+            )
+    return None
+
+
+def _all_tensors(folder: Path) -> dict[str, mx.array]:
+    """Those of a folder, not evaluated."""
+    tensors: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= cast(dict[str, mx.array], mx.load(str(file)))
+    return tensors
+
+
 def _wanted(layout: HeadLayout, last: int) -> str:
     return f"mtp.{layout.projection}.weight or model.layers.{last}.{layout.projection}.weight"
 
@@ -98,7 +202,7 @@ def _own_tensors(folder: Path, layout: HeadLayout, last: int) -> dict[str, mx.ar
     """Those of a file beside the weights, otherwise those among the weights."""
     for pattern in (*SIDECARS, WEIGHT_PATTERN):
         files = sorted(folder.glob(pattern))
-        found = _read(files, layout, last, needs_prefix=pattern == WEIGHT_PATTERN)
+        found = _read(files, layout, last, needs_name=pattern == WEIGHT_PATTERN)
         if found:
             return found
     return {}
@@ -106,30 +210,29 @@ def _own_tensors(folder: Path, layout: HeadLayout, last: int) -> dict[str, mx.ar
 
 def _tensors(path: Path, layout: HeadLayout, last: int) -> dict[str, mx.array]:
     files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
-    return _read(files, layout, last, needs_prefix=False)
+    return _read(files, layout, last, needs_name=False)
 
 
 def _read(
-    files: Iterable[Path], layout: HeadLayout, last: int, needs_prefix: bool
+    files: Iterable[Path], layout: HeadLayout, last: int, needs_name: bool
 ) -> dict[str, mx.array]:
-    """The tensors of a head by their names without prefixes, not evaluated; empty without a head.
+    """The tensors of the first head by their names in it, not evaluated; empty without a head.
+    Those of its further blocks begin with their number.
 
     Args:
         last: the number of the model's layers.
-        needs_prefix: whether the files have the model's own tensors, too, so that names without a
-            prefix are not the head's.
+        needs_name: whether the files have the model's own tensors, too, so that names without that
+            of a head are not its.
     """
-    head = _HEADS.format(last=last)
-    pattern = re.compile(f"{_MODEL}{head if needs_prefix else f'(?:{head})?'}{_BLOCK}(.+)")
     found: dict[str, mx.array] = {}
     for file in files:
         tensors: Any = mx.load(str(file))
         for name, tensor in tensors.items():
-            if not needs_prefix and _OF_WHOLE_MODEL.fullmatch(name):
+            if not needs_name and _OF_WHOLE_MODEL.fullmatch(name):
                 return {}
-            matched = pattern.fullmatch(name)
-            if matched is not None:
-                found[matched[1]] = tensor
+            number, part = _place(name, last, needs_name) or (layout.num_blocks, "")
+            if number < layout.num_blocks:
+                found[f"{number}.{part}" if number else part] = tensor
     return found if f"{layout.projection}.weight" in found else {}
 
 
@@ -153,6 +256,12 @@ def _built(
             key: each + 1 if each.ndim == 1 and key.endswith("norm.weight") else each
             for key, each in weights.items()
         }
+    _fill(head, weights, folder)
+    return head
+
+
+def _fill(head: Head, weights: Mapping[str, mx.array], folder: Path) -> None:
+    """Put the weights of a folder into a head, in the bits that they have."""
     _quantise(head, weights)
     expected = dict(tree_flatten(head.parameters()))
     problems = [f"{key} is missing" for key in expected if key not in weights]
@@ -173,7 +282,6 @@ def _built(
     head.eval()
     mx.eval(head.parameters())
     head.name, head.path = folder.name, folder
-    return head
 
 
 def _renamed(found: Mapping[str, mx.array], layout: HeadLayout) -> dict[str, mx.array]:
@@ -184,14 +292,16 @@ def _renamed(found: Mapping[str, mx.array], layout: HeadLayout) -> dict[str, mx.
         layout.hidden_norm: "hidden_norm",
         layout.end_norm: "end_norm",
         "embed_tokens": "embed_tokens",
-        "shared_head.head": "lm_head",
+        "lm_head": "lm_head",
     }
     renamed = {}
     for key, tensor in found.items():
         module, _, leaf = key.rpartition(".")
-        name = names.get(module) or f"layer.{re.sub(r'^layers[.][0-9]+[.]', '', module)}"
+        of_layer = module
+        if layout.num_blocks > 1:
+            of_layer = f"layers.{module}" if module[0].isdigit() else f"layers.0.{module}"
         if "rotary_emb" not in key:
-            renamed[f"{name}.{leaf}"] = tensor
+            renamed[f"{names.get(module) or f'layer.{of_layer}'}.{leaf}"] = tensor
     return renamed
 
 
@@ -265,7 +375,7 @@ def _form_of(weights: Mapping[str, Any], path: str, num_inputs: int) -> dict[str
     return form
 
 
-def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
+def _quantise(head: Head, weights: Mapping[str, mx.array]) -> None:
     """Quantise the modules whose weights are, each as it is."""
 
     def form(path: str, module: Module) -> bool | dict[str, Any]:
@@ -283,7 +393,7 @@ def _is_stored_zero_centred(weights: Mapping[str, mx.array], target: LanguageMod
     convention.
     """
     distances = [0.0, 0.0]
-    layers = text_model(target).model.layers
+    layers = text_model(target).layers
     for name in (
         "input_layernorm",
         "post_attention_layernorm",
@@ -306,9 +416,7 @@ def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> 
     if not part:
         return True
     text = text_model(target)
-    theirs = (
-        text.model.embed_tokens if "lm_head" not in text or name == "embed_tokens" else text.lm_head
-    )
+    theirs = embedding_of(text) if name == "embed_tokens" else output_of(text)
     size, number = text.args.hidden_size, theirs.weight.shape[0]
     rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
     if part[f"{name}.weight"].shape[0] != number:
@@ -334,5 +442,7 @@ def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
     """Dense weights in the model's dtype, as mixed ones would be computed in float32; the router's
     correction is added in float32.
     """
+    if tensor.dtype == mx.int64:  # the order of tokens by their centroids
+        return tensor.astype(mx.int32)
     is_floating = tensor.dtype in (mx.float32, mx.float16, mx.bfloat16)
     return tensor.astype(dtype) if is_floating and "correction_bias" not in name else tensor

@@ -133,8 +133,9 @@ class StepState:
 
     Attributes:
         before: :attr:`after` of the previous step of the sequence; ``None`` at its beginning.
-        cuts: after how many of the new tokens, ascending, the model has to leave a state as a
-            checkpoint.
+        cuts: after how many of the new tokens, ascending, the model has to leave a state.
+        num_checkpoints: how many of these states are checkpoints. A further one is at the end of a
+            block before drafts, for the sequence itself if some are rejected.
         num_drafts: how many of the last new tokens are drafts, which may be rejected.
         at_cuts: the states at the cuts, in separate stacks, added by the model.
         after: the state after all new tokens, set by the model.
@@ -142,6 +143,7 @@ class StepState:
 
     before: StateRow | None
     cuts: Sequence[int] = ()
+    num_checkpoints: int = 0
     num_drafts: int = 0
     at_cuts: list[StateRow] = field(default_factory=list)
     after: StateRow | None = None

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from mlx_paged.answers.dialect import ToolChoice
 from mlx_paged.answers.template_traits import REMINDER
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.errors import shown
 from mlx_paged.server.schemas import Children, OneOf, Repeated, refused
-from mlx_paged.server.tool_grammar import Tool
 
 # The name of each kind in words, and the way out.
 _OTHERS = {
@@ -53,10 +53,7 @@ class RefusalPart(Repeated):
 
 class OtherPart(Repeated):
     place = "content[]"
-    type: Literal[
-        "image", "image_url", "input_image", "input_audio", "audio_url", "file", "input_file",
-        "video_url", "document", "search_result", "container_upload", "tool_reference",
-    ]  # fmt: skip
+    type: Literal[tuple(_OTHERS)]  # type: ignore[valid-type]
 
     def as_text(self, place: str, is_last: bool) -> str:
         what, way_out = _OTHERS[self.type]

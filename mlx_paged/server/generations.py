@@ -9,14 +9,22 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Literal, NamedTuple
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat
 from mlx_paged.answers.events import Kind, ToolCall
 from mlx_paged.answers.reader import AnswerReader
 from mlx_paged.answers.tokens import TokenPlaces
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.options.sampling_params import SamplingParams, StructuredOutputsParams
-from mlx_paged.request import CompletionOutput, RequestOutput, StopReason
+from mlx_paged.request import (
+    NO_DRAFTS,
+    CompletionOutput,
+    RequestOutput,
+    SpecDecodingStats,
+    StopReason,
+)
 from mlx_paged.server.errors import ApiError, api_error
 
 logger = logging.getLogger("mlx_paged.server")
@@ -30,11 +38,10 @@ class Generation:
         prompt_token_ids: the prompt. It is encoded in another thread beforehand, since encoding a
             long text takes longer than a step.
         params: with ``output_kind`` DELTA for :meth:`Service.start_all`.
-        cache_salt: requests with different salts share no K/V. It contains the user's salt.
-        no_store: write none of its K/V to disk.
+        options: the engine's: priority, salt, whether to store, and the name of the user. The salt
+            contains the user's.
         answer_format: how the text of an answer is parsed; by default it is plain text.
         when_finished: called with each finished completion, with all of its tokens.
-        user: the name of the user.
         fields: the client's fields by the names of the parameters that they set, for errors.
         parts: returns what the grammar of the answer is made of, by the client's fields, to find
             out which of them can't be compiled.
@@ -42,14 +49,23 @@ class Generation:
 
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
+    options: RequestOptions = field(default_factory=RequestOptions)
     answer_format: AnswerFormat = PLAIN
     when_finished: Callable[[CompletionOutput], object] | None = None
-    user: str = "-"
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, StructuredOutputsParams]] = dict
+
+    @property
+    def user(self) -> str | None:
+        return self.options.get("user")
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.options.get("cache_salt")
+
+    @property
+    def no_store(self) -> bool:
+        return self.options.get("no_store", False)
 
     @property
     def marked_format(self) -> AnswerFormat | None:
@@ -234,9 +250,21 @@ class Usage:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+    spec_decoding: SpecDecodingStats = NO_DRAFTS
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Usage(*map(add, vars(self).values(), vars(other).values()))
+
+    @property
+    def predictions(self) -> dict[str, int]:
+        """OpenAI's fields for drafts, if there were some."""
+        if not self.spec_decoding.num_drafts:
+            return {}
+        num_accepted = self.spec_decoding.num_accepted_tokens
+        return {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": self.spec_decoding.num_draft_tokens - num_accepted,
+        }
 
 
 class CompletionState:
@@ -245,6 +273,7 @@ class CompletionState:
     Attributes:
         blocks: its blocks so far.
         num_tokens: the number of generated tokens.
+        spec_decoding: how many drafts were verified and accepted.
         has_begun: whether a part has arrived.
         finish_reason: ``"stop"``, ``"length"``, or ``"tool_calls"`` if it stopped after calls;
             ``None`` before the end.
@@ -255,6 +284,7 @@ class CompletionState:
         self.index = index
         self.blocks: list[AnswerBlock] = []
         self.num_tokens = 0
+        self.spec_decoding = NO_DRAFTS
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
@@ -282,6 +312,7 @@ class CompletionState:
         self.has_begun = True
         self.num_tokens += len(completion.token_ids)
         self._unplaced += completion.token_ids
+        self.spec_decoding = completion.spec_decoding
         self.finish_reason, self.stop_reason = completion.finish_reason, completion.stop_reason
 
     def add(self, completion: CompletionOutput) -> list[BlockEvent]:
@@ -352,4 +383,5 @@ class AnswerState:
             self._num_cached_tokens,
             sum(each.num_tokens for each in completions),
             sum(each.num_reasoning_tokens for each in completions),
+            sum((each.spec_decoding for each in completions), NO_DRAFTS),
         )

@@ -16,18 +16,19 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, same_message
+from mlx_paged.answers.conversation_encoder import ConversationEncoder, Prompt, ReadAnswer
 from mlx_paged.answers.dialect import AnswerFormat
-from mlx_paged.answers.reader import Reading, read_answer
+from mlx_paged.answers.reader import read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
@@ -39,42 +40,6 @@ MAX_WAITING = 8  # conversations; the oldest ones are dropped
 PIECE_LEN = 512
 MIN_NEW_TOKENS = 64  # fewer are not worth a request
 PAUSE = 0.05  # seconds between two checks whether the engine is idle
-
-
-class ReadAnswer(Reading):
-    """A kept answer, compared by its reasoning, text and calls instead of its exact text."""
-
-    @classmethod
-    def of(cls, reasoning: str, text: str, calls: Sequence[Sequence[str]]) -> ReadAnswer:
-        """The answer of these :meth:`parts`."""
-        texts = reasoning, text, *(each for call in calls for each in call)
-        if not all(isinstance(each, str) for each in texts):
-            raise TypeError("an answer consists of texts")
-        return cls(reasoning, text, tuple((name, arguments) for name, arguments in calls))
-
-    def parts(self) -> Sequence[Any]:
-        """See :class:`AnswerContent`."""
-        return tuple(self)
-
-    def find_end(
-        self,
-        tokenizer: TokenizerWrapper,
-        template_options: Mapping[str, Any],
-        text: str,
-        begin: int,
-    ) -> int | None:
-        """See :class:`AnswerContent`."""
-        names = tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids))
-        ends = [place for name in names if name and (place := text.find(name, begin)) >= 0]
-        if not ends:
-            return None
-        tools = template_options.get("tools") or ()
-        answer_format = AnswerFormat.of(tokenizer, text[:begin], tools)
-        written = read_answer(answer_format, answer_format.marks.encode(text[begin : min(ends)]))
-        is_same = written.reasoning.strip() == self.reasoning.strip() and same_message(
-            message_of(written), message_of(self)
-        )
-        return min(ends) if is_same else None
 
 
 def keep_answer(
@@ -100,12 +65,11 @@ def keep_answer(
     text = _marked_text(tokenizer, prompt, token_ids, answer_format)
     # Including calls beyond max_calls: then the client's message differs, and there is no match.
     whole_format = replace(answer_format, max_calls=None)
-    reading = read_answer(whole_format, text, completion)
-    if completion.finish_reason == "length" and read_answer(whole_format, text) != reading:
+    answer = ReadAnswer(*read_answer(whole_format, text, completion))
+    if completion.finish_reason == "length" and read_answer(whole_format, text) != answer:
         return None  # The tokens end with half a call, which the client has not seen.
-    message = message_of(reading)
+    message = answer.message()
     if message is not None:
-        answer = ReadAnswer(*reading)
         kept.keep(tokenizer, prompt, token_ids, message, answer, no_store)
     return message
 
@@ -134,22 +98,8 @@ def upcoming_tokens(
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def message_of(reading: Reading) -> dict[str, Any] | None:
-    """The answer as a message of the assistant; ``None`` if clients can't send it back as it is."""
-    try:
-        calls = [
-            {"function": {"name": name, "arguments": json.loads(arguments)}}
-            for name, arguments in reading.calls
-        ]
-    except (ValueError, RecursionError):
-        return None
-    if not calls and not reading.text.strip():
-        return None
-    return {"role": "assistant", "content": reading.text, "tool_calls": calls}
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 _ONE_TOKEN = SamplingParams(
@@ -166,13 +116,11 @@ class Upcoming:
     Args:
         encode: returns its tokens, and how many of them are computed already. Called in a thread of
             the tokenizer pool.
-        user, cache_salt, no_store: those of the conversation.
+        options: the engine's, of the conversation.
     """
 
     encode: Encode
-    user: str
-    cache_salt: str | None
-    no_store: bool
+    options: RequestOptions
 
 
 class IdlePrefill:
@@ -186,7 +134,7 @@ class IdlePrefill:
     def __init__(
         self,
         engine: AsyncEngine,
-        run: Callable[[str, Encode], Awaitable[tuple[Sequence[int], int]]],
+        run: Callable[[str | None, Encode], Awaitable[tuple[Sequence[int], int]]],
     ):
         self._engine = engine
         self._run_in_thread = run
@@ -230,7 +178,9 @@ class IdlePrefill:
                 logger.debug("a prompt was not computed ahead: %s", type(error).__name__)
 
     async def _compute(self, upcoming: Upcoming) -> None:
-        token_ids, num_known = await self._run_in_thread(upcoming.user, upcoming.encode)
+        token_ids, num_known = await self._run_in_thread(
+            upcoming.options.get("user"), upcoming.encode
+        )
         if len(token_ids) - num_known < MIN_NEW_TOKENS:
             return
         ends = [*range(num_known + PIECE_LEN, len(token_ids), PIECE_LEN), len(token_ids)]
@@ -242,15 +192,13 @@ class IdlePrefill:
         """Compute the beginning of a prompt; returns false if that was interrupted."""
         await self._until_idle()
         self._request_id = f"ahead-{next(self._numbers)}"
+        options: RequestOptions = {**upcoming.options, "priority": MAX_PRIORITY}
         try:
             async for output in self._engine.generate(
                 {"prompt_token_ids": token_ids},
                 _ONE_TOKEN,
                 request_id=self._request_id,
-                priority=MAX_PRIORITY,
-                cache_salt=upcoming.cache_salt,
-                no_store=upcoming.no_store,
-                user=upcoming.user,
+                **options,
             ):
                 if output.outputs[0].finish_reason == "abort":
                     return False

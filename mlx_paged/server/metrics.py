@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from prometheus_client import generate_latest
@@ -31,12 +30,68 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.storing.tier_cache import TierCacheStats
+from mlx_paged.request import SpecDecodingStats
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER = "other"
 _OPENMETRICS = "application/openmetrics-text"
+
+
+# What each metric says, by its name.
+_GAUGES = {
+    "vllm:num_requests_running": "Running sequences.",
+    "vllm:num_requests_waiting": "Waiting sequences.",
+    "vllm:kv_cache_usage_perc": "Share of the K/V budget in blocks held by requests, from 0 to 1.",
+    "vllm:cache_config_info": "The configuration of the K/V cache; the value is always 1.",
+    "mlx_paged:kv_cache_blocks": "Allocated blocks: held by requests, free but cached, and empty.",
+    "mlx_paged:checkpoints": "Recurrent states kept for prefix hits.",
+    "mlx_paged:checkpoint_bytes": "Bytes of recurrent states.",
+    "mlx_paged:kv_cache_bytes": "Bytes allocated for K/V.",
+    "mlx_paged:kv_cache_budget_bytes": "The K/V budget in bytes.",
+    "mlx_paged:swapped_tokens": "Tokens of preempted requests whose K/V are in host memory.",
+    "mlx_paged:disk_cache_blocks": "Blocks on disk.",
+    "mlx_paged:disk_cache_bytes": "Bytes of the blocks on disk.",
+    "mlx_paged:disk_cache_up": "1 while the disk is used, 0 after a failure.",
+    "mlx_paged:device_memory_bytes": "MLX's memory: active, cached for reuse, and the peak of "
+    "active memory.",
+}
+_COUNTERS = {
+    "vllm:num_preemptions": "Preemptions: sequences whose blocks were given to others.",
+    "vllm:request_success": "Finished completions by finish reason.",
+    "mlx_paged:engine_busy_seconds": "Seconds the engine spent in steps.",
+    "vllm:prompt_tokens": "Prompt tokens of requests that reached their first token, including "
+    "cached ones.",
+    "vllm:prompt_tokens_by_source": "The same by the source of their K/V.",
+    "vllm:prompt_tokens_cached": "Cached prompt tokens.",
+    "vllm:generation_tokens": "Generated tokens.",
+    "vllm:spec_decode_num_drafts": "Verifications of drafts, one per sequence and step.",
+    "vllm:spec_decode_num_draft_tokens": "Verified draft tokens.",
+    "mlx_paged:spec_decode_num_draft_tokens_per_pos": "The same by their position among the drafts "
+    "of a step.",
+    "vllm:spec_decode_num_accepted_tokens": "Accepted draft tokens.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "The same by their position among the drafts "
+    "of a step.",
+    "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Tokens found in the prefix cache.",
+    "mlx_paged:prompt_tokens_missed": "Prompt tokens that were not cached, by reason; empty if no "
+    "history is kept.",
+    "mlx_paged:kv_cache_evictions": "Cached blocks that were evicted.",
+    "mlx_paged:stateless_tokens": "Prompt tokens recomputed despite cached K/V, since a recurrent "
+    "state was missing.",
+    "vllm:external_prefix_cache_queries": "Prompt tokens looked up on disk, since they were not "
+    "in memory.",
+    "vllm:external_prefix_cache_hits": "Prompt tokens whose K/V were read from disk.",
+    "mlx_paged:disk_cache_block_events": "Blocks that were read, written, dropped before being "
+    "written, corrupt, or evicted.",
+    "mlx_paged:disk_cache_written_bytes": "Bytes that this server has written to disk: blocks, "
+    "states and answers.",
+    "mlx_paged:http_requests": "Finished HTTP requests; status 499: disconnected before the "
+    "response was complete.",
+}
+# The value of a metric, or the names of further labels and the values by those of the labels.
+Value: TypeAlias = "float | tuple[str, Mapping[Any, float]]"
 
 
 def count_request(
@@ -72,212 +127,111 @@ class EngineCollector(Collector):
         self._http_counts = http_counts
         # vLLM numbers its engines; there is one here.
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._gauge = partial(self._metric, GaugeMetricFamily)
-        self._counter = partial(self._metric, CounterMetricFamily)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        yield from self._states(stats)
-        yield from self._tokens(stats)
-        yield from self._cache(stats)
+        values = self._requests(stats) | self._cache(stats)
         if stats.disk_tier is not None:
-            yield from self._disk_tier(stats, stats.disk_tier)
+            values |= self._disk(stats, stats.disk_tier)
+        yield from (_metric(*each, self._labels) for each in values.items())
         yield from map(self._histogram, self._engine.latencies.histograms)
-        yield self._gauge(
-            "mlx_paged:device_memory_bytes",
-            "MLX's memory: active, cached for reuse, and the peak of active memory.",
-            {
-                "active": mx.get_active_memory(),
-                "cache": mx.get_cache_memory(),
-                "peak": mx.get_peak_memory(),
-            },
-            "kind",
-        )
-        yield self._http()
+        memory = {
+            "active": mx.get_active_memory(),
+            "cache": mx.get_cache_memory(),
+            "peak": mx.get_peak_memory(),
+        }
+        yield _metric("mlx_paged:device_memory_bytes", ("kind", memory), self._labels)
+        http = {
+            (method, path, str(status)): count
+            for (method, path, status), count in sorted(dict(self._http_counts).items())
+        }
+        yield _metric("mlx_paged:http_requests", ("method path status", http), {})
 
-    def _states(self, stats: EngineStats) -> Iterator[Metric]:
-        gauge, counter = self._gauge, self._counter
-        yield gauge("vllm:num_requests_running", "Running sequences.", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Waiting sequences.", stats.num_waiting)
-        yield counter(
-            "vllm:num_preemptions",
-            "Preemptions: sequences whose blocks were given to others.",
-            stats.num_preemptions,
-        )
-        yield counter(
-            "vllm:request_success",
-            "Finished completions by finish reason.",
-            stats.num_finished,
-            "finished_reason",
-        )
-        yield counter(
-            "mlx_paged:engine_busy_seconds",
-            "Seconds the engine spent in steps.",
-            stats.busy_seconds,
-        )
+    def _requests(self, stats: EngineStats) -> dict[str, Value]:
+        num_cached, num_read = stats.num_cached_prompt_tokens, stats.num_read_prompt_tokens
+        sources = {
+            "local_compute": stats.num_prompt_tokens - num_cached,
+            "local_cache_hit": num_cached - num_read,
+            "external_kv_transfer": num_read,
+        }
+        return {
+            "vllm:num_requests_running": stats.num_running,
+            "vllm:num_requests_waiting": stats.num_waiting,
+            "vllm:num_preemptions": stats.num_preemptions,
+            "vllm:request_success": ("finished_reason", stats.num_finished),
+            "mlx_paged:engine_busy_seconds": stats.busy_seconds,
+            "vllm:prompt_tokens": stats.num_prompt_tokens,
+            "vllm:prompt_tokens_by_source": ("source", sources),
+            "vllm:prompt_tokens_cached": num_cached,
+            "vllm:generation_tokens": stats.num_generation_tokens,
+            **self._drafts(stats.spec_decoding),
+        }
 
-    def _tokens(self, stats: EngineStats) -> Iterator[Metric]:
-        counter, num_cached = self._counter, stats.num_cached_prompt_tokens
-        yield counter(
-            "vllm:prompt_tokens",
-            "Prompt tokens of requests that reached their first token, including cached ones.",
-            stats.num_prompt_tokens,
-        )
-        yield counter(
-            "vllm:prompt_tokens_by_source",
-            "The same by the source of their K/V.",
-            {
-                "local_compute": stats.num_prompt_tokens - num_cached,
-                "local_cache_hit": num_cached - stats.num_read_prompt_tokens,
-                "external_kv_transfer": stats.num_read_prompt_tokens,
-            },
-            "source",
-        )
-        yield counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", num_cached)
-        yield counter("vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens)
-        if self._engine.scheduler.speculation.is_on:
-            yield counter(
-                "vllm:spec_decode_num_draft_tokens",
-                "Verified draft tokens.",
-                stats.num_drafted_tokens,
-            )
-            yield counter(
-                "vllm:spec_decode_num_accepted_tokens",
-                "Accepted draft tokens.",
-                stats.num_accepted_tokens,
-            )
+    def _drafts(self, stats: SpecDecodingStats) -> dict[str, Value]:
+        most = self._engine.scheduler.speculation.num_draft_tokens
+        if not most:
+            return {}
 
-    def _cache(self, stats: EngineStats) -> Iterator[Metric]:
-        gauge, counter, engine = self._gauge, self._counter, self._engine
-        num_free = stats.num_usable_blocks - stats.num_used_blocks
-        yield gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of the K/V budget in blocks held by requests, from 0 to 1.",
-            stats.num_used_blocks / max(1, engine.scheduler.max_num_blocks),
-        )
-        yield counter(
-            "vllm:prefix_cache_queries",
-            "Tokens looked up in the prefix cache.",
-            stats.num_queried_tokens,
-        )
-        yield counter(
-            "vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_hit_tokens
-        )
-        yield counter(
-            "mlx_paged:prompt_tokens_missed",
-            "Prompt tokens that were not cached, by reason; empty if no history is kept.",
-            {**engine.prefix_history.num_missed_tokens},
-            "reason",
-        )
-        yield self._cache_config()
-        yield gauge(
-            "mlx_paged:kv_cache_blocks",
-            "Allocated blocks: held by requests, free but cached, and empty.",
-            {
-                "held": stats.num_used_blocks,
-                "cached": num_free - stats.num_empty_blocks,
-                "empty": stats.num_empty_blocks,
-            },
-            "state",
-        )
-        yield counter(
-            "mlx_paged:kv_cache_evictions", "Cached blocks that were evicted.", stats.num_evictions
-        )
-        yield gauge(
-            "mlx_paged:checkpoints", "Recurrent states kept for prefix hits.", stats.num_checkpoints
-        )
-        yield gauge(
-            "mlx_paged:checkpoint_bytes", "Bytes of recurrent states.", stats.nbytes_checkpoints
-        )
-        yield counter(
-            "mlx_paged:stateless_tokens",
-            "Prompt tokens recomputed despite cached K/V, since a recurrent state was missing.",
-            stats.num_stateless_tokens,
-        )
-        yield gauge("mlx_paged:kv_cache_bytes", "Bytes allocated for K/V.", stats.nbytes_held)
-        yield gauge(
-            "mlx_paged:kv_cache_budget_bytes", "The K/V budget in bytes.", stats.nbytes_budget
-        )
-        yield gauge(
-            "mlx_paged:swapped_tokens",
-            "Tokens of preempted requests whose K/V are in host memory.",
-            stats.num_swapped_tokens,
-        )
+        def per_pos(counts: Sequence[int]) -> Value:
+            # With those that drafts have not reached yet.
+            padded = [*counts, *[0] * (most - len(counts))]
+            return "position", {str(position): count for position, count in enumerate(padded)}
 
-    def _disk_tier(self, stats: EngineStats, tier: TierCacheStats) -> Iterator[Metric]:
-        gauge, counter = self._gauge, self._counter
-        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
-        yield counter(
-            "vllm:external_prefix_cache_queries",
-            "Prompt tokens looked up on disk, since they were not in memory.",
-            stats.num_prompt_tokens - num_hits,
-        )
-        yield counter(
-            "vllm:external_prefix_cache_hits",
-            "Prompt tokens whose K/V were read from disk.",
-            stats.num_read_prompt_tokens,
-        )
-        yield gauge("mlx_paged:disk_cache_blocks", "Blocks on disk.", tier.num_blocks)
-        yield gauge("mlx_paged:disk_cache_bytes", "Bytes of the blocks on disk.", tier.nbytes)
-        yield counter(
-            "mlx_paged:disk_cache_block_events",
-            "Blocks that were read, written, dropped before being written, corrupt, or evicted.",
-            {
-                "read": tier.num_read_blocks,
-                "written": tier.num_written_blocks,
-                "dropped": tier.num_dropped_blocks,
-                "corrupt": tier.num_corrupt_blocks,
-                "evicted": tier.num_evicted_blocks,
-            },
-            "event",
-        )
-        yield counter(
-            "mlx_paged:disk_cache_written_bytes",
-            "Bytes that this server has written to disk: blocks, states and answers.",
-            tier.nbytes_written,
-        )
-        yield gauge(
-            "mlx_paged:disk_cache_up",
-            "1 while the disk is used, 0 after a failure.",
-            tier.failure is None,
-        )
+        return {
+            "vllm:spec_decode_num_drafts": stats.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": stats.num_draft_tokens,
+            "mlx_paged:spec_decode_num_draft_tokens_per_pos": per_pos(
+                stats.num_draft_tokens_per_pos
+            ),
+            "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+            "vllm:spec_decode_num_accepted_tokens_per_pos": per_pos(
+                stats.num_accepted_tokens_per_pos
+            ),
+        }
 
-    def _cache_config(self) -> Metric:
-        config = self._engine.cache.config
+    def _cache(self, stats: EngineStats) -> dict[str, Value]:
+        scheduler, config = self._engine.scheduler, self._engine.cache.config
+        missed = {**self._engine.prefix_history.num_missed_tokens}
+        num_used, num_empty = stats.num_used_blocks, stats.num_empty_blocks
+        num_cached = stats.num_usable_blocks - num_used - num_empty
+        blocks = {"held": num_used, "cached": num_cached, "empty": num_empty}
         labels = {
             "block_size": str(config.block_size),
             "num_gpu_blocks": str(config.num_blocks),
             "cache_dtype": str(config.layers[0].format),
-            "enable_prefix_caching": str(self._engine.scheduler.config.enable_prefix_caching),
+            "enable_prefix_caching": str(scheduler.config.enable_prefix_caching),
         }
-        info = "The configuration of the K/V cache; the value is always 1."
-        return self._gauge("vllm:cache_config_info", info, {tuple(labels.values()): 1}, *labels)
+        return {
+            "vllm:kv_cache_usage_perc": num_used / max(1, scheduler.max_num_blocks),
+            "vllm:prefix_cache_queries": stats.num_queried_tokens,
+            "vllm:prefix_cache_hits": stats.num_hit_tokens,
+            "mlx_paged:prompt_tokens_missed": ("reason", missed),
+            "vllm:cache_config_info": (" ".join(labels), {tuple(labels.values()): 1}),
+            "mlx_paged:kv_cache_blocks": ("state", blocks),
+            "mlx_paged:kv_cache_evictions": stats.num_evictions,
+            "mlx_paged:checkpoints": stats.num_checkpoints,
+            "mlx_paged:checkpoint_bytes": stats.nbytes_checkpoints,
+            "mlx_paged:stateless_tokens": stats.num_stateless_tokens,
+            "mlx_paged:kv_cache_bytes": stats.nbytes_held,
+            "mlx_paged:kv_cache_budget_bytes": stats.nbytes_budget,
+            "mlx_paged:swapped_tokens": stats.num_swapped_tokens,
+        }
 
-    def _http(self) -> Metric:
-        labels = ("method", "path", "status")
-        metric = CounterMetricFamily(
-            "mlx_paged:http_requests",
-            "Finished HTTP requests; status 499: disconnected before the response was complete.",
-            labels=labels,
-        )
-        for (method, path, status), count in sorted(dict(self._http_counts).items()):
-            metric.add_metric([method, path, str(status)], count)
-        return metric
-
-    def _metric(
-        self,
-        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        documentation: str,
-        values: float | Mapping[Any, float],
-        *labels: str,
-    ) -> Metric:
-        """A metric with one value, or with one for each value of additional labels."""
-        metric = family(name, documentation, labels=[*self._labels, *labels])
-        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
-            more = [key] if isinstance(key, str) else key
-            metric.add_metric([*self._labels.values(), *more], value)
-        return metric
+    def _disk(self, stats: EngineStats, tier: TierCacheStats) -> dict[str, Value]:
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        events = ("read", "written", "dropped", "corrupt", "evicted")
+        return {
+            "vllm:external_prefix_cache_queries": stats.num_prompt_tokens - num_hits,
+            "vllm:external_prefix_cache_hits": stats.num_read_prompt_tokens,
+            "mlx_paged:disk_cache_blocks": tier.num_blocks,
+            "mlx_paged:disk_cache_bytes": tier.nbytes,
+            "mlx_paged:disk_cache_block_events": (
+                "event",
+                {each: getattr(tier, f"num_{each}_blocks") for each in events},
+            ),
+            "mlx_paged:disk_cache_written_bytes": tier.nbytes_written,
+            "mlx_paged:disk_cache_up": tier.failure is None,
+        }
 
     def _histogram(self, histogram: Histogram) -> Metric:
         # Counts of buckets that belong together; the sum may be an observation ahead of them.
@@ -287,6 +241,17 @@ class EngineCollector(Collector):
         buckets = list(zip(bounds, totals, strict=True))
         metric.add_metric(list(self._labels.values()), buckets, histogram.sum)
         return metric
+
+
+def _metric(name: str, value: Value, labels: Mapping[str, str]) -> Metric:
+    names, values = value if isinstance(value, tuple) else ("", {(): value})
+    known, family = (
+        (_GAUGES, GaugeMetricFamily) if name in _GAUGES else (_COUNTERS, CounterMetricFamily)
+    )
+    metric = family(name, known[name], labels=[*labels, *names.split()])
+    for key, each in values.items():
+        metric.add_metric([*labels.values(), *([key] if isinstance(key, str) else key)], each)
+    return metric
 
 
 async def metrics(context: RequestContext[Body]) -> Response:

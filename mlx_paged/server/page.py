@@ -20,8 +20,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import mlx_paged
 from mlx_paged.engine.reports import Histogram
 from mlx_paged.engine.stats import CACHED, MAX_HOLDERS, EngineView
+from mlx_paged.request import PrefixReport
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.prefix_reports import report_body
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import Body, read_query
 from mlx_paged.server.service import Service
@@ -189,11 +189,26 @@ async def cache_report(context: RequestContext[Body]) -> Response:
         "disk": None if stats.disk_tier is None else asdict(stats.disk_tier),
         "num_missed_tokens": dict(history.num_missed_tokens),
         "reports": [
-            report_body(report, service.tokenizer if query.text else None)
+            _report_body(report) | ({"text": service.texts_of(report)} if query.text else {})
             for report in reports[: query.limit]
         ],
     }
     return JSONResponse(body)
+
+
+def _report_body(report: PrefixReport) -> dict[str, Any]:
+    change = report.change()
+    return {
+        "request_id": report.request_id,
+        "prompt_tokens": report.num_prompt_tokens,
+        "cached_tokens": report.num_cached_tokens,
+        "read_tokens": report.num_read_tokens,
+        "reason": report.reason,
+        "position": report.position,
+        "compared_with": report.other_request_id,
+        "change": None if change is None else change._asdict(),
+        "explanation": report.explanation,
+    }
 
 
 async def health(context: RequestContext[Body]) -> Response:

@@ -125,15 +125,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         argv: the arguments without the program's name; by default those of this process.
         prog: the program's name in help and errors.
     """
-
-    def run(args: argparse.Namespace) -> int:
-        with warnings_as_lines(say):
-            return _run(args)
-
-    parser, mistakes = setup_arg_parser(prog), (ValueError, RuntimeError)
-    return run_program(parser, argv, run, FLAGS, mistakes=mistakes)
+    return run_program(setup_arg_parser(prog), argv, _run, FLAGS)
 
 
+@warnings_as_lines(say)
 def _run(args: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
@@ -248,21 +243,21 @@ def follow(args: argparse.Namespace) -> None:
     from mlx_paged.engine.engine import Engine
 
     warnings.simplefilter("ignore")  # rank 0 shows them
-    model, tokenizer, options = _load(args, flags.find_model(args)[0])
+    model, tokenizer, options, _ = _load(args)
     Engine(model, tokenizer, **options).follow()
 
 
 def _load(
-    args: argparse.Namespace, folder: Path
-) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """Load the model and the tokenizer of a folder; also returns the engine's options.
+    args: argparse.Namespace,
+) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
+    """:func:`flags.load_model` with ``--chat-template``.
 
     Raises:
         ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
             be read.
     """
     if args.chat_template is None:
-        return flags.load_model(args, "server", folder, None)
+        return flags.load_model(args, "server")
     try:
         template = Path(args.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -271,7 +266,7 @@ def _load(
             f"{system_reason(error)}",
             "chat_template",
         ) from error
-    return flags.load_model(args, "server", folder, {"chat_template": template})
+    return flags.load_model(args, "server", {"chat_template": template})
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -282,12 +277,13 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     """
     from mlx_paged import SamplingParams, StructuredOutputsParams
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.limits import QueueLimit, counts_of
+    from mlx_paged.engine.stats import SequenceCounts
+    from mlx_paged.server.http.limits import QueueLimit
     from mlx_paged.server.service import Service
 
-    options, (folder, own) = template_options(args), flags.find_model(args)
-    model, tokenizer, chosen = _load(args, folder)
-    engine = AsyncEngine(model, tokenizer, **chosen)
+    options = template_options(args)
+    model, tokenizer, engine_options, sampling = _load(args)
+    engine = AsyncEngine(model, tokenizer, **engine_options)
 
     # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
     # that supports no grammars fails only the requests that need one.
@@ -304,7 +300,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         tokenizer,
         model_names=tuple(name for name in names if name != ANY_NAME) or (_model_name(args.model),),
         takes_any_name=ANY_NAME in names,
-        defaults=flags.chosen_sampling(args, own),
+        defaults=sampling,
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
@@ -312,7 +308,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
-            partial(counts_of, engine),
+            partial(SequenceCounts.of, engine.engine.scheduler),
         ).admit,
         settings=settings,
     )
@@ -375,7 +371,7 @@ def _max_connections() -> int:
 
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
-    from mlx_paged.cli.descriptions import describe_engine
+    from mlx_paged.engine.descriptions import describe_engine
     from mlx_paged.server.http.http_server import url_of
 
     engine, settings = service.engine.engine, service.settings

@@ -9,10 +9,10 @@ states, and models whose layers have several caches each.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -49,14 +49,15 @@ from mlx_paged.snapshots.rows import (
 from mlx_paged.snapshots.snapshots import (
     check_has_blocks,
     check_sequence,
+    is_snapshot,
     load_sequence,
     store_sequence,
     token_ids_of,
 )
 
-MODEL = "model"
-TOKENIZER_CONFIG = "tokenizer_config"
-TOKEN_IDS = "token_ids"
+_MODEL = "model"
+_TOKENIZER_CONFIG = "tokenizer_config"
+_TOKEN_IDS = "token_ids"
 
 
 def export_prompt_cache(
@@ -154,9 +155,9 @@ def written_prompt_cache(
         empty if layer is None else _filled(empty, cache.config, layer, rows, num_tokens)
         for empty, layer in stock
     ]
-    metadata = {MODEL: model_name or checked.name or "", TOKENIZER_CONFIG: "{}"}
+    metadata = {_MODEL: model_name or checked.name or "", _TOKENIZER_CONFIG: "{}"}
     if token_ids is not None:
-        metadata[TOKEN_IDS] = json.dumps(list(token_ids))
+        metadata[_TOKEN_IDS] = json.dumps(list(token_ids))
     with system_errors(file, "written"), replaced_file(file) as stream:
         save_prompt_cache(cast(Any, stream), filled, metadata)  # or whatever MLX writes to
 
@@ -257,7 +258,7 @@ class PromptCacheFile:
                 "window",
             )
         self._caches, self.metadata = read_prompt_cache(self.file)
-        named = self.metadata.get(MODEL)
+        named = self.metadata.get(_MODEL)
         if named and not allow_other_model and not may_be_called(checked, named):
             raise SnapshotError(
                 self.file,
@@ -281,7 +282,7 @@ class PromptCacheFile:
             raise SnapshotError(self.file, f"has layers of {sorted(lengths)} tokens")
         (self.num_tokens,) = lengths
         self.token_ids: list[int] | None = None
-        if TOKEN_IDS in self.metadata:
+        if _TOKEN_IDS in self.metadata:
             self.token_ids = token_ids_of(self.file, self.metadata)
             self.check_token_ids(self.token_ids)
 
@@ -351,6 +352,48 @@ class PromptCacheFile:
                 except Exception as error:  # MLX reads the file lazily
                     raise _unreadable(self.file, error) from error
         return RowTier(self._config, rows, headers, self.num_tokens)
+
+
+class PrefixFacts(NamedTuple):
+    """What a file with the K/V of a prefix says before a model is loaded.
+
+    Args:
+        is_snapshot: whether it is a snapshot, which says nothing then, or a prompt cache.
+        model: the name that mlx-lm was given.
+        tokenizer_config: fields in the place of those of the model's ``tokenizer_config.json``.
+    """
+
+    file: Path
+    is_snapshot: bool = True
+    model: str | None = None
+    tokenizer_config: Mapping[str, Any] = {}
+
+    @classmethod
+    def read(cls, path: str) -> PrefixFacts:
+        """Raises :class:`SnapshotError` unless the file is a snapshot, or a prompt cache of
+        mlx-lm's with token ids.
+        """
+        file = check_path(path)
+        if is_snapshot(file):
+            return cls(file)
+        _, metadata = read_prompt_cache(file)
+        if _TOKEN_IDS not in metadata:
+            raise SnapshotError(
+                file,
+                "does not contain the ids of its tokens, like all prompt caches that mlx-lm makes; "
+                "give its text as the first message, and --cache-dir to keep the K/V",
+            )
+        try:
+            config = json.loads(metadata.get(_TOKENIZER_CONFIG, "{}"))
+            if not isinstance(config, dict):
+                raise ValueError(f"{shown(config)} is not a mapping")
+        except (ValueError, RecursionError) as error:
+            raise SnapshotError(
+                file, f"has a tokenizer_config that can't be read: {error}"
+            ) from error
+        # A file must not be able to allow the execution of code.
+        config.pop("trust_remote_code", None)
+        return cls(file, False, metadata.get(_MODEL) or None, config)
 
 
 def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:

@@ -569,16 +569,30 @@ def test_a_broken_generation_config_can_be_left_out(talk, model_folder: Callable
     assert sampling(talk, folder, "--no-generation-config") == "greedy"
 
 
+REPETITIVE = "repeat: one two three four. one two three four. one two three four. one two"
+
+
 @pytest.mark.parametrize("drafter", [[], ["--draft-model", str(demo_model_path())]], ids=str)
 def test_drafts_change_no_answer_and_are_counted(run_chat: Callable[..., Any], drafter: list[str]):
-    message = "repeat: one two three four. one two three four. one two three four. one two"
-    status, plain, errors = run_chat(message, "-m", "40")
+    status, plain, errors = run_chat(REPETITIVE, "-m", "40")
     assert status == 0 and "drafts" not in errors
-    status, answer, errors = run_chat(message, "-m", "40", "--num-draft-tokens", "7", *drafter)
+    status, answer, errors = run_chat(REPETITIVE, "-m", "40", "--num-draft-tokens", "7", *drafter)
     assert (status, answer) == (0, plain)
     if not drafter:  # A model of the same size does not pay as a draft model.
-        figures = re.search(r"\| (\d+) of (\d+) drafts accepted \|", errors)
-        assert figures is not None and 0 < int(figures[1]) <= int(figures[2])
+        words = r"\| (\d+\.\d) tokens per step, drafts accepted (\d+)%(, \d+%)* \|"
+        figures = re.search(words, errors)
+        assert figures is not None and float(figures[1]) > 1 and 0 < int(figures[2]) <= 100
+
+
+def test_all_figures_of_drafts_are_in_verbose_answers_and_in_stats(talk):
+    flags = ("-m", "40", "--num-draft-tokens", "7", "--verbose")
+    errors = talk(REPETITIVE, "/stats", argv=flags)[2]
+    answer, stats = re.findall(
+        r"rafts: (\d+ of \d+ accepted \(\d+\.\d%\), by position \d+%(?:, \d+%)*); "
+        r"\d\.\d tokens per step(?: with drafts)?\n",
+        errors,
+    )
+    assert answer == stats
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_reasoning_stands_apart(
 ):
     from mlx_paged.answers.dialect import AnswerFormat, Dialect
     from mlx_paged.answers.formats import REASONING
-    from mlx_paged.cli.chat.dialogue import Piece, ThinkingSplitter
+    from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 
     pieces = [Piece("<think>17 + ", True), Piece("25\n</think>", True), Piece("\n\n42", False)]
-    monkeypatch.setattr(ThinkingSplitter, "add", lambda *_: [])
-    monkeypatch.setattr(ThinkingSplitter, "finish", lambda *_: pieces)
+    monkeypatch.setattr(ReasoningSplitter, "add", lambda *_: [])
+    monkeypatch.setattr(ReasoningSplitter, "finish", lambda *_: pieces)
     with_marks = AnswerFormat(Dialect(reasoning=REASONING[0]))
     monkeypatch.setattr(AnswerFormat, "of", lambda *_: with_marks)
     answer = json.loads(run_chat("--json", QUESTION, *flags)[1])

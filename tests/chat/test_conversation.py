@@ -36,6 +36,12 @@ def converse(
     return Conversation(engine, tokenizer, **options)
 
 
+def ask_again(conversation: Conversation, text: str | None = None, **options):
+    assert conversation.last_turn is not None
+    before, last = conversation.last_turn
+    return list(conversation.ask(last if text is None else text, before=before, **options))
+
+
 def ask(conversation: Conversation, text: str, max_tokens: int = 30):
     responses = list(conversation.ask(text, SamplingParams(max_tokens=max_tokens)))
     return "".join(r.text for r in responses), responses[-1]
@@ -69,7 +75,7 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
     conversation = converse(model_and_tokenizer)
     ask(conversation, "hello")
     conversation.messages[-1]["content"] = "<think>long reasoning</think>Hi!"
-    rendered = conversation.encode().token_ids
+    rendered = conversation.encode(conversation.messages).token_ids
     assert "reasoning" not in model_and_tokenizer[1].decode(rendered)
     first_turn = len(conversation.tokens)
     _, last = ask(conversation, "again")
@@ -81,12 +87,17 @@ def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_befor
 ):
     conversation, prompts = converse(model_and_tokenizer), list[Prompt]()
     encode = conversation.encode
-    monkeypatch.setattr(conversation, "encode", lambda: prompts.append(encode()) or prompts[-1])
+
+    def noted(messages: list[dict]) -> Prompt:
+        prompts.append(encode(messages))
+        return prompts[-1]
+
+    monkeypatch.setattr(conversation, "encode", noted)
     ask(conversation, "hello", max_tokens=8)
     first = list(conversation.tokens)
     ask(conversation, "again", max_tokens=8)
     for text in (None, "and again"):
-        list(conversation.ask_again(text, SamplingParams(max_tokens=8)))
+        ask_again(conversation, text, params=SamplingParams(max_tokens=8))
         assert prompts[-1].before.all_token_ids() == first
         assert conversation.tokens[: len(first)] == first
 
@@ -94,10 +105,11 @@ def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_befor
 def test_no_thinking_reaches_the_template(model_and_tokenizer):
     model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
     prompts = {}
-    for enable_thinking in (True, False):
-        conversation = converse(model_and_tokenizer, enable_thinking=enable_thinking)
-        conversation.messages = [{"role": "user", "content": "hi"}]
-        prompts[enable_thinking] = model_and_tokenizer[1].decode(conversation.encode().token_ids)
+    message = {"role": "user", "content": "hi"}
+    for thinks in (True, False):
+        options = {"enable_thinking": thinks}
+        conversation = converse(model_and_tokenizer, template_options=options)
+        prompts[thinks] = model_and_tokenizer[1].decode(conversation.encode([message]).token_ids)
     assert prompts[False] == prompts[True] + "<think></think>"
 
 
@@ -210,7 +222,7 @@ def test_a_turn_that_the_template_refuses_leaves_the_conversation_as_it_was(mode
     model_and_tokenizer[1].chat_template = "{{ raise_exception('no') }}"
     for try_it in (
         lambda: ask(conversation, "What is my name?"),
-        lambda: list(conversation.ask_again()),
+        lambda: ask_again(conversation),
         lambda: conversation.set_system_prompt("Be brief."),
         lambda: conversation.load_messages([{"role": "user", "content": "x"}]),
     ):
@@ -228,12 +240,12 @@ def test_an_answer_again_reuses_its_prompt_and_is_the_answer_of_a_fresh_conversa
     conversation = converse(model_and_tokenizer, kind)
     ask(conversation, "My name is Tom.")
     expected, last = ask(conversation, "What is my name?")
-    responses = list(conversation.ask_again(params=SamplingParams(max_tokens=30)))
+    responses = ask_again(conversation, params=SamplingParams(max_tokens=30))
     assert "".join(r.text for r in responses) == expected
     assert responses[-1].cached_tokens > last.prompt_tokens - 17 and len(conversation.messages) == 4
-    edited = list(conversation.ask_again("What is 3 + 4?", SamplingParams(max_tokens=30)))
+    edited = ask_again(conversation, "What is 3 + 4?", params=SamplingParams(max_tokens=30))
     assert "".join(r.text for r in edited) == "3 + 4 = 7"
-    assert conversation.last_user_text == "What is 3 + 4?" and len(conversation.messages) == 4
+    assert conversation.last_turn[1] == "What is 3 + 4?" and len(conversation.messages) == 4
 
 
 def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(model_and_tokenizer):
@@ -245,7 +257,7 @@ def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(mode
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(conversation.ask_again("What is 3 + 4?", progress=stop))
+        ask_again(conversation, "What is 3 + 4?", progress=stop)
     assert conversation.messages == messages
 
 

@@ -13,7 +13,8 @@ from helpers.terminal import screen_lines
 
 from mlx_paged.answers.dialect import PLAIN, AnswerFormat, Dialect
 from mlx_paged.answers.formats import REASONING
-from mlx_paged.cli.chat.dialogue import Dialogue, Piece, ThinkingSplitter
+from mlx_paged.answers.tokens import Piece, ReasoningSplitter
+from mlx_paged.cli.chat.dialogue import Dialogue
 from mlx_paged.cli.chat.program import Settings, setup_arg_parser
 from mlx_paged.cli.chat.terminal import Reader, Screen
 
@@ -30,8 +31,8 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     """Neighbours of one kind put together."""
     whole: list[Piece] = []
     for piece in pieces:
-        if whole and whole[-1].is_thinking == piece.is_thinking:
-            whole[-1] = Piece(whole[-1].text + piece.text, piece.is_thinking)
+        if whole and whole[-1].is_reasoning == piece.is_reasoning:
+            whole[-1] = Piece(whole[-1].text + piece.text, piece.is_reasoning)
         else:
             whole.append(piece)
     return whole
@@ -40,7 +41,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 def split(
     texts: list[str], is_thinking: bool = False, answer_format: AnswerFormat = SPELLED_OUT
 ) -> list[Piece]:
-    splitter = ThinkingSplitter(replace(answer_format, is_thinking=is_thinking))
+    splitter = ReasoningSplitter(replace(answer_format, is_thinking=is_thinking))
     pieces = [piece for text in texts for piece in splitter.add(text)]
     return joined([*pieces, *splitter.finish()])
 
@@ -63,7 +64,7 @@ def test_reasoning_may_begin_in_the_prompt_and_may_never_end():
 
 
 def test_nothing_is_held_back_that_can_not_become_a_mark():
-    splitter = ThinkingSplitter(SPELLED_OUT)
+    splitter = ReasoningSplitter(SPELLED_OUT)
     assert splitter.add("a < b") == [Piece("a < b", False)]
     assert splitter.add("a <thi") == [Piece("a ", False)]
 
@@ -71,7 +72,7 @@ def test_nothing_is_held_back_that_can_not_become_a_mark():
 def test_marks_that_are_tokens_are_found_by_them_and_spelled_out_ones_are_text():
     tokens = {"<think>": (7, True), "</think>": (8, True)}
     dialect = Dialect.of_tokens(None, REASONING[0], tokens)
-    splitter = ThinkingSplitter(AnswerFormat(dialect))
+    splitter = ReasoningSplitter(AnswerFormat(dialect))
     said = [("Well. ", 1), ("<think>", 7), ("a </thi", 1), ("nk>", 2), ("</think>", 8), ("b", 3)]
     pieces = [piece for text, token in said for piece in splitter.add(text, token)]
     assert joined([*pieces, *splitter.finish()]) == [
@@ -100,15 +101,14 @@ def shown(
         monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
     screen = Screen({"TERM": "xterm"} if environ is None else environ)
     settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
-    conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[])
 
-    def ask(*, params: Any, progress: Any) -> Iterator[Any]:
+    def ask(*_: Any, **__: Any) -> Iterator[Any]:
         for letter in answer:
             yield SimpleNamespace(text=letter, token=1, finish_reason=None)
 
     monkeypatch.setattr(f"{Dialogue.__module__}.describe_answer", lambda *_: "[figures]")
-    dialogue = Dialogue([conversation], settings, screen, Reader())
-    assert dialogue.show(ask) is False  # type: ignore[arg-type]
+    conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[], ask=ask)
+    assert Dialogue([conversation], settings, screen, Reader()).ask("17 + 25?") is False
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -149,15 +149,14 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     screen = Screen({"TERM": "xterm"})
     settings = Settings(setup_arg_parser().parse_args([]), {})
-    conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
-    dialogue = Dialogue([conversation], settings, screen, Reader())
 
-    def fail(*, params: Any, progress: Any) -> Iterator[Any]:
+    def fail(*_: Any, **__: Any) -> Iterator[Any]:
         yield SimpleNamespace(text="The first", token=1)
         raise RuntimeError("the GPU is gone")
 
+    conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[], ask=fail)
     with pytest.raises(RuntimeError, match="gone"):
-        dialogue.show(fail)  # type: ignore[arg-type]
+        Dialogue([conversation], settings, screen, Reader()).ask("hello")
     screen.warn("a warning")
     screen.answer("The second")
     screen.finish_answer()

@@ -72,8 +72,8 @@ class Model:
         cuts = self.states.cuts(seq, begin, until - num_drafts, SIZE)
         newest = {seq: SequenceState(until, text[:until])}
         at_block_ends = {seq: [(cut, text[: cut.num_tokens]) for cut in cuts]}
-        drafted = [seq] if num_drafts else []
-        self.states.end_step(newest, at_block_ends, manager.tables, drafted)
+        before = {seq: SequenceState(begin, text[:begin])} if num_drafts else {}
+        self.states.end_step(newest, at_block_ends, manager.tables, before)
         check_manager(manager)
         return num_hit
 

@@ -19,6 +19,7 @@ from mlx_paged.loading import demo_model_path
 from mlx_paged.loading.launched import files_facts
 from mlx_paged.models import qwen3
 from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead
 
 
 def model_of(**changes: Any) -> qwen3.Model:
@@ -110,10 +111,11 @@ def test_a_model_that_can_not_be_split_says_so():
 
 
 def test_a_draft_model_is_refused_by_name():
-    model, draft_model = model_of(), model_of()
+    model = model_of()
     model.shard(FakeGroup(2))
-    with pytest.raises(ArgumentError, match="draft_model can't be combined with several ranks"):
-        Engine(model, draft_model=draft_model, kv_cache_bytes="8blocks")
+    for draft_model in (model_of(), DraftHead(model, LAYOUTS["qwen3"])):
+        with pytest.raises(ArgumentError, match="draft_model can't be combined with several ranks"):
+            Engine(model, draft_model=draft_model, kv_cache_bytes="8blocks")
 
 
 def test_files_that_differ_in_one_byte_have_other_facts(tmp_path: Path):

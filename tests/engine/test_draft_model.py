@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from mlx.utils import tree_flatten, tree_map
 from paged_testing.lazy_metal import lazy_metal
 
-from mlx_paged import LLM, demo_model_path, generate
+from mlx_paged import LLM, StructuredOutputsParams, demo_model_path, generate
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.request import PENDING_TOKEN
+from mlx_paged.engine.scheduling.batch import Batch
+from mlx_paged.engine.speculation.draft_model import DraftState
 from mlx_paged.engine.speculation.speculation import Speculation, StepCost
 from mlx_paged.loading import load_draft_model
 from mlx_paged.models import qwen3
@@ -70,7 +75,7 @@ def test_requests_of_every_kind_get_the_same_as_without(
     drafting = workload.run(model, draft_model=draft_model, speculation=eager, run_ahead=is_ahead)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
 
 
 @pytest.mark.slow
@@ -96,8 +101,82 @@ def test_a_model_that_makes_its_own_drafts_is_always_right(model: qwen3.Model, p
         first |= run(engine)
     stats = engine.stats()
     assert stats.num_hit_tokens > 0
-    assert 20 < stats.num_accepted_tokens == stats.num_drafted_tokens
+    assert 20 < stats.spec_decoding.num_accepted_tokens == stats.spec_decoding.num_draft_tokens
     assert_same(first["second"], first["first"])
+
+
+# Grammars
+
+WORDS = StructuredOutputsParams(regex="(name: [a-z]{1,9}, [0-9]{2}. ){30}")
+
+
+@pytest.mark.parametrize("reasons", [False, True], ids=["structured", "reasoning first"])
+def test_drafts_of_a_model_keep_to_the_grammar(demo: tuple[Any, Any], reasons: bool):
+    """The model is its own draft model, so each draft is right if its mask is, at each depth and
+    where the structure begins. "name" is forced, which takes no draft model.
+    """
+    model, tokenizer = demo
+    words = WORDS
+    if reasons:
+        end = ask_alone(model, tokenizer.encode(FACTS), greedy(9))[6:8]
+        words = dataclasses.replace(WORDS, begin_after=end)
+    asks = {
+        "greedy": greedy(40, structured_outputs=words),
+        "sampled": sampled(3, 40, structured_outputs=words, top_p=0.9, n=2),
+        "free": sampled(4, 40),
+        "penalised": greedy(40, structured_outputs=words, presence_penalty=0.3),
+    }
+
+    def ask_all(engine: Engine) -> dict[str, RequestOutput]:
+        for name, params in asks.items():
+            engine.add_request(name, FACTS, params)
+        return run(engine)
+
+    plain = ask_all(make_engine(model, tokenizer))
+    engine = make_engine(model, tokenizer, draft_model=model)
+    engine.scheduler.speculation = eager(engine)
+    launch, num_forced = engine.runner.launch, 0
+
+    def counting(batch: Batch, awaited: Any) -> mx.array:
+        nonlocal num_forced
+        num_forced += sum(PENDING_TOKEN not in part.draft_token_ids for part in batch.drafted)
+        return launch(batch, awaited)
+
+    engine.runner.launch = counting  # type: ignore[method-assign]
+    drafting = ask_all(engine)
+    for name in asks:
+        assert_same(drafting[name], plain[name])
+        for each in drafting[name].outputs:
+            drafts = each.spec_decoding
+            assert drafts.num_accepted_tokens > 10
+            assert name == "penalised" or drafts.acceptance_rate == 1
+    assert num_forced > 4
+
+
+def test_drafts_are_not_read_within_a_step_without_a_grammar(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(model, draft_model=model)
+    engine.scheduler.speculation = eager(engine)
+    launch, read, is_launching = engine.runner.launch, DraftState.read_drafts, False
+
+    def launching(batch: Batch, awaited: Any) -> mx.array:
+        nonlocal is_launching
+        is_launching = True
+        logits = launch(batch, awaited)
+        is_launching = False
+        return logits
+
+    def reading(state: DraftState) -> list[int]:
+        assert not is_launching
+        return read(state)
+
+    engine.runner.launch = launching  # type: ignore[method-assign]
+    monkeypatch.setattr(DraftState, "read_drafts", reading)
+    engine.add_request("a", prompt(20), sampled(1, 30, logit_bias={3: 2.0}, min_tokens=9))
+    run(engine)
+    stats = engine.stats().spec_decoding
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
@@ -116,7 +195,8 @@ def test_preempted_requests_keep_the_draft_models_context(model: qwen3.Model, sw
         engine.add_request(name, tokens, params)
     outputs = run(engine)
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_accepted_tokens == stats.num_drafted_tokens
+    assert stats.num_preemptions > 0
+    assert stats.spec_decoding.num_accepted_tokens == stats.spec_decoding.num_draft_tokens
     for name, (tokens, params) in asks.items():
         assert outputs[name].outputs[0].token_ids == ask_alone(model, tokens, params)
 
@@ -152,7 +232,7 @@ def test_what_does_not_pay_is_tried_less_and_less_but_not_given_up(model: qwen3.
     drafted: list[int] = []
     while engine.has_unfinished_requests():
         engine.step()
-        drafted.append(engine.stats().num_drafted_tokens)
+        drafted.append(engine.stats().spec_decoding.num_draft_tokens)
     assert drafted[20] > 0 and drafted[20] < drafted[-1] < 100
 
 
@@ -164,12 +244,12 @@ def test_the_next_turn_of_a_conversation_knows_what_does_not_pay(model: qwen3.Mo
         engine.runner.draft_model, 3, StepCost.linear(1, 0.1), StepCost.linear(0.2, 0.01)
     )
     first = answer(engine, prompt(50), greedy(20)).outputs[0]
-    assert first.num_drafted_tokens > 0
+    assert first.spec_decoding.num_draft_tokens > 0
     for history in (prompt(50) + first.token_ids, prompt(50)):  # without its answer, too
         later = answer(engine, history + prompt(20, seed=9), greedy(20)).outputs[0]
-        assert later.num_drafted_tokens == 0
+        assert later.spec_decoding.num_draft_tokens == 0
     new = answer(engine, prompt(50, seed=7), greedy(20)).outputs[0]
-    assert new.num_drafted_tokens > 0
+    assert new.spec_decoding.num_draft_tokens > 0
 
 
 def test_its_kv_count_in_the_budget(model: qwen3.Model, draft_model: qwen3.Model):
@@ -205,11 +285,14 @@ def test_another_tokenizer_is_refused(demo: tuple[Any, Any]):
         load_draft_model(demo_model_path(), tokenizer)
 
 
-def test_every_door_takes_one(demo: tuple[Any, Any]):
+def test_every_door_takes_one(demo: tuple[Any, Any], tmp_path: Path):
     model, tokenizer = demo
     plain = generate(model, tokenizer, FACTS, max_tokens=30)
     assert generate(model, tokenizer, FACTS, max_tokens=30, draft_model=model) == plain
-    llm = LLM(demo_model_path(), draft_model=demo_model_path(), kv_cache_bytes="100blocks")
+    # The model's own folder would stand for the head in it.
+    copied = shutil.copytree(demo_model_path(), tmp_path / "copied")
+    llm = LLM(demo_model_path(), draft_model=copied, kv_cache_bytes="100blocks")
     llm.engine.scheduler.speculation = eager(llm.engine)
     (output,) = llm.generate(FACTS, greedy(30))
-    assert output.outputs[0].text == plain and output.outputs[0].num_accepted_tokens > 10
+    assert output.outputs[0].text == plain
+    assert output.outputs[0].spec_decoding.num_accepted_tokens > 10

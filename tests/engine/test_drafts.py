@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from helpers.completions import new_completion
@@ -180,3 +182,40 @@ def test_rows_that_a_recurrent_model_computes_again_count():
 
 def test_where_rows_cost_nothing_all_are_tried():
     assert counts(Speculation(), 0.99, 0.3) == [7, 7]
+
+
+# Grammars
+
+
+class AGrammar:
+    """Forces ``forced`` next, and allows the tokens below ``limit``."""
+
+    def __init__(self, forced: Sequence[int] = (), limit: int = 9):
+        self.forced, self.limit = forced, limit
+
+    def forced_tokens(self, completion: Completion) -> Sequence[int]:
+        return self.forced
+
+    def num_allowed(self, completion: Completion, drafts: list[int]) -> int:
+        return len(list(itertools.takewhile(lambda token: token < self.limit, drafts)))
+
+
+def constrained(grammar: AGrammar, text: str) -> Completion:
+    completion = request_of(text)
+    completion.sampling_state = SimpleNamespace(grammar=grammar)
+    return completion
+
+
+def test_what_a_grammar_forces_is_as_good_as_accepted():
+    rule = speculation(StepCost.linear(4, 1), num_draft_tokens=5)
+    requests = [constrained(AGrammar([7, 8]), "a"), constrained(AGrammar([7] * 9), "a")]
+    assert rule.num_drafts(requests, [1, 1], 2, 2) == [2, 5]
+    assert [list(rule.propose(each, 5)) for each in requests] == [[7, 8], [7] * 5]
+    # The look-up has nothing for them, and ranks that follow another one have no grammars.
+    assert replace(rule, reads_grammars=False).num_drafts(requests, [1, 1], 2, 2) == [0, 0]
+
+
+def test_what_is_looked_up_ends_where_the_grammar_forbids_it():
+    request = constrained(AGrammar(limit=4), "abcdabcdeabc")
+    assert list(speculation(StepCost.linear(4, 1)).propose(request, 7)) == [3]
+    assert proposed(request) == "deabcde"

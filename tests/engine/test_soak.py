@@ -55,7 +55,7 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         "shrunk bytes",
     ):
         assert counts[kind] > 0, kind
-    assert (stats.num_accepted_tokens > 20) == (num_drafts > 0)
+    assert (stats.spec_decoding.num_accepted_tokens > 20) == (num_drafts > 0)
     assert (
         stats.num_preemptions > (1 if num_drafts else 5)
         and stats.num_evictions > 10
@@ -83,7 +83,7 @@ def test_formats_windows_and_drafts_go_together(large_kv_model: qwen3.Model, see
     counts, stats = soak.counts, soak.engine.stats()
     for kind in ("length", "abort", "error", "forked", "interruptions", "failed steps"):
         assert counts[kind] > 0, kind
-    assert stats.num_accepted_tokens > 0
+    assert stats.spec_decoding.num_accepted_tokens > 0
     assert stats.num_preemptions > 0 and stats.num_hit_tokens > 200
     for number in random.Random(0).sample(range(80), 6):
         soak.check_tokens(make_request(soak.seed, number, 61))

@@ -4,6 +4,7 @@ an engine without drafts.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -25,11 +26,12 @@ from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
+from mlx_paged import StructuredOutputsParams
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation.speculation import Drafter, PromptLookup, Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.options.sampling_params import SamplingParams
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import RequestOutput, SpecDecodingStats
 
 FACTS = "The code of apple is 4821. " * 6
 
@@ -47,7 +49,7 @@ def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind
     drafting = workload.run(model, speculation=speculation, **options)
     assert_all_same_but_aborts(drafting, plain)
     stats = drafting.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert 0 < stats.spec_decoding.num_accepted_tokens < stats.spec_decoding.num_draft_tokens
     if kind != "basic":  # whose forks take blocks of their own
         assert drafting.engine.scheduler.num_steps < plain.engine.scheduler.num_steps
 
@@ -86,7 +88,7 @@ def test_quantised_kv_and_windows_get_the_same_as_without(
     speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
     drafting = workload.run(kernel_model, run_ahead=is_ahead, speculation=speculation, **options)
     assert_all_same_but_aborts(drafting, plain)
-    assert drafting.engine.stats().num_accepted_tokens > 20
+    assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 20
 
 
 def test_kernels_verify_runs_behind_replayed_decodes(kernel_model: qwen3.Model):
@@ -116,8 +118,8 @@ def test_texts_and_stop_texts_are_the_same_as_without(demo: tuple[Any, Any]):
             engine.add_request(name, FACTS, params)
         outputs[num_draft_tokens] = run(engine)
         stats = engine.stats()
-        assert stats.num_drafted_tokens >= stats.num_accepted_tokens
-        assert (stats.num_accepted_tokens > 30) == (num_draft_tokens > 0)
+        assert stats.spec_decoding.num_draft_tokens >= stats.spec_decoding.num_accepted_tokens
+        assert (stats.spec_decoding.num_accepted_tokens > 30) == (num_draft_tokens > 0)
         assert_nothing_held(engine)
     for name, output in outputs[0].items():
         assert_same(outputs[3][name], output)
@@ -136,6 +138,44 @@ def test_repetitive_text_takes_less_than_half_of_the_steps(demo: tuple[Any, Any]
     assert num_steps[7] < num_steps[0] / 2 == 40
 
 
+def test_what_a_grammar_forces_is_drafted_without_a_look_up(demo: tuple[Any, Any]):
+    names = ["is_a_tiger", "has_a_guitar", "likes_rain"]
+    properties = {name: {"type": "boolean"} for name in names}
+    schema = {"properties": properties, "required": names, "additionalProperties": False}
+    wanted = StructuredOutputsParams(json={"type": "object", **schema})
+    for params in (greedy(60), sampled(1, 60, n=2)):
+        params = params.clone(structured_outputs=wanted)
+        plain = make_engine(*demo, run_ahead=False)
+        drafting = make_engine(*demo, run_ahead=False, num_draft_tokens=7)
+        outputs = [answer(engine, "Once upon a time", params) for engine in (plain, drafting)]
+        assert_same(outputs[1], outputs[0])
+        assert drafting.scheduler.num_steps < plain.scheduler.num_steps / 2
+        stats = drafting.stats().spec_decoding
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
+
+
+def test_the_look_up_proposes_nothing_that_a_grammar_forbids(demo: tuple[Any, Any]):
+    """The prompt repeats words that the answer may not have, after one that it has."""
+    tokens = demo[1].encode("the code of apple is 4821. " * 6)
+    wanted = StructuredOutputsParams(regex="the code of [a-z]{3,9} is [a-z]{20,30}")
+    params = greedy(12, structured_outputs=wanted)
+    plain, drafting = make_engine(*demo), make_engine(*demo, num_draft_tokens=7)
+    drafting.scheduler.speculation = EagerSpeculation(PromptLookup(), 7)
+    proposed: list[list[int]] = []
+    launch = drafting.runner.launch
+
+    def noting(batch: Any, awaited: Any) -> mx.array:
+        proposed.extend(
+            [*part.completion.output_token_ids, *part.draft_token_ids] for part in batch.drafted
+        )
+        return launch(batch, awaited)
+
+    drafting.runner.launch = noting  # type: ignore[method-assign]
+    assert_same(answer(drafting, tokens, params), answer(plain, tokens, params))
+    texts = [demo[1].decode(each) for each in proposed]
+    assert texts and not any(re.search("[0-9]", each) for each in texts)
+
+
 def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(model: qwen3.Model):
     engine = make_engine(model, num_draft_tokens=3, run_ahead=True)
     engine.add_request("a", prompt(20), sampled(1, 40))
@@ -143,7 +183,7 @@ def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(m
     while engine.has_unfinished_requests():
         engine.step()
         num_ahead += bool(engine.steps.in_flight)
-    assert num_ahead == 39 and engine.stats().num_drafted_tokens == 0
+    assert num_ahead == 39 and engine.stats().spec_decoding.num_draft_tokens == 0
 
 
 # What a drafted step leaves
@@ -185,7 +225,7 @@ def test_drafts_end_where_the_answer_ends(model: qwen3.Model):
     assert output.token_ids == ask_alone(model, prompt(20), greedy(13))
     # The prompt gives one token, 7 drafts 8, and the last 4 of 13 need 3 drafts.
     assert counts_of(engine) == [(7, 7), (3, 3)]
-    assert (output.num_drafted_tokens, output.num_accepted_tokens) == (10, 10)
+    assert output.spec_decoding == SpecDecodingStats((2, 2, 2, 1, 1, 1, 1), (2, 2, 2, 1, 1, 1, 1))
 
 
 def test_drafts_end_where_the_context_ends(model: qwen3.Model):
@@ -200,7 +240,9 @@ def test_a_token_that_ends_the_answer_drops_the_drafts_behind_it(model: qwen3.Mo
     output = answer(engine, prompt(20), greedy(20, stop_token_ids=[tokens[4]])).outputs[0]
     end = tokens.index(tokens[4]) + 1
     assert (output.token_ids, output.finish_reason) == (tokens[:end], "stop")
-    assert counts_of(engine) == [(7, end - 1)]
+    # They were not verified, so they count neither in the figures nor in the acceptance.
+    assert counts_of(engine) == [(end - 1, end - 1)]
+    assert output.spec_decoding == SpecDecodingStats.of_step(end - 1, end - 1)
 
 
 def test_drafts_leave_a_step_its_budget(model: qwen3.Model):
@@ -244,7 +286,7 @@ def test_rejected_drafts_give_their_blocks_back(model: qwen3.Model):
         stats = engine.stats()
         # As many as the tokens need that have K/V.
         assert stats.num_used_blocks == -(-stats.num_tokens // 8)
-    assert engine.stats().num_drafted_tokens > 20
+    assert engine.stats().spec_decoding.num_draft_tokens > 20
 
 
 def test_blocks_that_drafts_filled_are_found_by_the_next_turn(model: qwen3.Model):
@@ -301,7 +343,7 @@ def test_settings_that_read_the_tokens_before_are_drawn_one_by_one(model: qwen3.
         engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, knows(answers))
         engine.add_request("a", prompt(20), params)
         assert_same(run(engine)["a"], expected)
-        assert engine.stats().num_accepted_tokens > 5
+        assert engine.stats().spec_decoding.num_accepted_tokens > 5
         assert seen in ([], list(range(20, 40))) and len(calls) in (0, 20)
 
 
@@ -326,7 +368,7 @@ def test_a_step_that_fails_with_drafts_is_run_again_without(
     outputs = run(engine)
     for name, size in (("a", 20), ("b", 30)):
         assert outputs[name].outputs[0].token_ids == ask_alone(model, prompt(size), params)
-    assert engine.stats().num_accepted_tokens == 0
+    assert engine.stats().spec_decoding.num_accepted_tokens == 0
 
 
 def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_before(

@@ -126,7 +126,8 @@ def test_answers_of_random_schemas_are_valid_and_the_same_under_preemption(
         for completion in outputs[name].outputs
     ]
     assert ends.count("stop") == len(ends) > 12
-    drafted = sum(each.num_accepted_tokens for out in outputs.values() for each in out.outputs)
+    completions = [each for out in outputs.values() for each in out.outputs]
+    drafted = sum(each.spec_decoding.num_accepted_tokens for each in completions)
     assert (drafted > 0) == is_drafting
     # One by one, waiting, with room for all; once for all ways.
     known = known_of(demo[0])

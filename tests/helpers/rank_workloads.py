@@ -101,7 +101,7 @@ def run_workload(workload: Workload) -> dict[str, Any]:
     return {
         "answers": [_answer(output) for output in outputs],
         "preemptions": stats.num_preemptions,
-        "accepted drafts": stats.num_accepted_tokens,
+        "accepted drafts": stats.spec_decoding.num_accepted_tokens,
         "steps": engine.scheduler.num_steps,
         "blocks": engine.scheduler.max_num_blocks,
         "blocks left in use": stats.num_used_blocks,

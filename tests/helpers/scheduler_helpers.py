@@ -320,8 +320,10 @@ class FakeEngine:
             self.scheduler.append_token(completion, token)
             if token != draft or completion.is_finished:
                 break
+        num_drafts = num_accepted if token == draft else len(part.draft_token_ids)
+        self.scheduler.verification.count(completion, num_drafts, num_accepted)
         self.scheduler.verification.end(completion)
-        self.scheduler.speculation.drafter.note(completion, len(part.draft_token_ids), num_accepted)
+        self.scheduler.speculation.drafter.note(completion, num_drafts, num_accepted)
         self.counts["drafted"] += len(part.draft_token_ids)
         self.counts["accepted"] += num_accepted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,73 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load, load_draft_model
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
+from mlx_paged.models.mlx_lm.gemma4_assistant import Assistant
 
 Tensors = dict[str, mx.array]
 QWENS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NEXTS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+
+# What the tensors of published heads are called, in models of three layers or as many as theirs.
+PUBLISHED = {
+    "step3p5": {
+        "projection": "model.layers.3.eh_proj",
+        "embedding_norm": "model.layers.3.enorm",
+        "hidden_norm": "model.layers.3.hnorm",
+        "end_norm": "model.layers.3.transformer.shared_head.norm",
+        "lm_head": "model.layers.3.transformer.shared_head.output",
+        "layer": "model.layers.3",
+    },
+    "mimo": {
+        "projection": "model.mtp_layers.0.input_proj",
+        "embedding_norm": "model.mtp_layers.0.token_layernorm",
+        "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
+        "end_norm": "model.mtp_layers.0.final_layernorm",
+        "layer": "model.mtp_layers.0",
+    },
+    "mimo_v2_flash": {
+        "projection": "model.mtp.layers.0.eh_proj",
+        "embedding_norm": "model.mtp.layers.0.enorm",
+        "hidden_norm": "model.mtp.layers.0.hnorm",
+        "end_norm": "model.mtp.layers.0.final_layernorm",
+        "layer.post_attention_layernorm": "model.mtp.layers.0.pre_mlp_layernorm",
+        "layer": "model.mtp.layers.0",
+    },
+    "ernie4_5_moe": {
+        "projection": "model.mtp_linear_proj.0",
+        "embedding_norm": "model.mtp_emb_norm.0",
+        "hidden_norm": "model.mtp_hidden_norm.0",
+        "layer": "model.mtp_block.0",
+    },
+    "longcat_flash": {
+        "projection": "model.mtp.layers.0.eh_proj",
+        "embedding_norm": "model.mtp.layers.0.enorm.m",
+        "hidden_norm": "model.mtp.layers.0.hnorm.m",
+        "end_norm": "model.mtp.norm",
+        "embed_tokens": "model.mtp.embed_tokens",
+        "layer.mlp": "model.mtp.layers.0.transformer_layer.mlp",
+        "layer": "model.mtp.layers.0",
+    },
+    "nemotron_h": {
+        "projection": "mtp.layers.0.eh_proj",
+        "embedding_norm": "mtp.layers.0.enorm",
+        "hidden_norm": "mtp.layers.0.hnorm",
+        "end_norm": "mtp.layers.1.final_layernorm",
+        "layer.layers": "mtp.layers",
+    },
+}
 
 
 class Folder:
     """A target in a folder, and the tensors of a random head as they are published."""
 
     def __init__(self, path: Path, kind: str):
-        self.path = make_folder(path, config_of(kind))
+        config = config_of(kind)
+        if kind == "step3p5":
+            config["layer_types"].append("sliding_attention")  # of the head
+            config["num_nextn_predict_layers"] = 1
+        if kind == "nemotron_h":
+            del config["layer_types"]  # which transformers takes for layers_block_type
+        self.path = make_folder(path, config)
         self.target, self.tokenizer = load(self.path)
         assert isinstance(self.target, LanguageModel)
         mx.random.seed(3)
@@ -247,7 +304,123 @@ def logits_of(head: DraftHead, hidden: mx.array) -> mx.array:
     return logits
 
 
+# Other families
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_the_names_of_other_families(tmp_path: Path, kind: str):
+    folder = Folder(tmp_path / "target", kind)
+    own = {"step3p5": "lm_head", "longcat_flash": "embed_tokens"}.get(kind)
+    if own is not None:
+        folder.head.own(own)
+    tensors: Tensors = {}
+    for name, each in tree_flatten(folder.head.parameters()):
+        part = next(part for part in PUBLISHED[kind] if name.startswith(f"{part}."))
+        full = PUBLISHED[kind][part] + name.removeprefix(part)
+        stored = each - 1 if kind == "step3p5" and full.endswith("norm.weight") else each
+        block, is_of_experts, after = full.partition("switch_mlp.")
+        if is_of_experts:
+            after = after.replace("fc1", "up_proj").replace("fc2", "down_proj")
+            tensors |= {f"{block}experts.{i}.{after}": row for i, row in enumerate(stored)}
+        else:
+            tensors[full] = stored
+    # Those of a second head are not read.
+    further = {"step3p5": ("layers.3.", "layers.4."), "mimo_v2_flash": ("layers.0.", "layers.1.")}
+    if kind in further:
+        tensors |= {name.replace(*further[kind]): each + 1 for name, each in tensors.items()}
+    in_shards(folder, tensors)
+    target, tokenizer = load(folder.path)  # Its own weights load beside the head's.
+    folder.check(load_draft_model("auto", tokenizer, target), atol=1e-6)
+
+
+# Assistants
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    path = tmp_path_factory.mktemp("folder") / "target"
+    target, _ = load(make_folder(path, config_of("gemma4_text")))
+    assert isinstance(target, LanguageModel)
+    return target
+
+
+def write_assistant(folder: Path, target: LanguageModel, bits: int | None) -> Assistant:
+    """A folder of a random assistant, as it is published or quantised; returns the assistant."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"head_dim": 16, "global_head_dim": 32, "vocab_size": target.args.vocab_size}
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
+    config |= {"text_config": text | {"layer_types": kinds}, "use_ordered_embeddings": True}
+    assistant = Assistant(target, config | {"num_centroids": 32})
+    if bits is not None:
+        nn.quantize(assistant, 32, bits)
+    tensors = dict(tree_flatten(assistant.parameters()))
+    order = "masked_embedding.token_ordering"
+    tensors |= {order: tensors[order].astype(mx.int64), "lm_head.weight": mx.zeros(1)}
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config | {"num_centroids": 32}))
+    return assistant
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_assistant_is_its_folder(tmp_path: Path, gemma: LanguageModel, bits: int | None):
+    written = write_assistant(tmp_path / "assistant", gemma, bits)
+    found = load_draft_model(tmp_path / "assistant", None, gemma)
+    assert isinstance(found, Assistant)
+    ours, theirs = (dict(tree_flatten(each.parameters())) for each in (written, found))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_assistant_of_another_model_is_refused_by_name(
+    tmp_path: Path, gemma: LanguageModel, qwen: Folder
+):
+    write_assistant(tmp_path / "assistant", gemma, None)
+    message = r"the assistant in .*assistant can't run: it reads the K/V of a Gemma 4, and the mod"
+    with pytest.raises(ArgumentError, match=message):
+        load_draft_model(tmp_path / "assistant", None, qwen.target)
+
+
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "message"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "fc", "a DFlash drafter"),
+        ({"architectures": ["DFlash2DraftModel"]}, "fc", "a DFlash drafter"),
+        ({"speculators_model_type": "dspark"}, "fc", "a DSpark drafter"),
+        ({"architectures": ["Gemma4ForDraft"], "markov_rank": 256}, "fc", "a DSpark drafter"),
+        ({"dflash_config": {"projector_type": "dspark"}}, "fc", "a DSpark drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "fc", "an EAGLE drafter"),
+        (None, "hidden_norm", "a DFlash drafter"),
+        (None, "markov_head.w1", "a DSpark drafter"),
+        (None, "midlayer.self_attn.q_proj", "an EAGLE drafter"),
+    ],
+)
+def test_other_drafters_are_refused_by_name(
+    qwen: Folder, tmp_path: Path, config: dict[str, Any] | None, tensor: str, message: str
+):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {f"{tensor}.weight": mx.zeros(1)})
+    with pytest.raises(ArgumentError, match=f"has {message}, which is not supported: it"):
+        load_draft_model(tmp_path, None, qwen.target)
+
+
+def test_a_head_that_the_configuration_does_not_describe(tmp_path: Path):
+    folder = make_folder(tmp_path / "target", config_of("step3p5"))
+    target, _ = load(folder)
+    mx.save_safetensors(str(folder / "mtp.safetensors"), {"mtp.eh_proj.weight": mx.zeros(1)})
+    with pytest.raises(ArgumentError, match="can't run: the model's configuration does not desc"):
+        load_draft_model("auto", None, target)
+
+
+def test_a_head_that_is_refused_says_what_it_would_need(tmp_path: Path):
+    target, _ = load(make_folder(tmp_path / "target", config_of("deepseek_v32")))
+    with pytest.raises(ArgumentError, match="head of a deepseek_v32 is not supported: its layer"):
+        load_draft_model("auto", None, target)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_mlx_lm_reads_the_arrays_of_the_file_and_generates_the_same_tokens(smoll
         prompt = tokenizer.encode("a b c d e f g h " * 3 + "a b c")
         [drafted] = llm.generate([prompt], SamplingParams(max_tokens=24))
         assert drafted.outputs[0].token_ids == mlx_lm_tokens(model, tokenizer, prompt, 24)
-        assert drafted.outputs[0].num_accepted_tokens > 0
+        assert drafted.outputs[0].spec_decoding.num_accepted_tokens > 0
 
 
 def test_a_restart_reads_the_prefix_from_disk_and_generates_the_same_tokens(checked, tmp_path):

@@ -89,11 +89,44 @@ def test_what_the_engine_did_is_under_vllms_names(client: TestClient, service: S
     assert got["vllm:request_generation_tokens_bucket{le=20.0}"] == 2
     assert got["vllm:num_requests_running"] == got["vllm:num_requests_waiting"] == 0
     assert got["vllm:kv_cache_usage_perc"] == 0
-    assert got["vllm:spec_decode_num_draft_tokens_total"] == stats.num_drafted_tokens
     assert got["mlx_paged:kv_cache_blocks{state=cached}"] == stats.num_cached_blocks
     assert got["mlx_paged:kv_cache_budget_bytes"] == stats.nbytes_budget
     (config,) = [name for name in got if name.startswith("vllm:cache_config_info")]
     assert "block_size=16" in config and "num_gpu_blocks=100" in config
+
+
+REPETITIVE = "repeat: one two three four. one two three four. one two three four. one two"
+
+
+def test_drafts_are_in_the_metrics_and_in_the_usage_of_each_protocol(
+    client: TestClient, service: Service
+):
+    fields = {"model": LABELS["model_name"], "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": REPETITIVE}], "max_tokens": 40}
+    for path, asked, details in (
+        ("completions", {"prompt": REPETITIVE, "max_tokens": 40}, "completion_tokens_details"),
+        ("chat/completions", chat, "completion_tokens_details"),
+        ("messages", chat, "output_tokens_details"),
+        ("responses", {"input": REPETITIVE, "max_output_tokens": 40}, "output_tokens_details"),
+    ):
+        before = service.engine.stats().spec_decoding
+        answer = client.post(f"/v1/{path}", json={**fields, **asked}).json()
+        after = service.engine.stats().spec_decoding
+        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+        usage = answer["usage"][details]
+        assert usage["accepted_prediction_tokens"] == num_accepted > 0, path
+        num_drafts = after.num_draft_tokens - before.num_draft_tokens
+        assert usage["rejected_prediction_tokens"] == num_drafts - num_accepted
+    got = values(client.get("/metrics").text)
+    assert got["vllm:spec_decode_num_drafts_total"] == after.num_drafts
+    assert got["vllm:spec_decode_num_draft_tokens_total"] == after.num_draft_tokens
+    assert got["vllm:spec_decode_num_accepted_tokens_total"] == after.num_accepted_tokens
+    for name, counts in (
+        ("mlx_paged:spec_decode_num_draft_tokens", after.num_draft_tokens_per_pos),
+        ("vllm:spec_decode_num_accepted_tokens", after.num_accepted_tokens_per_pos),
+    ):
+        found = [got[f"{name}_per_pos_total{{position={position}}}"] for position in range(4)]
+        assert found == [*counts, *[0] * (4 - len(counts))]
 
 
 def test_what_runs_is_seen_while_it_runs(client: TestClient, service: Service):

@@ -307,6 +307,22 @@ def test_an_answer_streams_in_and_says_what_was_cached(page: Page, service: Serv
     assert page.errors() == []
 
 
+def test_drafts_are_shown_where_they_are_made(browser: WebDriver):
+    service = make_service(kv_cache_bytes="300blocks", num_draft_tokens=4)
+    with service.engine, serving(App(service)) as url:
+        page = Page(browser)
+        page.open(url)
+        page.is_live()
+        assert "drafts" not in page.text("#tiles")
+        text = "repeat: one two three four. one two three four. one two three four. one two"
+        page.browser.find_element("id", "prompt").send_keys(text, Keys.ENTER)
+        page.waits_for(".turn.assistant .figures", lambda text: re.search(r"· \d+ by drafts", text))
+        shown = r"tokens so far, \d\.\d per step with drafts, accepted \d+%(, \d+%)*"
+        page.waits_for(".tile:nth-child(1)", lambda text: re.search(shown, text))
+        assert page.errors() == []
+        browser.get("about:blank")
+
+
 def test_stop_aborts_the_answer(page: Page, service: Service):
     page.is_live()
     engine = service.engine

@@ -28,7 +28,7 @@ from mlx_paged.block_store import BlockStore, CacheFolder
 from mlx_paged.core.tier import ANSWERS, BlockHeader
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.app import App
-from mlx_paged.server.kept_answers import ReadAnswer, keep_answer
+from mlx_paged.server.kept_answers import keep_answer
 
 QUESTION = {"role": "user", "content": "What is there?"}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Nothing."}
@@ -68,7 +68,7 @@ class Process:
         self.store = open_store(folder, **options)
         self.kept = ConversationEncoder()
         self.tier = OnDisk(self.store)
-        self.kept.stored = StoredAnswers(self.tier, tokenizer, ReadAnswer.of)
+        self.kept.stored = StoredAnswers(self.tier, tokenizer)
 
     def prompt(self, messages: Sequence[dict[str, Any]], salt: str | None = None):
         return self.kept.encode(self.tokenizer, messages, {"tools": TOOLS}, salt)

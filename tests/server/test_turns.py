@@ -224,7 +224,7 @@ def test_what_is_computed_ahead_is_given_up_when_a_request_comes_and_goes_on_aft
         tokens = [1] * (2 * PIECE_LEN + 100)
 
         def expect(key: bytes, num_known: int = 0) -> None:
-            prefill.expect(key, Upcoming(lambda: (tokens, num_known), "a", None, False))
+            prefill.expect(key, Upcoming(lambda: (tokens, num_known), {"user": "a"}))
 
         async def until(lengths: list[int]) -> None:
             while engine.asked != lengths:

@@ -411,7 +411,7 @@ def find(text: str, trees: Sequence[PrefixTree]) -> tuple[PrefixTree, PrefixBloc
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines as they come; raises :class:`OutputLostError` or ``BrokenPipeError``."""
+    """Write lines as they come; raises :class:`OutputLostError`."""
     lines = iter(lines)
     while some := [f"{line}\n" for line in itertools.islice(lines, _LINES_AT_ONCE)]:
         write("".join(some))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,8 +28,8 @@ KEYS = (
 )
 
 
-class LeaveChat(Exception):
-    """The user said /exit."""
+class LeaveChat(EOFError):
+    """The user said /exit, which ends the input."""
 
 
 def converse(dialogue: Dialogue) -> int:
@@ -36,18 +37,16 @@ def converse(dialogue: Dialogue) -> int:
 
     Raises:
         KeyboardInterrupt: Ctrl-C, if the messages come from a pipe.
-        OutputLostError, BrokenPipeError: stdout can't be written.
+        OutputLostError: stdout can't be written.
     """
     reader, num_messages = dialogue.reader, 0
     while True:
         try:
             text = reader.read()
-            if text is None:
-                return num_messages
             if text.strip():
                 num_messages += 1
                 take(dialogue, text)
-        except LeaveChat:
+        except EOFError:
             return num_messages
         except KeyboardInterrupt:
             if not reader.is_interactive:
@@ -71,7 +70,7 @@ def take(dialogue: Dialogue, text: str) -> None:
         else:
             name, *argument = stripped.split(None, 1)
             _run_command(dialogue, name, "".join(argument))
-    except (LeaveChat, OutputLostError, BrokenPipeError):
+    except (LeaveChat, OutputLostError):
         raise
     except (ValueError, RuntimeError) as error:
         dialogue.screen.say(f"[{_said(error)}]")
@@ -108,25 +107,28 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
-    had_answer = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
-    dialogue.show(conversation.ask_again)
+    if conversation.last_turn is None:
+        raise ValueError("there is no message of the user yet")
+    before, text = conversation.last_turn
+    had_answer = conversation.messages[-1]["role"] == "assistant"
+    dialogue.ask(text, before)
     if had_answer and dialogue.settings.sampling.is_greedy:
         greedy = "[greedy: the same answer each time; /set temp 0.7 varies it]"
         dialogue.screen.say(greedy, is_dim=True)
 
 
 def _edit(dialogue: Dialogue, argument: str) -> str | None:
-    before = dialogue.conversation.last_user_text
-    if before is None:
+    if dialogue.conversation.last_turn is None:
         raise ValueError("there is no message to edit yet")
-    text: str | None = argument
+    (before, last), text = dialogue.conversation.last_turn, argument
     if not argument:
         if not dialogue.reader.is_interactive:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
-        text = dialogue.reader.read(before)
-    if text is None or not text.strip():
+        with suppress(EOFError):
+            text = dialogue.reader.read(last)
+    if not text.strip():
         return "nothing has changed"
-    dialogue.show(partial(dialogue.conversation.ask_again, text))
+    dialogue.ask(text, before)
     return None
 
 
@@ -332,16 +334,14 @@ def is_transcript(file: Path) -> bool:
 
 
 def _read_json(file: Path) -> Any:
+    if os.path.exists(file) and not os.path.isfile(file):  # reading a pipe would not end
+        raise ValueError(f"{file} is not a file")
     try:
-        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    return content
 
 
 def _expand(path: str) -> Path:

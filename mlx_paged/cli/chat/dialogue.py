@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mlx_paged.answers.dialect import AnswerFormat
-from mlx_paged.answers.reader import AnswerReader
+from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
-from mlx_paged.cli.descriptions import (
+from mlx_paged.cli.streams import say
+from mlx_paged.engine.descriptions import (
     context_length,
     describe_backend,
     describe_context,
@@ -29,16 +26,15 @@ from mlx_paged.cli.descriptions import (
     describe_token_size,
     in_words,
 )
-from mlx_paged.cli.flags import EXAMPLE_MODEL
-from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import EngineCall
 from mlx_paged.models.memory import format_nbytes, memory_size
+from mlx_paged.options.engine_options import EXAMPLE_MODEL
+from mlx_paged.request import SpecDecodingStats
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.chat.conversation import AnswerStream, Conversation
+    from mlx_paged.cli.chat.conversation import Conversation, Messages
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
-    from mlx_paged.options.sampling_params import SamplingParams
 
 
 # The fields of GenerationResponse that --json reports.
@@ -67,16 +63,11 @@ class Dialogue:
     def conversation(self) -> Conversation:
         return self.branches[-1]
 
-    def ask(self, text: str) -> bool:
-        """Show the answer to a message; returns whether Ctrl-C interrupted it."""
-        return self.show(partial(self.conversation.ask, text))
-
-    def show(self, ask: Callable[..., AnswerStream]) -> bool:
-        """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
+    def ask(self, text: str, before: Messages | None = None) -> bool:
+        """Show the answer to a message and its statistics; returns whether Ctrl-C interrupted it.
 
         Args:
-            ask: generates an answer with ``params``, and calls ``progress`` between the steps of
-                its prompt.
+            before: the messages that it follows; by default all so far.
 
         Raises:
             OutputLostError: stdout can't be written; the conversation keeps the answer so far.
@@ -85,18 +76,17 @@ class Dialogue:
 
         def show(piece: Piece) -> None:
             nonlocal is_hidden
-            if piece.is_thinking and hides_thinking:
+            if piece.is_reasoning and hides_thinking:
                 is_hidden = True
                 screen.show_progress("[thinking ...]")
             else:
                 # Empty lines between hidden reasoning and the answer are hidden, too.
                 text = piece.text.lstrip() if is_hidden else piece.text
                 is_hidden = is_hidden and not text
-                screen.answer(text, piece.is_thinking)
+                screen.answer(text, piece.is_reasoning)
 
-        params = self.settings.next_params()
         try:
-            response, is_interrupted = self._stream(ask, params, show)
+            response, is_interrupted = self._stream(text, before, show)
         except BaseException:
             screen.abandon_answer()
             raise
@@ -105,7 +95,8 @@ class Dialogue:
             figures = describe_answer(self.conversation, response, self.is_verbose)
             screen.say(figures, is_dim=not self.is_verbose)
             if response.finish_reason == "length":
-                screen.say(describe_cut(response, params.max_tokens, self.conversation.engine))
+                max_tokens = self.settings.sampling.max_tokens
+                screen.say(describe_cut(response, max_tokens, self.conversation.engine))
         if is_interrupted:
             screen.say("[stopped]")
         return is_interrupted
@@ -121,10 +112,9 @@ class Dialogue:
         texts = {True: "", False: ""}  # reasoning or not
 
         def keep(piece: Piece) -> None:
-            texts[piece.is_thinking] += piece.text
+            texts[piece.is_reasoning] += piece.text
 
-        ask, params = partial(self.conversation.ask, text), self.settings.next_params()
-        response, is_interrupted = self._stream(ask, params, keep)
+        response, is_interrupted = self._stream(text, None, keep)
         if response is None:
             raise KeyboardInterrupt
         reasoning, said = texts.values()
@@ -139,15 +129,12 @@ class Dialogue:
         }
 
     def _stream(
-        self,
-        ask: Callable[..., AnswerStream],
-        params: SamplingParams,
-        show: Callable[[Piece], None],
+        self, text: str, before: Messages | None, show: Callable[[Piece], None]
     ) -> tuple[GenerationResponse | None, bool]:
         """Show the pieces of an answer; returns its last response, if there was one, and whether
         Ctrl-C interrupted it.
         """
-        conversation, screen = self.conversation, self.screen
+        conversation, screen, params = self.conversation, self.screen, self.settings.next_params()
         response, splitter = None, None
         shown = PromptProgress(num_known=len(conversation.tokens))
         with interrupted_waits(self.reader.close) as interrupted:
@@ -159,11 +146,12 @@ class Dialogue:
 
             try:
                 # Closing the generator adds the answer so far to the conversation.
-                with closing(ask(params=params, progress=progress)) as answer:
+                answer = conversation.ask(text, params, progress=progress, before=before)
+                with closing(answer):
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
-                            splitter = ThinkingSplitter(conversation.answer_format)
+                            splitter = ReasoningSplitter(conversation.answer_format)
                             screen.clear_progress()
                         for piece in splitter.add(response.text, response.token):
                             show(piece)
@@ -187,15 +175,10 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
     other time it is only recorded in the list, so that no update of the conversation is torn. The
     second one exits the process at once, since the running step may take long.
 
-    Has no effect in other threads, to which Python delivers no signals.
-
     Args:
         leave: called before the process exits.
     """
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if caught:
@@ -214,56 +197,6 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
         yield caught
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# Reasoning
-
-
-class Piece(NamedTuple):
-    text: str
-    is_thinking: bool
-
-
-class ThinkingSplitter:
-    """Splits a streamed answer into reasoning, its marks included, and text."""
-
-    def __init__(self, answer_format: AnswerFormat):
-        self._marks, self._reader = answer_format.marks, AnswerReader(answer_format)
-        self._text, self._num_split = "", 0  # what was read and not split yet, and what is before
-
-    def add(self, text: str, token: int | None = None) -> list[Piece]:
-        """The next pieces. The end of ``text`` is held back if it may begin a mark.
-
-        Args:
-            token: the last one of the text.
-        """
-        character = None if token is None else self._marks.characters.get(token)
-        if character is not None:
-            mark = self._marks.decode(character)
-            text = text.removesuffix(mark) + character if text.endswith(mark) else text
-        self._text += text
-        self._reader.add(text)
-        return self._split(len(self._text) - self._reader.num_pending)
-
-    def finish(self) -> list[Piece]:
-        """The text that was held back at the end of the answer."""
-        self._reader.finish()
-        return self._split(len(self._text))
-
-    def _split(self, length: int) -> list[Piece]:
-        spans, places = self._reader.spans, enumerate(self._text[:length], self._num_split)
-        self._text, self._num_split = self._text[length:], self._num_split + length
-
-        def is_thinking(character: tuple[int, str]) -> bool:
-            place, _ = character
-            return any(
-                span.begin <= place and (span.end is None or place < span.end) for span in spans
-            )
-
-        return [
-            Piece(self._marks.decode("".join(text for _, text in characters)), is_reasoning)
-            for is_reasoning, characters in itertools.groupby(places, is_thinking)
-        ]
 
 
 # Statistics
@@ -337,19 +270,22 @@ def describe_answer(
     """The statistics of an answer: all of them, or the main ones in one line."""
     engine, config = conversation.engine, conversation.engine.cache.config
     disk = f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
-    accepted, drafted = response.accepted_tokens, response.drafted_tokens
-    drafts = f"{accepted:,} of {drafted:,} drafts accepted"
+    drafts, num_tokens = response.spec_decoding, response.generation_tokens
+    # A token that is not an accepted draft took a step.
+    tokens_per_step = num_tokens / max(1, num_tokens - drafts.num_accepted_tokens)
+    speed = f"{tokens_per_step:.1f} tokens per step"
     if not is_verbose:
         num_held = engine.stats().num_cached_blocks * config.block_size
         parts = [
             f"{response.time_to_first_token:.2f} s to first token",
             f"{response.generation_tps:.1f} tokens/s",
             f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
-            drafts * bool(drafted),
+            f"{speed}, drafts accepted {_by_position(drafts)}" * bool(drafts.num_drafts),
             f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
         ]
         return f"[{' | '.join(filter(None, parts))}]"
     held = engine.cache.nbytes_held / 1e6
+    accepted = f"\nDrafts: {_describe_drafts(drafts)}; {speed}"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -357,8 +293,19 @@ def describe_answer(
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
-        f"Peak memory: {response.peak_memory:.3f} GB" + f"\nDrafts: {drafts}" * bool(drafted)
+        f"Peak memory: {response.peak_memory:.3f} GB" + accepted * bool(drafts.num_drafts)
     )
+
+
+def _describe_drafts(drafts: SpecDecodingStats) -> str:
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
+        f"({drafts.acceptance_rate:.1%}), by position {_by_position(drafts)}"
+    )
+
+
+def _by_position(drafts: SpecDecodingStats) -> str:
+    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -397,10 +344,10 @@ def describe_stats(branches: Sequence[Conversation]) -> str:
             f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
             f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
         ]
-    if stats.num_drafted_tokens:
+    if (drafts := stats.spec_decoding).num_drafts:
         lines.append(
-            f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
-            f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+            f"drafts: {_describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
+            "step with drafts"
         )
     num_branches = len(branches) - 1
     if num_branches and cache.kind == "paged":

@@ -77,18 +77,13 @@ class LineEditor(Reader):
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGTSTP, self._suspend)
 
-    def read(self, text: str = "") -> str | None:
-        try:
-            return clean(self._session.prompt(default=text))
-        except EOFError:
-            return None
+    def read(self, text: str = "") -> str:
+        return clean(self._session.prompt(default=text))
 
     def confirm(self, question: str) -> bool:
-        try:
-            with create_app_session(output=self._output):
-                return confirm(question)
-        except EOFError:
-            return False
+        with contextlib.suppress(EOFError), create_app_session(output=self._output):
+            return confirm(question)
+        return False
 
     def close(self) -> None:
         with contextlib.suppress(termios.error):  # the terminal is closed

@@ -14,31 +14,39 @@ import stat
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.cli import flags
 from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
-from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
-from mlx_paged.errors import shown
-from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.options.argument_values import (
+    ANY_TEXT,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Domain,
+    Option,
+    one_of,
+    switch,
+)
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Conversation
+    from mlx_paged.snapshots.prompt_caches import PrefixFacts
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
-    "system_prompt": Option("system prompt of the conversation", TEXT),
+    "system_prompt": Option("system prompt of the conversation", ANY_TEXT),
     "prompt_cache_file": Option(
         "continue the prompt whose K/V and token ids are in this file, such as a snapshot",
-        replace(TEXT, metavar="FILE"),
+        replace(ANY_TEXT, metavar="FILE"),
     ),
     "allow_other_model": switch(
         "use --prompt-cache-file with --model even if the file names another model"
@@ -118,7 +126,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = setup_arg_parser(prog)
     if "--json" in (sys.argv[1:] if argv is None else argv):
         parser.report = lambda text: _write_json({"error": text})
-    return run_program(parser, argv, _run, FLAGS, mistakes=(ValueError, RuntimeError))
+    return run_program(parser, argv, _run, FLAGS)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -194,20 +202,18 @@ def _read_words(args: argparse.Namespace) -> None:
     if not (is_model_given or is_one_word):
         return
     import_first("mlx_paged.loading")
-    from mlx_paged.loading.folder import is_model, local_model_of, way_to_get
+    from mlx_paged.loading.folder import local_model_of
 
-    model, way = local_model_of(word), way_to_get(word)
+    model, way = local_model_of(word)
     if is_model_given:
         if model is None and way is None:
             raise ValueError(
                 f"there is no model {shown(word)}; a message of several words needs quotes"
             )
         args.model = model or word
-    elif model is not None and is_model(model):
+    elif model is not None:
         args.model, args.message = model, None
-    elif model is not None or way is not None:
-        if model is not None:
-            way = "a model is a folder with config.json and weights, or a .gguf file"
+    elif way is not None:
         quoted = shlex.quote(word) if shlex.quote(word) != word else f"'{word}'"
         raise ValueError(
             f"there is no model {shown(word)} on this machine; {way}. To send this as a message, "
@@ -236,7 +242,9 @@ def _read_message(args: argparse.Namespace) -> str | None:
         return None
     message = clean(args.message)
     if message == "-":
-        message = read_stdin(sys.stdin.read) or ""
+        message = ""
+        with suppress(EOFError):
+            message = read_stdin(sys.stdin.read)
     if not message.strip():
         raise ValueError("the message is empty")
     return message
@@ -254,11 +262,12 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     import_first("mlx_paged.loading", "mlx_paged.cli.chat.dialogue")
-    from mlx_paged.cli.chat.conversation import Conversation, chosen_model, load_prefix, read_facts
+    from mlx_paged.cli.chat.conversation import Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.options import with_step_seconds
+    from mlx_paged.snapshots.prompt_caches import PrefixFacts
 
-    facts = None
+    facts: PrefixFacts | None = None
     if args.prompt_cache_file is None:
         if args.allow_other_model:
             raise ValueError("--allow-other-model is of no use without --prompt-cache-file")
@@ -268,39 +277,66 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
             "conversation; make it part of the cached prompt"
         )
     else:
-        facts = read_facts(args.prompt_cache_file)
-        args.model = chosen_model(facts, args.model, args.allow_other_model)
-    folder, own = flags.find_model(args)
-    settings = Settings(args, own)
+        facts = PrefixFacts.read(args.prompt_cache_file)
+        if not args.allow_other_model or args.model is None:
+            args.model = _model_of(facts, args.model)
     config = None if facts is None else dict(facts.tokenizer_config)
-    model, tokenizer, options = flags.load_model(args, "chat", folder, config)
+    model, tokenizer, options, sampling = flags.load_model(args, "chat", config)
     # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    spared = [*newline, *tokenizer.eos_token_ids]
-    settings.sampling = replace(settings.sampling, xtc_special_tokens=spared)
+    sampling["xtc_special_tokens"] = [*newline, *tokenizer.eos_token_ids]
     # One answer at a time; the branches stay in the prefix cache.
     options |= {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
     engine = Engine(model, tokenizer, **with_step_seconds(options))
+    prefix: list[int] = []
+    if facts is not None and facts.is_snapshot:
+        prefix = engine.load_snapshot(facts.file)
+    elif facts is not None:
+        # The model was chosen by the file.
+        prefix = engine.import_prompt_cache(facts.file, allow_other_model=True)
     conversation = Conversation(
         engine,
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
-        enable_thinking=False if args.no_thinking else None,
-        prefix=() if facts is None else load_prefix(engine, facts),
+        template_options={"enable_thinking": False} if args.no_thinking else {},
+        prefix=prefix,
     )
-    return conversation, settings
+    return conversation, Settings(args, sampling)
+
+
+def _model_of(facts: PrefixFacts, given: str | None) -> str | None:
+    """The model to load: the one that a file of K/V names, or ``--model``.
+
+    Raises:
+        ArgumentError: they name different models.
+    """
+    from mlx_paged.loading.folder import DEMO, demo_model_path
+
+    # A file that this package exported may have only the folder's name, as for the bundled model.
+    named = DEMO if facts.model == demo_model_path().name else facts.model
+    if given is None or facts.model is None or facts.model == Path(given).name or given == named:
+        return given or named
+    folders = [Path(name).expanduser() for name in (given, facts.model)]
+    if not (all(folder.exists() for folder in folders) and folders[0].samefile(folders[1])):
+        raise ArgumentError(
+            f"[chat] --prompt-cache-file {facts.file} was made with the model {facts.model}, and "
+            f"--model is {given}; leave --model out, create the file again, or use "
+            "--allow-other-model if they are the same",
+            "model",
+        )
+    return given
 
 
 # What /set changes
 
 
-# Sampling parameters that have a flag, by their names in /set.
+# Sampling parameters by their names in /set.
 _FIELDS = {
     each.flag_name(name).removeprefix("--"): name
     for name, each in SAMPLING_PARAMS.items()
     if each.flag is not None
-}
-_SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
+} | {"seed": "seed"}
+_SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens", "seed")
 # The settings by name, with their values.
 VARIABLES: dict[str, Domain[Any]] = {
     **{name: SAMPLING_PARAMS[field].flag_domain for name, field in _FIELDS.items()},
@@ -314,24 +350,22 @@ class Settings:
 
     Args:
         args: the flags; a sampling flag that was not given is ``None``.
-        own: the model's recommended sampling, by field of ``SamplingParams``; flags override it.
+        chosen: the sampling, by field of ``SamplingParams``.
 
     Attributes:
-        sampling: parameters of the next answer, without its seed.
+        sampling: parameters of the next answers; ``seed`` is that of their seeds.
         from_model: names of the sampling settings that the model recommends.
-        seed: of the seeds of the next answers.
         thinking: ``"show"`` or ``"hide"``: what becomes of the model's reasoning.
     """
 
-    def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
-        chosen = flags.chosen_sampling(args, own)
+    def __init__(self, args: argparse.Namespace, chosen: Mapping[str, Any]):
         # The text is searched for reasoning marks, which may be special tokens.
         self.sampling = SamplingParams(
-            max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
+            max_tokens=args.max_tokens, seed=args.seed, skip_special_tokens=False, **chosen
         )
-        self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
+        not_given = {name for name, value in vars(args).items() if value is None}
+        self.from_model = [canonical_name(name) for name in chosen if name in not_given]
         self.thinking = "hide" if args.hide_thinking else "show"
-        self.seed = args.seed
         self._seeds = random.Random(args.seed)
 
     def next_params(self) -> SamplingParams:
@@ -354,7 +388,7 @@ class Settings:
     def get(self, name: str) -> str:
         """The value of a setting as text; raises ``ValueError`` for an unknown name."""
         _check_name(name)
-        value = getattr(self.sampling if name in _FIELDS else self, _FIELDS.get(name, name))
+        value = getattr(self.sampling, _FIELDS[name]) if name in _FIELDS else self.thinking
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def set(self, name: str, text: str) -> None:
@@ -371,7 +405,7 @@ class Settings:
         if name in _FIELDS:
             self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
         else:
-            setattr(self, name, value)
+            self.thinking = value
         if name == "seed":
             self._seeds = random.Random(value)
 

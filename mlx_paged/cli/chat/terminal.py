@@ -67,7 +67,7 @@ class Screen:
         return self.can_move and self._wants_colour and not self.is_plain
 
     def answer(self, text: str, is_thinking: bool = False) -> None:
-        """Write a piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
+        """Write a piece of the answer; raises :class:`OutputLostError`."""
         if not text:
             return
         self.clear_progress()
@@ -270,8 +270,12 @@ class Reader:
 
     is_interactive = False
 
-    def read(self, text: str = "") -> str | None:
-        """The next message, ``None`` at the end of the input; ``text`` is offered for editing."""
+    def read(self, text: str = "") -> str:
+        """The next message; ``text`` is offered for editing.
+
+        Raises:
+            EOFError: the end of the input.
+        """
         return read_stdin(sys.stdin.readline)
 
     def confirm(self, question: str) -> bool:
@@ -282,17 +286,20 @@ class Reader:
         """Restore the terminal's settings."""
 
 
-def read_stdin(read: Callable[[], str]) -> str | None:
-    """What a method of stdin reads, without the last line end; ``None`` if nothing is left.
+def read_stdin(read: Callable[[], str]) -> str:
+    """What a method of stdin reads, without the last line end.
 
     Raises:
         ValueError: stdin can't be read.
+        EOFError: nothing is left.
     """
     try:
         text = clean(read())
     except OSError as error:
         raise ValueError(f"standard input can't be read: {system_reason(error)}") from error
-    return text.removesuffix("\n").removesuffix("\r") if text else None
+    if not text:
+        raise EOFError
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def clean(text: str) -> str:

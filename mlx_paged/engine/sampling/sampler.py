@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -211,12 +211,24 @@ def draw_drafts(
     logits: mx.array,  # [num_completions, vocab_size], of a draft model
     completions: Sequence[Completion],
     num_before: int,
+    readers: Sequence[Callable[[], Sequence[int]]] = (),  # [num_completions]
 ) -> mx.array:
-    """Drafts ``[num_completions] int32``, each sampled with the key, temperature and filters that
-    will be used for the completion's own token at that position.
+    """Drafts ``[num_completions] int32``, each sampled with the key and settings that will be used
+    for the completion's own token at that position.
+
+    Penalties and banned tokens follow from the known tokens, and the request's own functions are
+    not called: they would count the calls.
+
+    Args:
+        num_before: drafts of each before these ones.
+        readers: read them, which only a grammar needs.
     """
     states = [state_of(completion, logits.shape[-1]) for completion in completions]
     positions = [completion.num_output_tokens + num_before for completion in completions]
+    logits = _adjust(logits, completions, states)
+    logits = _keep_to_grammars(logits, completions, states, {}, readers)
+    if num_before == 0:
+        logits = force_tokens(logits, completions, [state.thinking_budget for state in states])
     return _draw(logits, states, positions).astype(mx.int32)
 
 
@@ -273,15 +285,20 @@ def _keep_to_grammars(
     completions: Sequence[Completion],
     states: Sequence[SamplingState],
     failed: dict[int, Exception],
+    readers: Sequence[Callable[[], Sequence[int]]] = (),  # [num_completions]
 ) -> mx.array:
     """The logits with -inf for tokens outside a request's grammar. Errors of grammars are put into
     ``failed``.
+
+    Args:
+        readers: of the drafts before each row; none by default.
     """
     entries = [entry for entry, state in enumerate(states) if state.grammar is not None]
     if not entries:
         return logits
     grammars = [state.grammar for state in states if state.grammar is not None]
-    allowed, errors = fill_masks(grammars, [completions[entry] for entry in entries])
+    drafts = [readers[entry]() for entry in entries] if readers else []
+    allowed, errors = fill_masks(grammars, [completions[entry] for entry in entries], drafts)
     failed.update({entries[index]: error for index, error in errors.items()})
     return allow_tokens(logits, entries, allowed)
 

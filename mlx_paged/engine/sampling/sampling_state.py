@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
@@ -136,17 +137,50 @@ class GrammarState:
         self._is_structured = not grammar.begin_after
         self._num_free_breaks = 0  # that may still come before the structure
 
-    def fill_mask(self, completion: Completion, mask: np.ndarray) -> None:
+    def fill_mask(
+        self, completion: Completion, mask: np.ndarray, drafts: Sequence[int] = ()
+    ) -> None:
         """Fill the mask of the tokens that may come next.
 
         Args:
             mask: ``[num_words] uint32``, one bit per token, the lowest first.
+            drafts: tokens that may follow the request's own: the mask is of what comes after them.
 
         Raises:
             StructuredOutputError: the answer has left its grammar, or the grammar is too complex.
         """
         self._read_new_tokens(completion)
-        num_tokens, start = completion.num_output_tokens, self._reasoning_start
+        if not drafts:
+            return self._fill(mask)
+        ahead = copy(self)
+        ahead._matcher = self._matcher.deep_copy()  # in a microsecond
+        ahead._read_new_tokens(completion, drafts)
+        ahead._fill(mask)
+
+    def forced_tokens(self, completion: Completion) -> list[int]:
+        """The next tokens as far as the grammar allows only one at each place. Raises nothing."""
+        try:
+            self._read_new_tokens(completion)
+            if not self._is_structured or self._num_free_breaks:
+                return []
+            return self._matcher.compute_ff_tokens()
+        except BaseException:  # Panics of Rust are not Exceptions. The next mask raises it again.
+            return []
+
+    def num_allowed(self, completion: Completion, drafts: list[int]) -> int:
+        """How many of these tokens may come next, up to the first that may not; all of them before
+        the structure begins. Raises nothing.
+        """
+        try:
+            self._read_new_tokens(completion)
+            if not self._is_structured or self._num_free_breaks:
+                return len(drafts)
+            return self._matcher.validate_tokens(drafts)
+        except BaseException:
+            return 0
+
+    def _fill(self, mask: np.ndarray) -> None:
+        num_tokens, start = self._num_read, self._reasoning_start
         is_opening = not self._is_structured and num_tokens < len(start)
         if self._is_structured or (is_opening and num_tokens == 0):
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -160,16 +194,17 @@ class GrammarState:
             word, bit = divmod(token, 32)
             mask[word] |= np.uint32(1 << bit)
 
-    def _read_new_tokens(self, completion: Completion) -> None:
+    def _read_new_tokens(self, completion: Completion, drafts: Sequence[int] = ()) -> None:
         if self._is_structured:
             tokens = completion.token_ids[completion.num_prompt_tokens + self._num_read :]
+            tokens += drafts
         else:
-            tokens = self._find_structure(completion.output_token_ids, self._num_read)
+            tokens = self._find_structure([*completion.output_token_ids, *drafts], self._num_read)
         if self._num_free_breaks:
             tokens = self._without_breaks(tokens)
         if tokens and not self._matcher.consume_tokens(tokens):
             self._check("left its grammar")
-        self._num_read = completion.num_output_tokens
+        self._num_read = completion.num_output_tokens + len(drafts)
 
     def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
         """The tokens of the structure, which begins after the reasoning."""
@@ -201,17 +236,23 @@ class GrammarState:
 
 
 def fill_masks(
-    states: Sequence[GrammarState], completions: Sequence[Completion]
+    states: Sequence[GrammarState],
+    completions: Sequence[Completion],
+    drafts: Sequence[Sequence[int]] = (),
 ) -> tuple[np.ndarray, dict[int, Exception]]:
     """The tokens that may come next, ``[num_completions, vocab_size] bool``, and errors by entry. A
     failed request may have any token.
+
+    Args:
+        drafts: ``[num_completions]``, what comes before these tokens after the request's own ones;
+            empty for none.
     """
     vocabulary = states[0].vocabulary
     words = np.empty((len(states), vocabulary.num_words), np.uint32)
     failed: dict[int, Exception] = {}
     for entry, (state, completion) in enumerate(zip(states, completions, strict=True)):
         try:
-            state.fill_mask(completion, words[entry])
+            state.fill_mask(completion, words[entry], drafts[entry] if drafts else ())
         except BaseException as error:  # Panics of Rust are not Exceptions.
             failed[entry] = request_error(error)
             words[entry] = vocabulary.unstructured

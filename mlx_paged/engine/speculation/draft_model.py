@@ -36,7 +36,7 @@ from mlx_paged.models.activations import num_experts_per_token
 from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm import check_model
-from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.ops import AttentionMetadata, device
 from mlx_paged.options.argument_values import kind_of
 
@@ -151,15 +151,15 @@ class DraftModel(Drafter):
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
         return [PENDING_TOKEN] * num_drafts
 
-    def drafts_of(self, part: Scheduled) -> list[int]:
-        state = self._state_of(part.completion, part.start)
-        return [cast(list[int], tokens.tolist())[entry] for tokens, entry in state.drafts]
+    def drafts_of(self, part: Scheduled) -> Sequence[int]:
+        made = self._state_of(part.completion, part.start).read_drafts()
+        return made or part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.num_computed = min(state.num_computed, completion.num_computed_tokens)
-        # Drafts after the end of an answer were not verified.
-        if completion.draft_record is not None and not completion.is_finished:
+        # Others were known without the model.
+        if state.drafts and completion.draft_record is not None:
             completion.draft_record.observe_drafts(num_drafts, num_accepted)
         super().note(completion, num_drafts, num_accepted)
 
@@ -172,8 +172,8 @@ class DraftModel(Drafter):
             state = self._state_of(part.completion, part.start)
             # K/V after it were lost to a preemption or a rollback.
             begin = state.num_computed = min(state.num_computed, part.start)
-            num_drafts = len(part.draft_token_ids)
-            end = part.start + part.num_new_tokens - num_drafts
+            end = part.start + part.num_new_tokens - len(part.draft_token_ids)
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state.drafts = []
             if num_drafts:
                 drafted.append((part.completion, state, num_drafts))
@@ -196,7 +196,9 @@ class DraftModel(Drafter):
         """
         number = 0
         while drafted:
-            tokens = draw_drafts(logits, [completion for completion, _, _ in drafted], number)
+            completions, states, _ = zip(*drafted, strict=True)
+            readers = [state.read_drafts for state in states]
+            tokens = draw_drafts(logits, completions, number, readers)
             mx.async_eval(tokens)
             number += 1
             for entry, (_, state, _) in enumerate(drafted):
@@ -250,7 +252,7 @@ class DraftModel(Drafter):
         return logits, None
 
     def _open_pass(
-        self, runs: Sequence[DraftRun], shares_new_blocks: bool
+        self, runs: Sequence[DraftRun], shares_new_blocks: bool, reads_only: bool = False
     ) -> AbstractContextManager[AttentionMetadata]:
         groups = self._manager.groups
         return self.cache.open_step(
@@ -260,6 +262,7 @@ class DraftModel(Drafter):
             shares_new_blocks,
             layers=self._layers,
             context_lens=[run.end for run in runs],
+            reads_only=reads_only,
         )
 
     def _launch(self, *results: mx.array) -> None:
@@ -304,14 +307,23 @@ class DraftState:
     num_computed: int
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
 
+    def read_drafts(self) -> list[int]:
+        """The drafts of the newest step, once they are computed."""
+        return [cast(list[int], tokens.tolist())[entry] for tokens, entry in self.drafts]
+
 
 def speculation_of(
-    num_draft_tokens: int, model: LanguageModel, drafter: DraftModel | None, run_ahead: bool
+    num_draft_tokens: int,
+    model: LanguageModel,
+    drafter: DraftModel | None,
+    run_ahead: bool,
+    reads_grammars: bool,
 ) -> Speculation:
     """How an engine speculates.
 
     Args:
         drafter: a draft model; ``None`` for prompt look-up.
+        reads_grammars: of :class:`Speculation`.
 
     Raises:
         ArgumentError: there is a draft model, and ``num_draft_tokens`` is 0.
@@ -331,6 +343,7 @@ def speculation_of(
         NO_COST if drafter is None else cost_of(drafter.model),
         WAITING_SHARE if run_ahead else 0.0,
         repeats_runs=model.state_nbytes > 0,
+        reads_grammars=reads_grammars,
     )
 
 
@@ -361,9 +374,9 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
             "when drafts are rejected; use a model of attention layers only, or leave draft_model "
             "out: then drafts are looked up in a request's own tokens"
         )
-    elif isinstance(draft_model, DraftHead) and not draft_model.is_of(model):
+    elif isinstance(draft_model, Head) and not draft_model.is_of(model):
         problem = "is a head of another model; load it for this one"
-    elif isinstance(draft_model, DraftHead) and not model.gives_hidden_rows:
+    elif isinstance(draft_model, Head) and not model.gives_hidden_rows:
         problem = (
             f"can't be a head of this {model_type_of(model)}, {model.description}: it gives no "
             "hidden rows; leave draft_model out"
@@ -380,7 +393,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
 
 def cost_of(model: LanguageModel) -> StepCost:
     """The cost of a step of a model on the default device."""
-    shared = model.shared_output if isinstance(model, DraftHead) else None
+    shared = model.shared_output if isinstance(model, Head) else None
     num_parameters = num_parameters_of(model)
     if shared is not None:
         num_parameters += num_parameters_of(shared)

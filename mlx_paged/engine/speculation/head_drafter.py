@@ -11,10 +11,10 @@ import mlx.core as mx
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch
 from mlx_paged.engine.speculation.draft_model import DraftModel, DraftRun, DraftState, known_tokens
-from mlx_paged.models.mlx_lm.draft_head import DraftHead
+from mlx_paged.models.mlx_lm.draft_head import Head
 
 # Rows that are kept although the head has computed their tokens: a recurrent model computes up to
 # this many tokens again when a draft is rejected.
@@ -87,12 +87,12 @@ class HeadDrafter(DraftModel):
         takes_normed: whether :meth:`follow` takes rows after the model's last norm.
     """
 
-    model: DraftHead
+    model: Head
     cache: PagedKVCache
 
-    def __init__(self, model: DraftHead, cache: PagedKVCache, manager: KVCacheManager):
+    def __init__(self, model: Head, cache: PagedKVCache, manager: KVCacheManager):
         super().__init__(model, cache, manager)
-        self.takes_normed = model.layout.takes_normed
+        self.takes_normed = model.takes_normed
         self._no_row = mx.zeros((1, model.hidden_size), model.dtype)
         mx.eval(self._no_row)
         self._num_counted = self._num_accepted = 0
@@ -102,7 +102,8 @@ class HeadDrafter(DraftModel):
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         super().note(completion, num_drafts, num_accepted)
-        if self._num_counted == NUM_COUNTED:
+        is_made = bool(self._state_of(completion, completion.num_computed_tokens).drafts)
+        if not is_made or not num_drafts or self._num_counted == NUM_COUNTED:
             return
         self._num_counted += 1
         self._num_accepted += num_accepted > 0
@@ -121,7 +122,8 @@ class HeadDrafter(DraftModel):
         runs, drafted = [], []
         size = self.cache.config.block_size
         for part in batch.scheduled:
-            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            completion = part.completion
+            num_drafts = part.draft_token_ids.count(PENDING_TOKEN)
             state = self._state_of(completion, part.start)
             state.begin(part.start)
             state.drafts = []
@@ -151,12 +153,16 @@ class HeadDrafter(DraftModel):
         pending: list[tuple[int, int]] = []  # the places in token_ids and in tokens
         row = 0
         for part in batch.scheduled:
-            completion, end = part.completion, part.start + part.num_new_tokens
+            completion = part.completion
             state = self._state_of(completion, part.start)
+            end = part.start + part.num_new_tokens
             state.keep(KeptRows(part.start, end, hidden, row))
             row += part.num_new_tokens
+            if PENDING_TOKEN in part.draft_token_ids:
+                continue  # It was computed to make them.
+            end -= len(part.draft_token_ids)
             is_full = state.num_computed // size < end // size
-            if not part.draft_token_ids and (part.num_new_tokens > 1 or is_full):
+            if end - part.start > 1 or is_full:
                 runs.append(DraftRun(completion, state.num_computed, end, 0))
                 token_ids += completion.token_ids[state.num_computed : end]
                 if part.has_pending_token:
@@ -223,9 +229,10 @@ class HeadDrafter(DraftModel):
             (*_, last) = state.rows
             if end - begin > NUM_ROWS_KEPT:
                 first = max(last.begin, end - NUM_ROWS_KEPT)
-                copied = mx.take(last.slice(first, end), mx.arange(end - first), axis=0)
+                rows = last.slice(first, last.end)
+                copied = mx.take(rows, mx.arange(len(rows)), axis=0)
                 mx.async_eval(copied)
-                state.rows = [KeptRows(first, end, copied, 0)]
+                state.rows = [KeptRows(first, last.end, copied, 0)]
 
     def _compute(
         self,
@@ -250,3 +257,59 @@ class HeadDrafter(DraftModel):
                 state.rows = list(first.rows)
             completion.draft_state = state
         return state
+
+
+class AssistantDrafter(HeadDrafter):
+    """Drafts by an assistant, which reads the model's K/V and keeps none.
+
+    Each pass of a round is a step of the last token with K/V that writes nothing, so that queries
+    have its position and see what it sees. Of hidden rows it needs that token's only, which is of
+    the request's latest step.
+    """
+
+    def __init__(self, model: Head, cache: PagedKVCache, manager: KVCacheManager):
+        super().__init__(model, cache, manager)
+        self._layers = slice(len(cache.layers))
+
+    def run(self, batch: Batch) -> None:
+        runs, drafted, rows = [], [], []
+        for part in batch.scheduled:
+            completion, num_drafts = part.completion, len(part.draft_token_ids)
+            state = self._state_of(completion, part.start)
+            state.begin(part.start)
+            state.drafts = []
+            if num_drafts:
+                end = part.start + part.num_new_tokens - num_drafts
+                runs.append(DraftRun(completion, end - 1, end, 1))
+                drafted.append((completion, state, num_drafts))
+                before = [each.slice(part.start - 1, part.start) for each in state.rows[-1:]]
+                rows += before or [self._no_row]
+        if runs:
+            made = self._compute(runs, known_tokens(runs), mx.concatenate(rows))
+            self._draw(drafted, *made)
+
+    def follow(self, batch: Batch, tokens: mx.array, hidden: mx.array) -> None:
+        """Keep the hidden rows of a step."""
+        runs, row = [], 0
+        for part in batch.scheduled:
+            end = part.start + part.num_new_tokens
+            state = self._state_of(part.completion, part.start)
+            state.rows, state.num_computed = [KeptRows(part.start, end, hidden, row)], end
+            runs.append(DraftRun(part.completion, part.start, end, 0))
+            row += part.num_new_tokens
+        self._shorten_rows(runs)
+
+    def _compute(
+        self,
+        runs: Sequence[DraftRun],
+        tokens: mx.array,
+        rows: mx.array | None,
+        shares_new_blocks: bool = False,
+    ) -> tuple[mx.array, mx.array | None]:
+        assert rows is not None
+        ends = [(run.completion, run.completion.num_tokens - 1) for run in runs]
+        read = [DraftRun(completion, end - 1, end, 1) for completion, end in ends]
+        with self._open_pass(read, shares_new_blocks, reads_only=True):
+            made = self.model.draft(tokens, rows, self.cache.layers[self._layers])
+            self._launch(*made)
+        return made

@@ -14,12 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 from mlx_paged.core import KVCacheManager
-from mlx_paged.engine.request import Completion
+from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
 from mlx_paged.engine.scheduling.prefix_cache import PrefixCache
 from mlx_paged.engine.speculation.draft_record import DraftRecord, DraftRecords
+from mlx_paged.request import NO_DRAFTS, SpecDecodingStats
+
+if TYPE_CHECKING:  # The scheduler imports no arrays.
+    from mlx_paged.engine.sampling.sampling_state import GrammarState, SamplingState
 
 # Length of the n-grams that are looked up. With two, too many matches are random; the longer they
 # are, the longer it takes to find a match again after a wrong draft.
@@ -58,7 +63,9 @@ class Drafter:
         return part.draft_token_ids
 
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
-        """Called with the result of each verification."""
+        """Called with the result of each verification. Drafts after the end of an answer were not
+        verified, and are not among ``num_drafts``.
+        """
         if completion.draft_record is not None:
             completion.draft_record.settle(num_accepted, completion.num_tokens)
 
@@ -171,11 +178,19 @@ class StepCost:
         """
         return cls((1, *costs), tuple(unit * cost for cost in (1.0, *costs.values())))
 
+    def least_slope(self, num_rows: float) -> float:
+        """What a row adds to the cost of a step with at least ``num_rows``."""
+        first = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
+        return min(self._slopes[first - 1 :])
+
+    @cached_property
+    def _slopes(self) -> Sequence[float]:
+        steps = zip(pairwise(self.rows), pairwise(self.costs), strict=True)
+        return [(after - cost) / (more - rows) for (rows, more), (cost, after) in steps]
+
     def of(self, num_rows: float) -> float:
         last = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
-        rows, cost = self.rows[last - 1], self.costs[last - 1]
-        slope = (self.costs[last] - cost) / (self.rows[last] - rows)
-        return cost + slope * (num_rows - rows)
+        return self.costs[last - 1] + self._slopes[last - 1] * (num_rows - self.rows[last - 1])
 
 
 NO_COST = StepCost.linear(0, 0)
@@ -199,6 +214,8 @@ class Speculation:
             next one is launched.
         repeats_runs: whether a rejected draft makes the next step compute the accepted rows again,
             as for a recurrent model.
+        reads_grammars: whether tokens that a request's grammar forces are drafts, and those that it
+            forbids are not. Ranks that follow another one don't know the grammars.
         records: of earlier turns of conversations.
     """
 
@@ -208,6 +225,7 @@ class Speculation:
     draft_pass: StepCost = NO_COST
     waiting_share: float = 0.0
     repeats_runs: bool = False
+    reads_grammars: bool = True
     records: DraftRecords = field(default_factory=DraftRecords, compare=False)
 
     @property
@@ -226,6 +244,27 @@ class Speculation:
         decoding = [completion for completion in running if completion.num_output_tokens]
         return any(self.num_drafts(decoding, [1] * len(decoding), len(running), len(running)))
 
+    def propose(self, completion: Completion, num_drafts: int) -> Sequence[int]:
+        """At most ``num_drafts`` drafts: what the request's grammar forces, or what the drafter
+        proposes up to the first token that the grammar forbids. A drafter that makes its drafts in
+        the step keeps to the grammar there.
+        """
+        if forced := self._forced_tokens(completion):
+            return forced[:num_drafts]
+        drafts, grammar = self.drafter.propose(completion, num_drafts), self._grammar(completion)
+        if grammar is None or PENDING_TOKEN in drafts:
+            return drafts
+        return drafts[: grammar.num_allowed(completion, drafts)]
+
+    def _grammar(self, completion: Completion) -> GrammarState | None:
+        state = cast("SamplingState | None", completion.sampling_state)
+        return state.grammar if self.reads_grammars and state is not None else None
+
+    def _forced_tokens(self, completion: Completion) -> Sequence[int]:
+        """The next tokens as far as the request's grammar leaves no choice."""
+        grammar = self._grammar(completion)
+        return () if grammar is None else grammar.forced_tokens(completion)
+
     def num_drafts(
         self,
         completions: Sequence[Completion],
@@ -243,8 +282,12 @@ class Speculation:
         counts = [0] * len(completions)
         plain_cost = self.step.of(num_rows)
         # A draft that is less likely costs more than it gains, whatever else is in the step.
-        threshold = self._least_per_row * num_tokens / plain_cost
+        threshold = self.step.least_slope(num_rows) * num_tokens / plain_cost
         drafts = sorted(self._likely_drafts(completions, run_lengths, threshold))
+        if -sum(unlikely for unlikely, *_ in drafts) <= (
+            threshold * len(drafts) + self.waiting_share * num_tokens
+        ):
+            return counts  # Together they gain less than the waiting costs.
         best, best_rate, best_cost = 0, num_tokens / plain_cost, plain_cost
         gained = num_repeated = 0.0
         other_cost, pass_rows = self.waiting_share * plain_cost, [0] * self.num_draft_tokens
@@ -264,12 +307,6 @@ class Speculation:
             self._record_of(completions[index]).price = price * counts[index]
         return counts
 
-    @cached_property
-    def _least_per_row(self) -> float:
-        """What a row adds to the cost of a step at least."""
-        steps = zip(pairwise(self.step.rows), pairwise(self.step.costs), strict=True)
-        return min((after - cost) / (more - rows) for (rows, more), (cost, after) in steps)
-
     def _likely_drafts(
         self, completions: Sequence[Completion], run_lengths: Sequence[int], threshold: float
     ) -> Iterator[tuple[float, int, int, float]]:
@@ -278,18 +315,25 @@ class Speculation:
         because this draft is the first one that is rejected.
         """
         for index, completion in enumerate(completions):
-            record = self._record_of(completion)
-            if record.is_parked(completion.num_tokens):
-                continue
-            acceptances = self.drafter.acceptances(completion, record)
-            last, likely = len(acceptances) - 1, 1.0
-            for depth in range(self.num_draft_tokens if acceptances else 0):
+            acceptances, most = self._outlook(completion)
+            likely = 1.0
+            for depth in range(most):
                 before = likely
-                likely *= acceptances[min(depth, last)]
+                likely *= acceptances[min(depth, len(acceptances) - 1)]
                 if likely <= threshold:
                     break
                 repeated = (before - likely) * (run_lengths[index] + depth)
                 yield -likely, index, depth, repeated if self.repeats_runs else 0.0
+
+    def _outlook(self, completion: Completion) -> tuple[Sequence[float], int]:
+        """The acceptances of a request's drafts by depth, and the most that it may have."""
+        record, most = self._record_of(completion), self.num_draft_tokens
+        if forced := self._forced_tokens(completion):
+            return (1.0,), min(len(forced), most)
+        if record.is_parked(completion.num_tokens):
+            return (), 0
+        acceptances = self.drafter.acceptances(completion, record)
+        return acceptances, most if acceptances else 0
 
     def end(self, completion: Completion, block_size: int) -> None:
         """Keep the record of a finished request for the next turn of its conversation."""
@@ -324,7 +368,7 @@ def add_drafts(
     decodes = [
         (index, part)
         for index, part in enumerate(plan.scheduled)
-        if _may_have_drafts(part, manager)
+        if _may_have_drafts(part, manager.states is not None)
     ]
     if not decodes:
         return
@@ -339,7 +383,10 @@ def add_drafts(
             num_drafts = min(num_drafts, _max_num_drafts(plan, completion, manager, max_model_len))
         if num_drafts <= 0:
             continue
-        drafts = speculation.drafter.propose(completion, num_drafts)
+        drafts = speculation.propose(completion, num_drafts)
+        num_drafts = len(drafts)
+        if not drafts:
+            continue
         copies = manager.allocate_slots(completion.seq_id, num_drafts)
         assert copies == [], "the slots are in blocks of its own or in empty ones"
         completion.num_computed_tokens += num_drafts
@@ -351,18 +398,13 @@ def add_drafts(
         )
 
 
-def _may_have_drafts(part: Scheduled, manager: KVCacheManager) -> bool:
-    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent model.
-
-    A run of a recurrent model that completes a block has no drafts: the block is hashed, and its
-    state may become a checkpoint, neither of which can be rolled back.
+def _may_have_drafts(part: Scheduled, is_recurrent: bool) -> bool:
+    """Whether a part of a step is a decode, which may recompute a few tokens of a recurrent
+    model.
     """
     if not part.num_logit_rows or part.num_scored_rows or not part.completion.num_output_tokens:
         return False
-    if manager.states is None:
-        return part.num_new_tokens == 1
-    block_size, end = manager.pool.block_size, part.start + part.num_new_tokens
-    return part.num_new_tokens <= MAX_RUN and end // block_size == part.start // block_size
+    return part.num_new_tokens <= (MAX_RUN if is_recurrent else 1)
 
 
 def _max_num_drafts(
@@ -388,43 +430,45 @@ class Verification:
     """Keeps the K/V of accepted drafts, and frees the slots of rejected ones.
 
     A step with drafts is verified request by request: :meth:`begin`, then :meth:`accept` before
-    each appended token that was drafted, then :meth:`end`.
+    each appended token that was drafted, then :meth:`count` and :meth:`end`.
 
-    A recurrent state includes either all tokens of a step or none. So if a draft is rejected, all
-    tokens that the step computed for the request are computed again in its next step, together with
-    new drafts; and blocks that the step has filled are not hashed before the verification.
+    The states of recurrent layers after a step include all of its drafts. So if one is rejected,
+    the request falls back to a state before them: that of the last block which ended before them in
+    this step, or that before the step. Its next step computes the tokens from there on again,
+    together with new drafts; and blocks that end with drafts are not hashed before the
+    verification.
 
     Args:
         manager: of the block tables.
         prefix_cache: of the same manager.
 
     Attributes:
-        num_drafted_tokens: verified drafts of all requests.
-        num_accepted_tokens: how many of them were accepted.
+        spec_decoding: verified and accepted drafts of all requests.
     """
 
     def __init__(self, manager: KVCacheManager, prefix_cache: PrefixCache) -> None:
         self._manager = manager
         self._prefix_cache = prefix_cache
         self._is_recurrent = manager.states is not None
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
+        self.spec_decoding = NO_DRAFTS
 
     def begin(self, part: Scheduled) -> None:
         """Begin to verify a request's drafts, none of which is accepted yet."""
-        num_drafts, completion = len(part.draft_token_ids), part.completion
+        completion = part.completion
         completion.num_computed_tokens = part.start
         if not self._is_recurrent:
-            completion.num_computed_tokens += part.num_new_tokens - num_drafts
-        completion.output.num_drafted_tokens += num_drafts
-        self.num_drafted_tokens += num_drafts
+            completion.num_computed_tokens += part.num_new_tokens - len(part.draft_token_ids)
 
     def accept(self, completion: Completion) -> None:
         """Accept the next draft, which equals the token that is appended next: keep its K/V."""
         if not self._is_recurrent:
             completion.num_computed_tokens += 1
-        completion.output.num_accepted_tokens += 1
-        self.num_accepted_tokens += 1
+
+    def count(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a request that were verified, and those that were accepted."""
+        counted = SpecDecodingStats.of_step(num_drafts, num_accepted)
+        completion.output.spec_decoding += counted
+        self.spec_decoding += counted
 
     def end(self, completion: Completion) -> None:
         """Free the slots of rejected drafts."""

@@ -11,6 +11,7 @@ positions by one does not change the layer's results.
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,21 +32,20 @@ class HeadLayout:
     """How the heads of a family name and join their parts.
 
     Attributes:
+        make_layer: makes the layer, random, from the configuration of the model.
         projection: joins the two rows, ``[2 * hidden_size] -> [hidden_size]``.
         embedding_norm, hidden_norm: norms of the two rows.
-        end_norm: after the layer, before the logits; ``None`` for no norm.
+        end_norm: after the layer, before the logits; ``None`` for the model's own last norm.
         is_embedding_first: the order of the two rows.
         is_zero_centred: whether published norms are stored as ``weight - 1``.
         takes_normed: whether the head takes the model's hidden rows after its last norm.
-        carries_normed: whether its own row after ``end_norm`` takes the place of the hidden row for
+        carries_normed: whether its own row after the end norm takes the place of the hidden row for
             the next draft; otherwise the row before it.
-        layer: the class of the layer in the module of mlx-lm, and the arguments after the
-            configuration, from it.
+        window: the number of last tokens that the layer attends to; ``None`` for all.
+        num_blocks: modules in the place of the layer, which are numbered like heads.
     """
 
-    module: str
-    layer: str
-    layer_arguments: Callable[[Any], tuple[Any, ...]]
+    make_layer: Callable[[Any], Module]
     projection: str
     embedding_norm: str
     hidden_norm: str
@@ -54,14 +54,34 @@ class HeadLayout:
     is_zero_centred: bool = False
     takes_normed: bool = True
     carries_normed: bool = True
+    window: Callable[[Any], int | None] = lambda args: None
+    num_blocks: int = 1
 
 
-def _mtp(module: str, layer: str, arguments: Callable[[Any], tuple[Any, ...]]) -> HeadLayout:
+def _layer(
+    module: str, layer: str, arguments: Callable[[Any], tuple[Any, ...]] = lambda args: ()
+) -> Callable[[Any], Module]:
+    """A layer of mlx-lm's, made from the configuration and what follows from it."""
+
+    def make(args: Any) -> Module:
+        layer_class: Any = getattr(importlib.import_module(f"mlx_lm.models.{module}"), layer)
+        return cast(Module, layer_class(args, *arguments(args)))
+
+    return make
+
+
+def _after_the_last(args: Any) -> tuple[int]:
+    return (args.num_hidden_layers,)
+
+
+def _full_attention(args: Any) -> tuple[int]:
+    return (args.full_attention_interval - 1,)
+
+
+def _mtp(make_layer: Callable[[Any], Module]) -> HeadLayout:
     """Qwen3-Next and later: ``mtp.*``."""
     return HeadLayout(
-        module,
-        layer,
-        arguments,
+        make_layer,
         "fc",
         "pre_fc_norm_embedding",
         "pre_fc_norm_hidden",
@@ -70,73 +90,141 @@ def _mtp(module: str, layer: str, arguments: Callable[[Any], tuple[Any, ...]]) -
     )
 
 
-def _nextn(module: str, layer: str, carries_normed: bool) -> HeadLayout:
-    """DeepSeek-V3 and GLM: the layers after the last one."""
-    return HeadLayout(
-        module,
-        layer,
-        lambda args: (args.num_hidden_layers,),
-        "eh_proj",
-        "enorm",
-        "hnorm",
-        "shared_head.norm",
-        carries_normed=carries_normed,
-    )
+def _nextn(
+    make_layer: Callable[[Any], Module], end_norm: str = "shared_head.norm", **others: Any
+) -> HeadLayout:
+    """The names of DeepSeek-V3."""
+    return HeadLayout(make_layer, "eh_proj", "enorm", "hnorm", end_norm, **others)
 
 
-def _attention_layer(args: Any) -> tuple[int]:
-    return (args.full_attention_interval - 1,)
+class _LongcatLayer(Module):
+    """A layer of LongCat-Flash's latent attention and a dense MLP; the model's own have two each,
+    and experts.
+    """
+
+    def __init__(self, args: Any):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.self_attn = _layer("longcat_flash", "LongcatFlashMLA")(args)
+        self.mlp = _layer("longcat_flash", "LongcatFlashMLP")(args)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        x = x + self["self_attn"](self["input_layernorm"](x), mask=mask, cache=cache)
+        both: mx.array = x + self["mlp"](self["post_attention_layernorm"](x))
+        return both
+
+
+class _NemotronLayer(Module):
+    """A block of attention and one of experts, which Nemotron-H counts as two layers."""
+
+    def __init__(self, args: Any):
+        super().__init__()
+        block: Any = importlib.import_module("mlx_lm.models.nemotron_h").NemotronHBlock
+        self.layers = [block(args, kind) for kind in ("*", "E")]
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        for block in self["layers"]:
+            x = block(x, mask=mask, cache=cache)
+        return x
+
+
+def _window_of_step(args: Any) -> int | None:
+    kinds = args.layer_types
+    is_sliding = kinds[args.num_hidden_layers] == "sliding_attention" if kinds else True
+    return args.sliding_window if is_sliding else None
 
 
 # By the model type that mlx-lm runs. Qwen's rows are those after the last norm (llama.cpp #24025,
-# LightLLM #1402); vLLM and SGLang do the same for DeepSeek and GLM. vLLM carries DeepSeek's row
-# before the head's norm, and GLM's after it (vLLM #46075).
+# LightLLM #1402); vLLM and SGLang do the same for DeepSeek, GLM, LongCat and Nemotron, and take the
+# rows before it for Step. After the head's own norm, GLM and DeepSeek have more drafts accepted
+# (vLLM #46075, ROCm/ATOM #1764). MiMo's rows are those before the norms (vLLM, exllamav3 #238), and
+# so are MiMo-V2's in SGLang. ERNIE's logits are of rows after the model's own norm, as in
+# FastDeploy; vMLX has found that more are accepted than without a norm, as in vLLM.
+#
+# Step and MiMo-V2 come with three heads, one for each draft. The first one makes all drafts, as in
+# vLLM for MiMo-V2: three layers would have to compute each token and take three times the K/V.
 LAYOUTS = {
-    "qwen3": _mtp("qwen3", "TransformerBlock", lambda args: ()),
-    "qwen3_next": _mtp("qwen3_next", "Qwen3NextDecoderLayer", _attention_layer),
-    "qwen3_5": _mtp("qwen3_5", "DecoderLayer", _attention_layer),
-    "qwen3_5_moe": _mtp("qwen3_5", "DecoderLayer", _attention_layer),
-    "glm4_moe": _nextn("glm4_moe", "DecoderLayer", carries_normed=True),
-    "glm4_moe_lite": _nextn("glm4_moe_lite", "Glm4MoeLiteDecoderLayer", carries_normed=True),
-    "deepseek_v3": _nextn("deepseek_v3", "DeepseekV3DecoderLayer", carries_normed=False),
+    "qwen3": _mtp(_layer("qwen3", "TransformerBlock")),
+    "qwen3_next": _mtp(_layer("qwen3_next", "Qwen3NextDecoderLayer", _full_attention)),
+    "qwen3_5": _mtp(_layer("qwen3_5", "DecoderLayer", _full_attention)),
+    "qwen3_5_moe": _mtp(_layer("qwen3_5", "DecoderLayer", _full_attention)),
+    "glm4_moe": _nextn(_layer("glm4_moe", "DecoderLayer", _after_the_last)),
+    "glm4_moe_lite": _nextn(_layer("glm4_moe_lite", "Glm4MoeLiteDecoderLayer", _after_the_last)),
+    "deepseek_v3": _nextn(_layer("deepseek_v3", "DeepseekV3DecoderLayer", _after_the_last)),
+    "step3p5": _nextn(
+        _layer("step3p5", "Step3p5DecoderLayer", _after_the_last),
+        is_zero_centred=True,
+        takes_normed=False,
+        carries_normed=False,
+        window=_window_of_step,
+    ),
+    "mimo": HeadLayout(
+        _layer("mimo", "TransformerBlock"),
+        "input_proj",
+        "token_layernorm",
+        "hidden_layernorm",
+        "final_layernorm",
+        is_embedding_first=False,
+        takes_normed=False,
+        carries_normed=False,
+    ),
+    "mimo_v2_flash": _nextn(
+        # Without experts, and with a window.
+        _layer("mimo_v2_flash", "DecoderLayer", lambda args: (False, True)),
+        "final_layernorm",
+        takes_normed=False,
+        carries_normed=False,
+        window=lambda args: args.sliding_window_size,
+    ),
+    "ernie4_5_moe": HeadLayout(
+        # A number before those of the layers with experts: the head's has none.
+        _layer("ernie4_5_moe", "Ernie4_5_DecoderLayer", lambda args: (-1,)),
+        "mtp_linear_proj.0",
+        "mtp_emb_norm.0",
+        "mtp_hidden_norm.0",
+        None,
+        carries_normed=False,
+    ),
+    "longcat_flash": _nextn(_LongcatLayer, "norm"),
+    "nemotron_h": _nextn(_NemotronLayer, "1.final_layernorm", num_blocks=2),
+}
+# Heads that are not run, and what they would need.
+REFUSED = {
+    "deepseek_v32": "its layer attends to the tokens that an indexer chooses",
+    "glm_moe_dsa": "its layer attends to the tokens that an indexer chooses",
+    "deepseek_v41": "it takes the rows of several residual streams",
+    "longcat_flash_ngram": "it embeds several tokens at once",
 }
 
 
-class DraftHead(LanguageModel):
-    """A head of a model, with random weights; :meth:`draft` runs it.
+class Head(LanguageModel):
+    """What drafts from the hidden rows of one model, with random weights.
 
     Args:
-        target: the model that it drafts for. Its embedding and its output layer are used, and not
-            part of the head.
-        layout: how the head's parts are joined.
+        target: the model that it drafts for. Its weights are not the head's.
+        kind: what it is to the model, for messages.
 
-    Raises:
-        UnsuitableModelError: the layer can't run on packed input.
+    Attributes:
+        hidden_size: of the model.
+        takes_normed: whether it takes the hidden rows after the model's last norm.
     """
 
+    takes_normed = True
     _text: Any
-    _spec: LayerSpec
 
-    def __init__(self, target: LanguageModel, layout: HeadLayout):
+    def __init__(self, target: LanguageModel, kind: str):
         super().__init__()
         text = text_model(target)
-        args = text.args
-        self.args, self.layout = target.args, layout
-        self.model_type = f"{model_type_of(target)} head"
-        self.description = f"{model_type_of(target)}, head"
-        self.hidden_size = size = args.hidden_size
-        self.projection = nn.Linear(2 * size, size, bias=False)
-        self.embedding_norm = nn.RMSNorm(size, eps=args.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=args.rms_norm_eps)
-        if layout.end_norm is not None:
-            self.end_norm = nn.RMSNorm(size, eps=args.rms_norm_eps)
-        module = importlib.import_module(f"mlx_lm.models.{layout.module}")
-        layer_class: Any = getattr(module, layout.layer)
-        self.layer = cast(Module, layer_class(args, *layout.layer_arguments(args)))
-        # Not as modules: the target's weights are not the head's.
-        object.__setattr__(self, "_text", text)
+        self.args = target.args
+        self.model_type = f"{model_type_of(target)} {kind}"
+        self.description = f"{model_type_of(target)}, {kind}"
+        self.hidden_size: int = text.args.hidden_size
+        object.__setattr__(self, "_text", text)  # not as a module
+
+    def _complete(self) -> None:
+        """Called when all modules are made."""
         object.__setattr__(self, "_attention", AttentionPatch())
-        object.__setattr__(self, "_spec", self._recorded())
         self.eval()
         # What is not a weight, such as RoPE's frequencies, nothing else evaluates; and what one
         # thread leaves lazy another one can't.
@@ -144,19 +232,93 @@ class DraftHead(LanguageModel):
             [value for each in self.modules() for name, value in each.items() if name[0] == "_"]
         )
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = last_norm(self._text).weight.dtype
+        return dtype
+
+    @property
+    def layer_specs(self) -> list[LayerSpec]:
+        return []
+
+    def is_of(self, model: LanguageModel) -> bool:
+        """Whether the head was made for this model."""
+        return text_model(model) is self._text
+
+    @property
+    def shared_output(self) -> Module | None:
+        """The model's layer that computes the logits of drafts, unless the head has its own."""
+        return None
+
+    @abstractmethod
+    def draft(
+        self,
+        tokens: mx.array,  # [num_tokens] int32
+        hidden: mx.array,  # [num_tokens, hidden_size]: of the token before each
+        layers: Sequence[LayerKV],
+    ) -> tuple[mx.array, mx.array]:
+        """Run the open step of a cache.
+
+        Args:
+            layers: those that the head needs: its own, or the model's if it has none.
+
+        Returns:
+            Logits ``[num_rows, vocab_size]`` of the tokens that follow, and the rows
+            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft. The
+            latter in the place of both in a step without logits.
+        """
+
+    def __call__(
+        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
+    ) -> mx.array:
+        raise NotImplementedError("[draft head] runs on hidden rows; call draft()")
+
+
+class DraftHead(Head):
+    """A head of a model with a layer of its own.
+
+    Args:
+        target: the model that it drafts for. Its embedding and its output layer are used.
+        layout: how the head's parts are joined.
+
+    Raises:
+        UnsuitableModelError: the layer can't run on packed input.
+    """
+
+    _spec: LayerSpec
+
+    def __init__(self, target: LanguageModel, layout: HeadLayout):
+        super().__init__(target, "head")
+        args, eps, size = self._text.args, last_norm(self._text).eps, self.hidden_size
+        self.layout, self.takes_normed = layout, layout.takes_normed
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.embedding_norm = nn.RMSNorm(size, eps=eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        if layout.end_norm is not None:
+            self.end_norm = nn.RMSNorm(size, eps=eps)
+        try:
+            self.layer, window = layout.make_layer(args), layout.window(args)
+        except (LookupError, TypeError) as error:
+            raise UnsuitableModelError(
+                f"the model's configuration does not describe it ({type(error).__name__}: "
+                f"{one_line(error)})"
+            ) from error
+        self._complete()
+        object.__setattr__(self, "_spec", self._recorded(window))
+
     def own(self, name: str) -> None:
         """Give the head an embedding (``embed_tokens``) or an output layer (``lm_head``) of its
         own, with random weights.
         """
-        size = self._text.args.hidden_size
+        size = self.hidden_size
         if name == "embed_tokens":
             self.embed_tokens = nn.Embedding(self.args.vocab_size, size)
         else:
             self.lm_head = nn.Linear(size, self.args.vocab_size, bias=False)
 
-    def _recorded(self) -> LayerSpec:
+    def _recorded(self, window: int | None) -> LayerSpec:
         """The K/V of the layer, from a run whose results are not computed."""
-        kv = RecordedKV(None, mx.arange(NUM_TOKENS))
+        kv = RecordedKV(window, mx.arange(NUM_TOKENS))
         rows = mx.zeros((NUM_TOKENS, 1, self.hidden_size), self.dtype)
         try:
             self.layer(rows, mask=None, cache=kv)
@@ -169,41 +331,18 @@ class DraftHead(LanguageModel):
         return kv.spec
 
     @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self._text.model.norm.weight.dtype
-        return dtype
-
-    @property
     def layer_specs(self) -> list[LayerSpec]:
         return [self._spec]
 
-    def is_of(self, model: LanguageModel) -> bool:
-        """Whether the head was made for this model."""
-        return text_model(model) is self._text
-
     @property
     def shared_output(self) -> Module | None:
-        """The model's layer that computes the logits of drafts, unless the head has its own."""
-        if "lm_head" in self:
-            return None
-        text = self._text
-        return cast(Module, text.lm_head if "lm_head" in text else text.model.embed_tokens)
+        return None if "lm_head" in self else cast(Module, output_of(self._text))
 
     def draft(
-        self,
-        tokens: mx.array,  # [num_tokens] int32
-        hidden: mx.array,  # [num_tokens, hidden_size]: of the token before each
-        layers: Sequence[LayerKV],
+        self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerKV]
     ) -> tuple[mx.array, mx.array]:
-        """Run the open step of a cache on the head's layer.
-
-        Returns:
-            Logits ``[num_rows, vocab_size]`` of the tokens that follow, and the rows
-            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft. The
-            latter in the place of both in a step without logits.
-        """
         (kv,) = layers
-        embed = self.embed_tokens if "embed_tokens" in self else self._text.model.embed_tokens
+        embed = self.embed_tokens if "embed_tokens" in self else embedding_of(self._text)
         pair = [self.embedding_norm(embed(tokens)), self.hidden_norm(hidden)]
         if not self.layout.is_embedding_first:
             pair.reverse()
@@ -213,23 +352,31 @@ class DraftHead(LanguageModel):
             return x, x
         rows = kv.step.logit_rows
         x = x if rows is None else x[rows]
-        normed = x if self.layout.end_norm is None else self.end_norm(x)
+        normed = self.end_norm(x) if "end_norm" in self else last_norm(self._text)(x)
         return self._logits(normed), normed if self.layout.carries_normed else x
 
     def _logits(self, rows: mx.array) -> mx.array:
-        owner: Any = self if "lm_head" in self else self._text
-        is_tied = "lm_head" not in owner
-        output = owner.model.embed_tokens.as_linear if is_tied else owner.lm_head
-        logits: mx.array = output(rows)
+        output: Any = self.lm_head if "lm_head" in self else output_of(self._text)
+        logits: mx.array = getattr(output, "as_linear", output)(rows)
         return logits
-
-    def __call__(
-        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
-    ) -> mx.array:
-        raise NotImplementedError("[draft head] runs on hidden rows; call draft()")
 
 
 def text_model(target: LanguageModel) -> Any:
     """The module of a model that has its configuration, its embedding and its output layer."""
     inner: Any = target["inner"] if isinstance(target, PackedModel) else target
     return getattr(inner, "language_model", inner)
+
+
+def embedding_of(text: Any) -> Any:
+    """The embedding of a text model."""
+    return text.backbone.embeddings if "backbone" in text else text.model.embed_tokens
+
+
+def output_of(text: Any) -> Any:
+    """The layer of a text model that computes its logits: the embedding, if they share weights."""
+    return text.lm_head if "lm_head" in text else embedding_of(text)
+
+
+def last_norm(text: Any) -> Any:
+    """The last norm of a text model."""
+    return text.backbone.norm_f if "backbone" in text else text.model.norm

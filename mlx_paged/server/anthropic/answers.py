@@ -122,7 +122,10 @@ class MessageRenderer(Renderer[MessagesRequest]):
             "cache_read_input_tokens": usage.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+            "output_tokens_details": {
+                "thinking_tokens": usage.num_reasoning_tokens,
+                **usage.predictions,
+            },
             "service_tier": "standard",
         }
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.conversations import (
     Content,
@@ -18,12 +19,13 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    ModelFields,
     RequestedFormat,
+    RequestFields,
     StopTexts,
     make_params,
     read_format,
 )
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import (
     Body,
     Children,
@@ -35,7 +37,6 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 # A note of Claude Code for Anthropic's accounting. It is not meant for the model, and it changes
 # with each request, so prompts with it would share no prefix.
@@ -144,7 +145,7 @@ class Thinking(Body):
     display: Literal["summarized", "omitted", "full"] = "full"
 
 
-class ConversationFields(ModelFields):
+class ConversationFields(RequestFields):
     """The fields of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
     # On this code Anthropic's clients send the whole conversation instead.
@@ -162,10 +163,6 @@ class ConversationFields(ModelFields):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: StopTexts | None = None
-    stream: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
     mcp_servers: Annotated[
         Any, only([], way_out="give the servers' tools as tools, and call them yourself")
     ] = None
@@ -242,17 +239,14 @@ def read_messages_body(request: AnyRequest, service: Service) -> ChatJob:
         "structured_outputs": requested.params,
     }
     given = {name: value for name, value in values.items() if value is not None}
+    params = make_params(service.default_params, given, fields)
     return ChatJob(
         messages,
-        make_params(service.default_params, given, fields),
+        Generation([], params, request.options(), fields=fields),
         tools,
         choice,
         not requested_choice.disable_parallel_tool_use,
         options,
-        request.priority,
-        request.cache_salt or None,
-        request.no_store,
-        fields=fields,
     )
 
 

@@ -6,16 +6,14 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.request import PENDING_TOKEN
+from mlx_paged.engine.stats import SequenceCounts
 from mlx_paged.server.errors import ApiError, error_response
 from mlx_paged.server.http.access import ANONYMOUS
 
@@ -133,31 +131,6 @@ def check_head(scope: Scope) -> None:
         raise ApiError(414, f"a path may have at most {MAX_PATH_BYTES:,} bytes")
 
 
-class Counts(NamedTuple):
-    """Numbers of sequences in an engine.
-
-    Args:
-        begun: running or waiting sequences that have a first token, by user.
-    """
-
-    num_running: int
-    num_waiting: int
-    begun: Mapping[str | None, int]
-
-
-def counts_of(engine: AsyncEngine) -> Counts:
-    """The current numbers of an engine, read without waiting for its step."""
-    scheduler = engine.engine.scheduler
-    running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
-    begun = Counter(
-        completion.request.user
-        for completion in (*running, *waiting)
-        # The pending token of the step in flight does not count yet.
-        if completion.num_output_tokens > (completion.token_ids[-1] == PENDING_TOKEN)
-    )
-    return Counts(len(running), len(waiting), begun)
-
-
 class QueueLimit:
     """The queue limit: refuses sequences if too many are waiting.
 
@@ -187,7 +160,7 @@ class QueueLimit:
         self,
         max_queue_len: int,
         max_num_seqs: int,
-        counts: Callable[[], Counts],
+        counts: Callable[[], SequenceCounts],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._num_pending: Counter[str | None] = Counter()  # by user

@@ -89,12 +89,15 @@ class OpenAIRenderer(Renderer[F]):
 
 def usage_of(usage: Usage) -> dict[str, Any]:
     """The fields of ``usage`` that chat and completions share."""
-    return {
+    shown: dict[str, Any] = {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    if usage.predictions:
+        shown["completion_tokens_details"] = usage.predictions
+    return shown
 
 
 class ChatRenderer(OpenAIRenderer[ChatRequest]):
@@ -115,7 +118,7 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
 
     def usage(self) -> dict[str, Any]:
         usage = self.states[0].usage
-        details = {"reasoning_tokens": usage.num_reasoning_tokens}
+        details = {"reasoning_tokens": usage.num_reasoning_tokens, **usage.predictions}
         return {**usage_of(usage), "completion_tokens_details": details}
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_paged.answers.dialect import ToolChoice
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,
@@ -16,13 +17,10 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    CacheFields,
     Effort,
     FormatFields,
-    ModelFields,
-    SamplingFields,
+    GenerationFields,
     StreamOptions,
-    check_stream,
     effort_options,
     first_given,
 )
@@ -37,7 +35,6 @@ from mlx_paged.server.schemas import (
     refused,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 # Names that are fields of the body, or parameters of ``apply_chat_template``.
 _NO_TEMPLATE_VARIABLES = {
@@ -135,10 +132,9 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+class OpenAIFields(GenerationFields, FormatFields):
     """The fields that chat and completions share."""
 
-    stream: bool = False
     stream_options: UsageOptions | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
@@ -210,33 +206,25 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
-    request.model_name(service)
-    check_stream(request.stream_options, request.stream)
+    request.check(service)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
-    requested = request.structured()
-    fields = {"logprobs": "top_logprobs", **requested.fields}
+    fields = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
+    messages = read_messages(request.messages)
+    values = {"max_tokens": max_tokens, "logprobs": request.num_top_logprobs}
     job = ChatJob(
-        messages=read_messages(request.messages),
-        params=request.sampling(
-            service.default_params,
-            fields,
-            max_tokens=max_tokens,
-            logprobs=request.num_top_logprobs,
-            structured_outputs=requested.params,
-        ),
-        tools=tools,
-        tool_choice=_read_tool_choice(request.tool_choice, tools),
-        parallel_tool_calls=request.parallel_tool_calls,
-        template_options=request.template_options(),
-        fields=fields,
-        **request.job_fields(),
+        messages,
+        request.generation(service, request.structured(), fields, **values),
+        tools,
+        _read_tool_choice(request.tool_choice, tools),
+        request.parallel_tool_calls,
+        request.template_options(),
     )
-    if request.stream and job.params.prompt_logprobs is not None:
+    if request.stream and job.generation.params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "can't be streamed")
     return job
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from mlx_paged.engine.input_processor import encode_prompt
+from mlx_paged.engine.input_processor import MAX_PROMPT_TOKENS, encode_prompt
 from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.server.errors import ApiError, api_error
-from mlx_paged.server.fields import TokenIds, check_stream, first_given
+from mlx_paged.server.fields import TokenIds, first_given
 from mlx_paged.server.generations import Generation, Usage
 from mlx_paged.server.openai.answers import (
     CompletionLogprobs,
@@ -23,7 +23,7 @@ from mlx_paged.server.openai.answers import (
     usage_of,
 )
 from mlx_paged.server.openai.chat import OpenAIFields
-from mlx_paged.server.prompt_threads import MAX_PROMPT_TOKENS, Work
+from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
 from mlx_paged.server.schemas import MEMBER, refused
 from mlx_paged.server.service import Service
@@ -97,25 +97,23 @@ def read_completions(
     request: CompletionRequest, service: Service
 ) -> tuple[list[Prompt], Generation]:
     """The prompts of the body, and the generation for each, still without its tokens."""
-    request.model_name(service)
-    check_stream(request.stream_options, request.stream)
+    request.check(service)
     prompts = request.prompts
     max_tokens = request.num_tokens(service)
-    requested = request.structured()
     values: dict[str, Any] = {
         "logprobs": request.logprobs,
-        "structured_outputs": requested.params,
         # The engine generates at least one token.
         "max_tokens": 1 if request.echo and max_tokens == 0 else max_tokens,
     }
     if request.echo and request.logprobs is not None:
         values["prompt_logprobs"] = request.logprobs
-    params = request.sampling(service.default_params, requested.fields, **values)
+    generation = request.generation(service, request.structured(), **values)
+    params = generation.params
     if len(prompts) * params.n > MAX_CHOICES:
         raise refused("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
     if request.stream and params.prompt_logprobs is not None and not request.echo:
         raise refused("prompt_logprobs", "can't be streamed")
-    return prompts, Generation([], params, **request.job_fields(), fields=requested.fields)
+    return prompts, generation
 
 
 def encode_all(
@@ -243,5 +241,6 @@ class CompletionsRenderer(OpenAIRenderer[CompletionRequest]):
         whole = sum((state.usage for state in self.states), Usage())
         num_output_tokens = whole.num_output_tokens if self._has_answer else 0
         num_prompt_tokens = sum(len(each.prompt_token_ids) for each in self.generations)
-        counts = {"num_prompt_tokens": num_prompt_tokens, "num_output_tokens": num_output_tokens}
-        return usage_of(replace(whole, **counts))
+        return usage_of(
+            replace(whole, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens)
+        )

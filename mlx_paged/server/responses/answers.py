@@ -151,7 +151,10 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": usage.num_reasoning_tokens,
+                **usage.predictions,
+            },
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_paged.answers.tool_grammar import Tool
 from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
@@ -21,14 +22,10 @@ from mlx_paged.server.conversations import (
     texts_of,
 )
 from mlx_paged.server.fields import (
-    CacheFields,
     Effort,
     Format,
-    ModelFields,
-    SamplingFields,
-    StreamOptions,
+    GenerationFields,
     TextFormat,
-    check_stream,
     effort_options,
     first_given,
 )
@@ -45,7 +42,6 @@ from mlx_paged.server.schemas import (
     short,
 )
 from mlx_paged.server.service import Service
-from mlx_paged.server.tool_grammar import Tool
 
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 # The prefix of ``encrypted_content``, to distinguish it from that of other servers. Clients send
@@ -147,7 +143,7 @@ class TextOptions(Body):
     format: Format | None = None
 
 
-class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
+class ResponsesRequest(GenerationFields):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[str | Items, OneOf()]
@@ -162,8 +158,6 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextOptions = Field(default_factory=TextOptions)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
@@ -222,7 +216,7 @@ def read_responses_body(
     Args:
         owner: the user whose kept items the body may refer to.
     """
-    request.model_name(service)
+    request.check(service)
     tools = _read_tools(request.tools)
     requested = request.tool_choice
     if isinstance(requested, NamedTool):
@@ -233,29 +227,20 @@ def read_responses_body(
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
-    structured = (request.text.format or TextFormat(type="text")).requested("text.format")
-    fields = {
-        "max_tokens": "max_output_tokens",
-        "logprobs": "top_logprobs",
-        **structured.fields,
-    }
-    params = request.sampling(
-        service.default_params,
-        fields,
+    generation = request.generation(
+        service,
+        (request.text.format or TextFormat(type="text")).requested("text.format"),
+        {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
         max_tokens=first_given(request.max_output_tokens, service.max_tokens),
         logprobs=num_top_logprobs,
-        structured_outputs=structured.params,
     )
-    check_stream(request.stream_options, request.stream)
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
-        params,
+        generation,
         tools,
         choice,
         request.parallel_tool_calls,
         options,
-        fields=fields,
-        **request.job_fields(),
     )
 
 

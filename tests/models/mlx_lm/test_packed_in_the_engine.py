@@ -54,7 +54,7 @@ def test_drafts_change_no_token(config):
     expected = stock_tokens(model, PROMPT, 12)
     looked_up = Engine(adapt(model, config), block_size=8, num_draft_tokens=3)
     assert answer(looked_up) == expected
-    assert looked_up.stats().num_drafted_tokens > 0
+    assert looked_up.stats().spec_decoding.num_draft_tokens > 0
     small = adapt(random_model(LLAMA, seed=1), LLAMA)
     assert answer(Engine(adapt(model, config), block_size=8, draft_model=small)) == expected
 

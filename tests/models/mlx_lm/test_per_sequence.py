@@ -216,7 +216,7 @@ def test_drafts_change_no_token_of_a_model_without_state(
 ):
     draft_model = adapted_model("gpt_bigcode") if drafter == "model" else None
 
-    def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
+    def eager(num_draft_tokens: int, model: Any, drafts: Any, *_: Any) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
 
     monkeypatch.setattr(build, "speculation_of", eager)
@@ -226,9 +226,10 @@ def test_drafts_change_no_token_of_a_model_without_state(
         engine.add_request(request_id, tokens, greedy(16))
     expected = {n: [greedy_answer("gpt_bigcode", ids, 16)] for n, ids in prompts.items()}
     assert answers(engine) == expected
-    assert engine.stats().num_drafted_tokens > 0
+    assert engine.stats().spec_decoding.num_draft_tokens > 0
     if drafter == "model":
-        assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens
+        stats = engine.stats().spec_decoding
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_h1"])

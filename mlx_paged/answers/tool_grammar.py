@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from mlx_paged.answers.dialect import Dialect, ToolChoice
 from mlx_paged.answers.formats import CallFormat, Headed, Tags
@@ -67,13 +67,10 @@ class Tool:
         schema_field: str = "parameters",
     ) -> Tool:
         """The tool of these fields."""
-        function: dict[str, Any] = {"name": name}
-        if description is not None:
-            function["description"] = description
-        function["parameters"] = parameters
-        if strict:
-            function["strict"] = True
-        return cls({"type": "function", "function": function}, place, schema_field)
+        fields = {"name": name, "description": description, "parameters": parameters}
+        function = {field: value for field, value in fields.items() if value is not None}
+        more = {"strict": True} if strict else {}
+        return cls({"type": "function", "function": function | more}, place, schema_field)
 
     @property
     def name(self) -> str:
@@ -227,7 +224,7 @@ def _required_calls(tools: Sequence[Tool], dialect: Dialect, is_parallel: bool) 
     if rules is None:
         more = ' (", " object)*' if is_parallel else ""
         return _grammar(f'start: "[" object{more} "]"\n{_json_objects(tools)}', tools, is_json=True)
-    more = " (separator call)*" if is_parallel and not rules.is_group else ""
+    more = " (separator call)*" if is_parallel and rules.separator is not None else ""
     return _grammar(f"start: call{more}\n{rules.lark}", tools)
 
 
@@ -296,19 +293,23 @@ def _grammar(lark: str, tools: Sequence[Tool], is_json: bool = False) -> ToolGra
 
 
 class _CallRules(NamedTuple):
-    """The rules ``call``, ``rest_of_call``, which is a call without its start mark, and
-    ``separator``, which stands between two calls.
+    """The rules of calls in a format.
 
     Args:
-        is_group: whether ``call`` is all calls of an answer.
+        rest: a call after its start mark.
+        separator: what stands between two calls; ``None`` if a call is all calls of an answer.
+        lark: further rules.
     """
 
+    rest: str
+    separator: str | None
     lark: str
-    is_group: bool
 
 
 def _call_rules(dialect: Dialect, tools: Sequence[Tool], may_be_several: bool) -> _CallRules | None:
-    """The rules; ``None`` if the format or the parameters are not supported."""
+    """The rules, which define ``call``, ``rest_of_call`` and ``separator``; ``None`` if the format
+    or the parameters are not supported.
+    """
     if dialect.calls is None:
         return None
     try:
@@ -339,11 +340,6 @@ def _choice(rule: str, alternatives: Sequence[str]) -> str:
     return "\n".join([f"{rule}: {names}", *lines]) + "\n"
 
 
-# The rest of a call after its start mark, what stands between two calls (``None`` if a call is all
-# of them), and further rules.
-_Rules: TypeAlias = "tuple[str, str | None, str]"
-
-
 class _CallWriter:
     """Writes the rules of one format."""
 
@@ -363,22 +359,20 @@ class _CallWriter:
     def rules(self) -> _CallRules:
         shape, calls = self._calls.shape, self._calls
         if calls.engine == "harmony":
-            rest, separator, rules = self._harmony()
+            found = self._harmony()
         elif isinstance(shape, Tags):
-            rest, separator, rules = self._tags(shape)
+            found = self._tags(shape)
         elif isinstance(shape, Headed):
-            rest, separator, rules = self._headed(shape)
+            found = self._headed(shape)
         else:
-            write = {"json": self._json, "python": self._python, "gemma": self._gemma}[shape]
-            rest, separator, rules = write()
+            found = {"json": self._json, "python": self._python, "gemma": self._gemma}[shape]()
         # An answer that begins as a call is one.
         start = self._term("" if calls.is_bare else calls.start)
-        texts = "".join(self._texts.values())
         lark = (
-            f"call: {start} rest_of_call\nrest_of_call: {rest}\n"
-            f"separator: {dumps(separator or '')}\n{rules}{texts}"
+            f"call: {start} rest_of_call\nrest_of_call: {found.rest}\n"
+            f"separator: {dumps(found.separator or '')}\n{found.lark}"
         )
-        return _CallRules(lark, separator is None)
+        return found._replace(lark=lark + "".join(self._texts.values()))
 
     def _term(self, text: str) -> str:
         """A text, in which there may be marks, in Lark."""
@@ -394,17 +388,17 @@ class _CallWriter:
 
     # The shapes.
 
-    def _json(self) -> _Rules:
+    def _json(self) -> _CallRules:
         """Hermes and Qwen write an object between marks, others a list."""
         end, name = self._term(self._calls.end), self._calls.name
         objects = _json_objects(self._tools, *_JSON_NAMES.get(name, ()))
         if name == "json_tools":
-            return f'"\\n" object "\\n" {end}', "\n", objects
+            return _CallRules(f'"\\n" object "\\n" {end}', "\n", objects)
         if name == "llama3":
-            return "object", "; ", objects
-        return f'"[" {self._several("object", ", ")} "]" {end}', None, objects
+            return _CallRules("object", "; ", objects)
+        return _CallRules(f'"[" {self._several("object", ", ")} "]" {end}', None, objects)
 
-    def _headed(self, shape: Headed) -> _Rules:
+    def _headed(self, shape: Headed) -> _CallRules:
         """A name, a mark and an object."""
         if self._calls.name == "mistral" and self._marks.encode("[ARGS]") == "[ARGS]":
             return self._json()  # older models
@@ -412,18 +406,20 @@ class _CallWriter:
         after = self._term(middle.replace(" ```json", "\n```json\n").replace(" ", ""))
         end = self._term(shape.end[0].replace("``` ", "\n```")) if shape.end else ""
         is_numbered = self._calls.name == "kimi_k2"
-        calls = []
+        written = []
         for tool in self._tools:
             name = f"functions.{tool.name}:" if is_numbered else tool.name
             begin = self._term(head.replace(" ", "") + name) + " /[0-9]+/" * is_numbered
-            calls.append(f"{begin} {after} {tool.arguments} {end}")
-        rules = _choice("one", calls)
+            written.append(f"{begin} {after} {tool.arguments} {end}")
+        rules = _choice("one", written)
         if not self._calls.is_section:
-            return "one", "", rules
+            return _CallRules("one", "", rules)
         separator = "\n" if "```" in end else ""
-        return f"{self._several('one', separator)} {self._term(self._calls.end)}", None, rules
+        return _CallRules(
+            f"{self._several('one', separator)} {self._term(self._calls.end)}", None, rules
+        )
 
-    def _python(self) -> _Rules:
+    def _python(self) -> _CallRules:
         """A list of calls with keywords, whose values are JSON."""
         calls = []
         for tool in self._tools:
@@ -435,15 +431,17 @@ class _CallWriter:
             ]
             calls.append(f'{dumps(tool.name + "(")} {_joined(pairs, ", ")} ")"')
         end = "" if self._calls.is_bare else self._term(self._calls.end)
-        return f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls)
+        return _CallRules(
+            f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls)
+        )
 
-    def _gemma(self) -> _Rules:
+    def _gemma(self) -> _CallRules:
         """A name and an object whose texts are between marks."""
         calls = [
             f'{dumps(f"call:{tool.name}" + "{")} {self._gemma_fields(tool, tool.parameters)} "}}"'
             for tool in self._tools
         ]
-        return f"one {self._term(self._calls.end)}", "", _choice("one", calls)
+        return _CallRules(f"one {self._term(self._calls.end)}", "", _choice("one", calls))
 
     def _gemma_fields(self, tool: Tool, schema: Mapping[str, Any]) -> str:
         if any(letter in ':{}[],"' for key in schema.get("properties", {}) for letter in key):
@@ -492,7 +490,7 @@ class _CallWriter:
             raise _UnsupportedError
         return dumps(dumps(value))
 
-    def _tags(self, tags: Tags) -> _Rules:
+    def _tags(self, tags: Tags) -> _CallRules:
         """A tag for each argument, around plain text or JSON."""
         begin, _, last = tags.call.rpartition("{any}")
         opening = f"{begin}{tags.attributes}{last}".replace("{any}", "") + tags.between
@@ -505,13 +503,13 @@ class _CallWriter:
             calls.append(f"{start} {' '.join(parts)} {self._term(tags.call_end)}")
         end, rules = self._term(self._calls.end), _choice("function", calls)
         if not self._calls.start:
-            return "function", tags.between, rules
+            return _CallRules("function", tags.between, rules)
         if self._calls.is_section:
             inner, between = self._several("function", tags.between), dumps(tags.between)
-            return f"{between} {inner} {between} {end}", None, rules
+            return _CallRules(f"{between} {inner} {between} {end}", None, rules)
         if tags.call_end:
-            return f'"\\n" function "\\n" {end}', "\n", rules
-        return f"function {end}", "", rules
+            return _CallRules(f'"\\n" function "\\n" {end}', "\n", rules)
+        return _CallRules(f"function {end}", "", rules)
 
     def _tagged(self, tags: Tags, tool: Tool, key: str, schema: Any, is_required: bool) -> str:
         if not _is_tag_name(key):
@@ -539,14 +537,14 @@ class _CallWriter:
             raise _UnsupportedError
         return f"({' | '.join(self._term(word) for word in words)}) {self._term(end)}"
 
-    def _harmony(self) -> _Rules:
+    def _harmony(self) -> _CallRules:
         """A message to the tool. The token that ends it ends the answer."""
         calls = []
         for tool in self._tools:
             head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
             calls.append(f"{self._term(head)} {tool.arguments}")
         opening = f"({self._term('<|start|>assistant')})?"
-        return f"{opening} one", None, _choice("one", calls)
+        return _CallRules(f"{opening} one", None, _choice("one", calls))
 
     def _text_before(self, end: str) -> str:
         """Any text up to an end, and the end. A text contains no control token."""

@@ -17,9 +17,9 @@ from mlx_paged import demo_model_path, load
 from mlx_paged.answers.dialect import PLAIN_DIALECT, AnswerFormat, Dialect
 from mlx_paged.answers.formats import FORMATS, REASONING, format_named
 from mlx_paged.answers.reader import read_answer
+from mlx_paged.answers.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.tool_grammar import Tool, ToolGrammar, grammar_of_calls, reasoning_before
 
 STRICT = ["json_tools", "mistral", "glm47", "kimi_k2", "gemma4", "deepseek_v3", "qwen3_coder"]
 # Formats whose marks are spelled out, because the vocabulary has no such tokens.
