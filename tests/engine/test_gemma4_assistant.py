@@ -173,7 +173,7 @@ def test_answers_are_those_without_it_and_each_draft_is_that_of_the_whole_text(
         model, draft_model=assistant, speculation=eager, run_ahead=has_centroids
     )
     assert_all_same_but_aborts(drafting, plain)
-    assert drafting.engine.stats().num_accepted_tokens > 0
+    assert drafting.engine.stats().spec_decoding.num_accepted_tokens > 0
     assert len(rounds.seen) > 20
     for logits, expected in rounds.with_expected(model, assistant):
         np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)

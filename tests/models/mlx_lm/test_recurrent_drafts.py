@@ -290,7 +290,7 @@ def test_a_state_at_the_end_of_a_block_needs_no_place_among_the_checkpoints():
     engine = make_engine(model, block_size=8, run_ahead=False, enable_prefix_caching=False)
     engine.scheduler.speculation = eager_speculation(VOCAB_SIZE, knows({("a", 0): expected}))
     assert ask(engine, {"a": (tokens, params)}) == {"a": expected}
-    assert engine.stats().num_checkpoints == 0 < engine.stats().num_accepted_tokens
+    assert engine.stats().num_checkpoints == 0 < engine.stats().spec_decoding.num_accepted_tokens
 
 
 def test_steps_with_drafts_that_fail_are_run_again():
