@@ -21,8 +21,8 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.request import PENDING_TOKEN, Completion
 from mlx_paged.engine.sampling.sampler import draw_drafts
 from mlx_paged.engine.scheduling.batch import Batch, Scheduled
+from mlx_paged.engine.speculation.draft_record import DraftRecord
 from mlx_paged.engine.speculation.speculation import (
-    ACCEPTANCE_RATE,
     NO_COST,
     NO_SPECULATION,
     PROMPT_LOOKUP,
@@ -40,11 +40,6 @@ from mlx_paged.models.mlx_lm.draft_head import Head
 from mlx_paged.ops import AttentionMetadata, StateRow, StepState, device
 from mlx_paged.options.argument_values import kind_of
 
-# The acceptance is unknown before the first drafts, and a user of a draft model expects it to be
-# high. The estimate returns to this value over time, so that a request whose drafts did not pay off
-# tries again later.
-FIRST_MODEL_ACCEPTANCE = 0.8
-FORGETTING_RATE = 1 / 256
 # The most tokens that lack K/V of the model when it makes drafts. They are computed in the first
 # pass, which delays the step.
 MAX_MISSING_TOKENS = 512
@@ -154,11 +149,14 @@ class DraftModel(Drafter):
 
     # As a drafter
 
-    def acceptance(self, completion: Completion) -> float:
+    # A user of a draft model expects most drafts to be accepted.
+    first_acceptance = 0.8
+
+    def acceptances(self, completion: Completion, record: DraftRecord) -> Sequence[float]:
+        record.forget_old(completion.num_tokens)
         state = self._state_of(completion, completion.num_computed_tokens)
-        state.forget(completion.num_tokens)
         num_missing = completion.num_tokens - min(state.num_computed, completion.num_tokens)
-        return state.acceptance if num_missing <= MAX_MISSING_TOKENS else 0.0
+        return record.acceptances if num_missing <= MAX_MISSING_TOKENS else ()
 
     def propose(self, completion: Completion, num_drafts: int) -> list[int]:
         """Placeholders for drafts, which :meth:`run` makes when the step is launched."""
@@ -171,13 +169,10 @@ class DraftModel(Drafter):
     def note(self, completion: Completion, num_drafts: int, num_accepted: int) -> None:
         state = self._state_of(completion, completion.num_computed_tokens)
         state.num_computed = min(state.num_computed, completion.num_computed_tokens)
-        if not state.drafts:
-            return  # They were known without the model.
-        state.num_seen = completion.num_tokens
-        for _ in range(num_accepted):
-            state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        if num_accepted < num_drafts:
-            state.acceptance -= state.acceptance * ACCEPTANCE_RATE
+        # Others were known without the model.
+        if state.drafts and completion.draft_record is not None:
+            completion.draft_record.observe_drafts(num_drafts, num_accepted)
+        super().note(completion, num_drafts, num_accepted)
 
     # In a step
 
@@ -342,7 +337,7 @@ class DraftModel(Drafter):
     def _state_of(self, completion: Completion, num_computed: int) -> DraftState:
         state = completion.draft_state
         if not isinstance(state, DraftState):
-            state = DraftState(num_computed=num_computed, num_seen=completion.num_tokens)
+            state = DraftState(num_computed)
             first = completion.request.completions[0].draft_state
             if isinstance(first, DraftState):  # It was forked from the first completion.
                 state.states = list(first.states)
@@ -372,7 +367,6 @@ class DraftState:
 
     Attributes:
         num_computed: tokens with K/V of the draft model, or from the prefix cache.
-        num_seen: tokens of the request when its acceptance was last updated.
         drafts: of the newest step: an array of tokens and an index into it for each.
         states: of a recurrent model, each with the number of its tokens: before and after its
             newest run of known tokens. The target may fall back to the first.
@@ -381,8 +375,6 @@ class DraftState:
     """
 
     num_computed: int
-    num_seen: int
-    acceptance: float = FIRST_MODEL_ACCEPTANCE
     drafts: list[tuple[mx.array, int]] = field(default_factory=list)
     states: list[tuple[int, StateRow | None]] = field(default_factory=list)
     newest: StateRow | None = None
@@ -411,11 +403,6 @@ class DraftState:
     def read_drafts(self) -> list[int]:
         """The drafts of the newest step, once they are computed."""
         return [cast(list[int], tokens.tolist())[entry] for tokens, entry in self.drafts]
-
-    def forget(self, num_tokens: int) -> None:
-        for _ in range(min(num_tokens - self.num_seen, 1000)):
-            self.acceptance += (FIRST_MODEL_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
-        self.num_seen = num_tokens
 
 
 def speculation_of(

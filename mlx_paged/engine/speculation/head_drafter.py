@@ -252,7 +252,7 @@ class HeadDrafter(DraftModel):
     def _state_of(self, completion: Completion, num_computed: int) -> HeadState:
         state = completion.draft_state
         if not isinstance(state, HeadState):
-            state = HeadState(num_computed=num_computed, num_seen=completion.num_tokens)
+            state = HeadState(num_computed)
             first = completion.request.completions[0].draft_state
             if isinstance(first, HeadState):  # It was forked from the first completion.
                 state.rows = list(first.rows)

@@ -451,7 +451,7 @@ class OneOfTwoIsWrong(Drafter):
             drafts[-1] = (drafts[-1] + 1) % 256
         return drafts
 
-    acceptance, note = RandomDrafter.acceptance, RandomDrafter.note
+    note = RandomDrafter.note
 
 
 class ThreeDrafts(EagerSpeculation):
