@@ -40,14 +40,24 @@ class Logprob:
 
 
 Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "no_state"]
+# The end of a sentence about a prompt, by the reason: compared with the longest sequence with the
+# same beginning, if there is one.
 REASONS: dict[Reason, str] = {
-    "hit": "all blocks of the prompt were cached",
+    "hit": "all whole blocks",
     "new": "no previous sequence begins like it",
-    "continued": "it continues the longest sequence with the same beginning",
-    "changed": "it differs from the longest sequence with the same beginning",
-    "evicted": "its beginning was computed before and has been evicted",
-    "pending": "its beginning is being computed for another request",
-    "no_state": "more of its K/V are cached, but the recurrent state after them was not kept",
+    "continued": "it goes on where {other} ended, at token {position}",
+    "changed": "it left {other} at token {position}: {change}",
+    "evicted": "from token {position} on, what {other} computed was evicted; a larger "
+    "--kv-cache-bytes keeps more",
+    "pending": "from token {position} on, {other} is being computed",
+    "no_state": "from token {position} on its K/V are there, and the recurrent state was not kept; "
+    "a larger --kv-cache-bytes keeps more",
+}
+_CHANGES = {
+    "inserted": "{found} inserted",
+    "removed": "{expected} removed",
+    "replaced": "{expected} replaced by {found}",
+    "reordered": "{found} in another order",
 }
 
 
@@ -81,6 +91,33 @@ class PrefixReport:
     def change(self) -> Change | None:
         """How the prompt differs from the other sequence, if it does. Takes about a millisecond."""
         return change_between(self.expected, self.found) if self.reason == "changed" else None
+
+    @property
+    def explanation(self) -> str:
+        """Why no more of the prompt was cached, in a sentence that contains none of its text."""
+        cached = f"{self.num_cached_tokens:,} of {_tokens(self.num_prompt_tokens)} cached"
+        why = REASONS[self.reason]
+        if self.num_read_tokens:
+            cached += f", {self.num_read_tokens:,} of them on disk"
+            why = "the rest is not there" if self.reason == "new" else why
+        position = f"{self.position:,}"
+        return f"{cached}: " + why.format(
+            other=self.other_request_id, position=position, change=self._change_in_words()
+        )
+
+    def _change_in_words(self) -> str:
+        change = self.change()
+        if change is None:
+            return ""
+        expected, found = change.num_expected, change.num_found
+        is_open = max(expected, found) >= max(len(self.expected), len(self.found))
+        if is_open and change.kind == "replaced":
+            return "all that follows is different"
+        return _CHANGES[change.kind].format(expected=_tokens(expected), found=_tokens(found))
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
 
 
 class Change(NamedTuple):

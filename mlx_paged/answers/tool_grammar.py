@@ -292,7 +292,7 @@ def _grammar(lark: str, tools: Sequence[Tool], is_json: bool = False) -> ToolGra
 # Calls in the formats of models
 
 
-class _Rules(NamedTuple):
+class _CallRules(NamedTuple):
     """The rules of calls in a format.
 
     Args:
@@ -306,7 +306,7 @@ class _Rules(NamedTuple):
     lark: str
 
 
-def _call_rules(dialect: Dialect, tools: Sequence[Tool], may_be_several: bool) -> _Rules | None:
+def _call_rules(dialect: Dialect, tools: Sequence[Tool], may_be_several: bool) -> _CallRules | None:
     """The rules, which define ``call``, ``rest_of_call`` and ``separator``; ``None`` if the format
     or the parameters are not supported.
     """
@@ -356,7 +356,7 @@ class _CallWriter:
         self._may_be_several = may_be_several
         self._texts: dict[str, str] = {}  # rules of texts, by what ends them
 
-    def rules(self) -> _Rules:
+    def rules(self) -> _CallRules:
         shape, calls = self._calls.shape, self._calls
         if calls.engine == "harmony":
             found = self._harmony()
@@ -388,17 +388,17 @@ class _CallWriter:
 
     # The shapes.
 
-    def _json(self) -> _Rules:
+    def _json(self) -> _CallRules:
         """Hermes and Qwen write an object between marks, others a list."""
         end, name = self._term(self._calls.end), self._calls.name
         objects = _json_objects(self._tools, *_JSON_NAMES.get(name, ()))
         if name == "json_tools":
-            return _Rules(f'"\\n" object "\\n" {end}', "\n", objects)
+            return _CallRules(f'"\\n" object "\\n" {end}', "\n", objects)
         if name == "llama3":
-            return _Rules("object", "; ", objects)
-        return _Rules(f'"[" {self._several("object", ", ")} "]" {end}', None, objects)
+            return _CallRules("object", "; ", objects)
+        return _CallRules(f'"[" {self._several("object", ", ")} "]" {end}', None, objects)
 
-    def _headed(self, shape: Headed) -> _Rules:
+    def _headed(self, shape: Headed) -> _CallRules:
         """A name, a mark and an object."""
         if self._calls.name == "mistral" and self._marks.encode("[ARGS]") == "[ARGS]":
             return self._json()  # older models
@@ -413,13 +413,13 @@ class _CallWriter:
             written.append(f"{begin} {after} {tool.arguments} {end}")
         rules = _choice("one", written)
         if not self._calls.is_section:
-            return _Rules("one", "", rules)
+            return _CallRules("one", "", rules)
         separator = "\n" if "```" in end else ""
-        return _Rules(
+        return _CallRules(
             f"{self._several('one', separator)} {self._term(self._calls.end)}", None, rules
         )
 
-    def _python(self) -> _Rules:
+    def _python(self) -> _CallRules:
         """A list of calls with keywords, whose values are JSON."""
         calls = []
         for tool in self._tools:
@@ -431,15 +431,17 @@ class _CallWriter:
             ]
             calls.append(f'{dumps(tool.name + "(")} {_joined(pairs, ", ")} ")"')
         end = "" if self._calls.is_bare else self._term(self._calls.end)
-        return _Rules(f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls))
+        return _CallRules(
+            f'"[" {self._several("one", ", ")} "]" {end}', None, _choice("one", calls)
+        )
 
-    def _gemma(self) -> _Rules:
+    def _gemma(self) -> _CallRules:
         """A name and an object whose texts are between marks."""
         calls = [
             f'{dumps(f"call:{tool.name}" + "{")} {self._gemma_fields(tool, tool.parameters)} "}}"'
             for tool in self._tools
         ]
-        return _Rules(f"one {self._term(self._calls.end)}", "", _choice("one", calls))
+        return _CallRules(f"one {self._term(self._calls.end)}", "", _choice("one", calls))
 
     def _gemma_fields(self, tool: Tool, schema: Mapping[str, Any]) -> str:
         if any(letter in ':{}[],"' for key in schema.get("properties", {}) for letter in key):
@@ -488,7 +490,7 @@ class _CallWriter:
             raise _UnsupportedError
         return dumps(dumps(value))
 
-    def _tags(self, tags: Tags) -> _Rules:
+    def _tags(self, tags: Tags) -> _CallRules:
         """A tag for each argument, around plain text or JSON."""
         begin, _, last = tags.call.rpartition("{any}")
         opening = f"{begin}{tags.attributes}{last}".replace("{any}", "") + tags.between
@@ -501,13 +503,13 @@ class _CallWriter:
             calls.append(f"{start} {' '.join(parts)} {self._term(tags.call_end)}")
         end, rules = self._term(self._calls.end), _choice("function", calls)
         if not self._calls.start:
-            return _Rules("function", tags.between, rules)
+            return _CallRules("function", tags.between, rules)
         if self._calls.is_section:
             inner, between = self._several("function", tags.between), dumps(tags.between)
-            return _Rules(f"{between} {inner} {between} {end}", None, rules)
+            return _CallRules(f"{between} {inner} {between} {end}", None, rules)
         if tags.call_end:
-            return _Rules(f'"\\n" function "\\n" {end}', "\n", rules)
-        return _Rules(f"function {end}", "", rules)
+            return _CallRules(f'"\\n" function "\\n" {end}', "\n", rules)
+        return _CallRules(f"function {end}", "", rules)
 
     def _tagged(self, tags: Tags, tool: Tool, key: str, schema: Any, is_required: bool) -> str:
         if not _is_tag_name(key):
@@ -535,14 +537,14 @@ class _CallWriter:
             raise _UnsupportedError
         return f"({' | '.join(self._term(word) for word in words)}) {self._term(end)}"
 
-    def _harmony(self) -> _Rules:
+    def _harmony(self) -> _CallRules:
         """A message to the tool. The token that ends it ends the answer."""
         calls = []
         for tool in self._tools:
             head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
             calls.append(f"{self._term(head)} {tool.arguments}")
         opening = f"({self._term('<|start|>assistant')})?"
-        return _Rules(f"{opening} one", None, _choice("one", calls))
+        return _CallRules(f"{opening} one", None, _choice("one", calls))
 
     def _text_before(self, end: str) -> str:
         """Any text up to an end, and the end. A text contains no control token."""

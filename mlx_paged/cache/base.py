@@ -149,6 +149,7 @@ class KVCache(ABC):
         layers: slice = ALL_LAYERS,
         context_lens: Sequence[int] | None = None,
         states: list[StepState] | None = None,
+        reads_only: bool = False,
     ) -> Iterator[AttentionMetadata]:
         """Open a step whose slots are allocated. No block table may change until it is closed.
 
@@ -164,6 +165,7 @@ class KVCache(ABC):
             context_lens: per sequence, where its new tokens end; by default after all allocated
                 slots.
             states: per sequence, for a model with recurrent layers, which updates them.
+            reads_only: whether the K/V of the new tokens are stored already.
         """
         wants_logits = True
         if num_logit_rows is not None:
@@ -185,14 +187,16 @@ class KVCache(ABC):
         ]
         self._steps, self._open_layers = steps, layers
         try:
-            self._prepare(tables, steps)
+            if not reads_only:
+                self._prepare(tables, steps)
             opened = range(len(self.layers))[layers]
             for layer_group, group_step in zip(self.config.groups, steps, strict=True):
                 for index in layer_group.layers:
                     if index in opened:
                         self.layers[index].open(group_step)
             yield steps[0]
-            self._finish()
+            if not reads_only:
+                self._finish()
         finally:
             self.close_step()
 

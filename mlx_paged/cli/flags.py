@@ -6,20 +6,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.options.argument_values import (
-    BOOL,
-    Argument,
-    Domain,
-    Option,
-    Program,
-    matching,
-    one_of,
-)
-from mlx_paged.options.engine_options import ENGINE_OPTIONS
+from mlx_paged.options.argument_values import Argument, Option, Program
+from mlx_paged.options.engine_options import ENGINE_OPTIONS, LAUNCH_OPTIONS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
 
@@ -27,52 +17,6 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
-
-TEXT: Domain[str] = matching("a text", lambda value: isinstance(value, str))
-
-
-def switch(help: str) -> Option:
-    """An option that a flag without a value turns on."""
-    return Option(help, BOOL, default=False)
-
-
-# The flags for loading a model, in addition to the options of an engine.
-LAUNCH_OPTIONS = {
-    "model": Option(
-        f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
-        TEXT,
-        default_text="the bundled demo model",
-    ),
-    "tokenizer": Option(
-        "folder or Hugging Face repo with the tokenizer",
-        replace(TEXT, metavar="FOLDER"),
-        default_text="the model's own",
-    ),
-    "dtype": Option(
-        "dtype of a GGUF file's scales, activations and K/V",
-        one_of("float32", "float16", "bfloat16"),
-        default_text="that of its matrices, or float32 if they are quantised, so that nothing is "
-        "lost",
-    ),
-    "adapter_path": Option(
-        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", TEXT
-    ),
-    "draft_model": Option(
-        "folder or Hugging Face repo of a small model with the same tokenizer, or of a head of the "
-        "model, which generates drafts; auto for the head in the model's own folder",
-        TEXT,
-        default_text="none: drafts are looked up in the conversation",
-    ),
-    "no_generation_config": switch(
-        "ignore the model's generation_config.json: greedy, unless flags say otherwise"
-    ),
-    "force": switch("load the model even if it is larger than this machine's memory"),
-    "skip_check": switch(
-        "run the model even if the check at load finds that its logits differ from mlx-lm's"
-    ),
-    "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
-}
 # The flags by the library's arguments; "model" and "tokenizer" are words of many errors.
 FLAGS = {name: each.flag_name(name) for name, each in LAUNCH_OPTIONS.items()} | {
     "path_or_hf_repo": "--model",
@@ -189,44 +133,35 @@ def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]
     return {name: getattr(args, name) for name in engine_flags(program)}
 
 
-def find_model(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The folder of the model that the flags name, which is downloaded if necessary, and the
-    sampling that it recommends, by field of ``SamplingParams``.
-
-    Raises:
-        LoadError: there is none, it is too large for this machine, or it is broken.
-    """
-    from mlx_paged.loading import demo_model_path, find_model_for, read_sampling_defaults
-
-    folder = demo_model_path() if args.model is None else find_model_for(args.model, args.force)
-    return folder, {} if args.no_generation_config else read_sampling_defaults(folder)
-
-
 def load_model(
-    args: argparse.Namespace,
-    program: Program,
-    folder: Path,
-    tokenizer_config: dict[str, Any] | None,
-) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """Load a folder as the flags say; returns its model, its tokenizer and the engine's options.
+    args: argparse.Namespace, program: Program, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
+    """Load the model that the flags name, which is downloaded if necessary; returns it, its
+    tokenizer, the engine's options and the sampling, by field of ``SamplingParams``.
 
     Raises:
         ValueError, RuntimeError: the model can't be loaded, or an option is invalid.
     """
+    from mlx_paged import loading
     from mlx_paged.distributed import launched_ranks
-    from mlx_paged.loading import dtype_config, load_draft_model, load_for
 
+    folder = loading.demo_model_path()
+    if args.model is not None:
+        folder = loading.find_model_for(args.model, args.force)
+    own = {} if args.no_generation_config else loading.read_sampling_defaults(folder)
     options = engine_options(args, program)
-    model, tokenizer = load_for(
+    model, tokenizer = loading.load_for(
         launched_ranks(),
         folder,
         tokenizer_config=tokenizer_config,
-        model_config=dtype_config(folder, args.dtype),
+        model_config=loading.dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
         skip_check=args.skip_check,
         engine_options=options,
         refuses_too_large=not args.force,
     )
-    draft_model = load_draft_model(args.draft_model, tokenizer, model, skip_check=args.skip_check)
-    return model, tokenizer, {**options, "draft_model": draft_model}
+    options["draft_model"] = loading.load_draft_model(
+        args.draft_model, tokenizer, model, skip_check=args.skip_check
+    )
+    return model, tokenizer, options, chosen_sampling(args, own)

@@ -10,17 +10,25 @@ import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.answers.chat_template import encode_text
 from mlx_paged.answers.dialect import AnswerFormat, Dialect
 from mlx_paged.answers.tokens import ReasoningLimit, TokenReader
 from mlx_paged.engine.request import NO_RULES, Request, TokenRules
 from mlx_paged.engine.sampling.grammar import GrammarCompiler
 from mlx_paged.engine.text_stream import TextStream, token_texts_of
-from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.errors import (
+    ArgumentError,
+    PromptTooLongError,
+    prompt_beyond_context,
+    reason,
+    shown,
+)
 from mlx_paged.options.argument_values import (
     BOOL,
     TokenIds,
@@ -32,6 +40,9 @@ from mlx_paged.options.argument_values import (
 )
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import NAME, PRIORITY, REQUEST_ID
+
+PIECE_LEN = 2**14  # characters of a text that are encoded at a time to count its tokens
+MAX_PROMPT_TOKENS = 2**20  # of a text for a model without a limit
 
 # A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not recognise TypedDicts in
 # unions such as this one.
@@ -207,6 +218,56 @@ def special_token_ids(tokenizer: TokenizerWrapper | None) -> frozenset[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if entry.special}
     return frozenset(special.union(getattr(tokenizer, "all_special_ids", ())))
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """Refuses texts with too many tokens without encoding them as a whole.
+
+    A tokenizer takes about 300 bytes and a microsecond per token of a text, and can't be
+    interrupted. So the tokens of a long text are counted first, in pieces. Merges across the cuts
+    are lost, so the pieces have slightly more tokens than the whole, about one in ten thousand for
+    most texts. A text that exceeds the limit by a quarter is refused; otherwise it is encoded as a
+    whole, and the engine decides.
+
+    Args:
+        max_model_len: tokens of a prompt and its answer; ``None``: ``MAX_PROMPT_TOKENS``.
+        context_length: the largest possible ``max_model_len``, for the error's advice; ``None``:
+            no limit.
+        check_wanted: called between two pieces; may raise.
+    """
+
+    tokenizer: TokenizerWrapper
+    max_model_len: int | None
+    context_length: int | None
+    check_wanted: Callable[[], None]
+
+    def check(self, text: str, num_tokens_before: int = 0) -> None:
+        """Raise if a text is too long to be encoded.
+
+        Args:
+            num_tokens_before: tokens of the prompt before the text.
+
+        Raises:
+            PromptTooLongError: there are more tokens than a prompt may have.
+            ChatTemplateError: the tokenizer can't encode the text.
+        """
+        if len(text) <= PIECE_LEN:
+            return  # Counting would take as long as encoding.
+        max_tokens = (self.max_model_len or MAX_PROMPT_TOKENS) * 5 // 4
+        num_tokens = num_tokens_before
+        for start in range(0, len(text), PIECE_LEN):
+            self.check_wanted()
+            num_tokens += len(encode_text(self.tokenizer, text[start : start + PIECE_LEN]))
+            if num_tokens <= max_tokens:
+                continue
+            if self.max_model_len is not None:
+                words = f"more than {max_tokens}"
+                raise prompt_beyond_context(words, self.max_model_len, self.context_length)
+            raise PromptTooLongError(
+                f"[prompt] it has more than {max_tokens:,} tokens; the server accepts at most "
+                f"{MAX_PROMPT_TOKENS:,}"
+            )
 
 
 def _bad_words(texts: Iterable[str], tokenizer: TokenizerWrapper) -> list[tuple[int, ...]]:

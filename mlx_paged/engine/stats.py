@@ -5,11 +5,12 @@ moment, for observers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -77,6 +78,30 @@ def stats_of(
     )
 
 
+class SequenceCounts(NamedTuple):
+    """Numbers of sequences.
+
+    Args:
+        begun: running or waiting sequences that have a first token, by user.
+    """
+
+    num_running: int
+    num_waiting: int
+    begun: Mapping[str | None, int]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> SequenceCounts:
+        """The current numbers, from any thread."""
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        begun = Counter(
+            completion.request.user
+            for completion in (*running, *waiting)
+            # The pending token of the step in flight does not count yet.
+            if completion.num_output_tokens > completion.awaits_token
+        )
+        return cls(len(running), len(waiting), begun)
+
+
 CACHED = 128
 MAX_HOLDERS = 127
 
@@ -123,6 +148,29 @@ class EngineView:
     block_size: int
     blocks: bytes
     requests: list[RequestView]
+
+    def cells(self, num_cells: int) -> tuple[int, dict[str, bytes]]:
+        """Group the blocks into at most ``num_cells`` cells of neighbours.
+
+        Returns:
+            The number of blocks of each cell but the last one, which may have fewer; and one byte
+            per cell for each of ``held`` and ``cached`` (the share of its blocks that requests
+            hold, or that are free but cached; 255 is all of them) and ``holders`` (the largest
+            number of holders of a block).
+        """
+        blocks = np.frombuffer(self.blocks, np.uint8)
+        blocks_per_cell = max(1, -(-len(blocks) // num_cells))
+        begins = np.arange(0, len(blocks), blocks_per_cell)
+        sizes = np.diff(np.append(begins, len(blocks)))
+        holders = blocks & MAX_HOLDERS
+        shown = {"held": holders > 0, "cached": (holders == 0) & (blocks & CACHED != 0)}
+        counts = {name: np.add.reduceat(each, begins, dtype=int) for name, each in shown.items()}
+        # Shares are rounded up, so that a single block of a large cell is not lost.
+        cells = {
+            name: np.ceil(255 * count / sizes).astype(np.uint8).tobytes()
+            for name, count in counts.items()
+        }
+        return blocks_per_cell, {**cells, "holders": np.maximum.reduceat(holders, begins).tobytes()}
 
 
 def view_of(manager: KVCacheManager, requests: Mapping[str, Request]) -> EngineView:

@@ -105,42 +105,30 @@ def _has_all_weights(folder: Path) -> bool:
     )
 
 
-def local_model_of(word: str) -> str | None:
-    """The model on this machine that a word names: a path that exists, ``demo``, or a repository in
-    the hub's cache, by its id or by the last part of it; ``None`` if there is none.
+def local_model_of(word: str) -> tuple[str | None, str | None]:
+    """The model on this machine that a word names: a path, ``demo``, or a repository in the hub's
+    cache, by its id or by the last part of it. If there is none, how to get the model that the word
+    seems to name, which exists and is none, or has the form of a path, a hub id or an address.
 
     Raises:
         LoadError: several repositories have this name.
     """
-    if _local(word) is not None:
-        return word
-    repositories = local_repositories()
-    found = [repo for repo in repositories if word in (repo, repo.partition("/")[2])]
-    if word in found or len(found) < 2:
-        return word if word in found else next(iter(found), None)
-    raise LoadError(f"[load] {shown(word)} is the name of several models: {', '.join(found)}")
-
-
-def is_model(path_or_hf_repo: str) -> bool:
-    """Whether a model on this machine is what it has to be: a repository, a GGUF file, or a folder
-    with a configuration.
-    """
-    path = _local(path_or_hf_repo)
-    if path is None or path.is_file():
-        return path is None or path.suffix.lower() == GGUF_SUFFIX
-    return (path / "config.json").is_file()
-
-
-def way_to_get(word: str) -> str | None:
-    """How to get the model that a word seems to name, which is not on this machine; ``None`` if it
-    has not the form of a path, a hub id or an address on the hub.
-    """
+    path = _local(word)
+    if path is not None:
+        is_gguf = path.suffix.lower() == GGUF_SUFFIX and path.is_file()
+        if is_gguf or (path / "config.json").is_file():
+            return word, None
+        return None, "a model is a folder with config.json and weights, or a .gguf file"
+    found = [repo for repo in local_repositories() if word in (repo, repo.partition("/")[2])]
+    if word in found or len(found) == 1:
+        return word if word in found else found[0], None
+    if found:
+        raise LoadError(f"[load] {shown(word)} is the name of several models: {', '.join(found)}")
     if word.lower().endswith(GGUF_SUFFIX) or _LIKE_A_PATH.fullmatch(word):
-        return "give a path that exists"
-    address = _HUB_ADDRESS.fullmatch(word)
-    if address is None and not _HUB_ID.fullmatch(word):
-        return None
-    return f"--model {address['id'] if address else word} downloads it from the hub"
+        return None, "give a path that exists"
+    if not (address := _HUB_ADDRESS.fullmatch(word)) and not _HUB_ID.fullmatch(word):
+        return None, None
+    return None, f"--model {address['id'] if address else word} downloads it from the hub"
 
 
 def find_tokenizer(path_or_hf_repo: str | Path) -> Path:

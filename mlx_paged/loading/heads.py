@@ -4,6 +4,7 @@ beside its weights or a folder of their own, and reading them as any conversion 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,17 +17,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_paged.errors import UnsuitableModelError
-from mlx_paged.loading.folder import LoadError, load_errors
+from mlx_paged.loading.folder import LoadError, load_errors, read_json_object
 from mlx_paged.models.language_model import WEIGHT_PATTERN, LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import (
     LAYOUTS,
     REFUSED,
     DraftHead,
+    Head,
     HeadLayout,
     embedding_of,
     output_of,
     text_model,
 )
+from mlx_paged.models.mlx_lm.gemma4_assistant import MODEL_TYPES, Assistant
 
 AUTO = "auto"  # the head in the model's own folder
 
@@ -55,6 +58,23 @@ _OTHER_NAMES = [
 _OF_WHOLE_MODEL = re.compile(
     r"(?:\w+\.)*(?:model\.(?:embed_tokens|norm)|backbone\.(?:embeddings|norm_f))\..+"
 )
+
+# Other drafters: what the names in their configuration or of their tensors contain, and why they
+# are not run.
+_OTHER_DRAFTERS = {
+    "a DSpark": (
+        re.compile("dspark|markov_"),
+        "its drafts attend to each other in both directions, and attention is causal here",
+    ),
+    "a DFlash": (
+        re.compile("dflash|^hidden_norm[.]"),
+        "its drafts attend to each other in both directions, and attention is causal here",
+    ),
+    "an EAGLE": (
+        re.compile("lmeagle|eagle_?[13]|^d2t$|^midlayer[.]"),
+        "it reads the outputs of several of the model's layers, and only the last one's are kept",
+    ),
+}
 
 # Rows of an embedding that are compared, and the share of their length by which the rows of a copy
 # that was quantised may differ.
@@ -88,24 +108,32 @@ def _place(name: str, last: int, needs_name: bool) -> tuple[int, str] | None:
     return number, part
 
 
-def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
-    """The head of a model.
+def load_head(
+    target: LanguageModel, name: str | Path, *, evaluates_weights: bool = True
+) -> Head | None:
+    """The head of a model, or its assistant.
 
     Args:
         target: the model that it drafts for.
         name: a folder or a file with the head, or :data:`AUTO` for the model's own folder.
+        evaluates_weights: otherwise the head has the sizes of the real one, and can't run.
 
     Returns:
         ``None`` if there are no tensors of a head of this model.
 
     Raises:
-        LoadError: tensors are missing or have other shapes; or the name is :data:`AUTO` and there
-            is no head, with what was looked for.
+        LoadError: tensors are missing or have other shapes; the folder has a drafter that is not
+            run here; or the name is :data:`AUTO` and there is no head, with what was looked for.
     """
     layout, path = LAYOUTS.get(model_type_of(target)), Path(name)
     own = target.path and target.path.resolve()
     is_own = name == AUTO or path.resolve() == own
     folder = target.path if is_own else path
+    if not is_own:
+        with load_errors(f"the head in {path} is broken"):
+            assistant = _drafter_of_its_own(target, path, evaluates_weights)
+        if assistant is not None:
+            return assistant
     if layout is None:
         kind = model_type_of(target)
         problem = (
@@ -121,7 +149,7 @@ def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
             read = _own_tensors if is_own else _tensors
             found = read(folder, layout, last)
             if found:
-                return _built(target, layout, found, folder)
+                return _built(target, layout, found, folder, evaluates_weights)
         problem = (
             f"{folder} has no head: neither {', '.join(SIDECARS)} nor tensors "
             f"{_wanted(layout, last)} in its weights; many conversions drop them; give the folder "
@@ -130,6 +158,45 @@ def load_head(target: LanguageModel, name: str | Path) -> DraftHead | None:
     if name == AUTO:
         raise LoadError(f"[load] {AUTO!r}: {problem}", "draft_model")
     return None
+
+
+def _drafter_of_its_own(
+    target: LanguageModel, path: Path, evaluates_weights: bool
+) -> Assistant | None:
+    """An assistant in a folder; ``None`` if there is a head with a layer of its own, or a model.
+
+    Raises:
+        LoadError: it is another drafter, or not one of this model.
+    """
+    file = path / "config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    if config.get("model_type") in MODEL_TYPES:
+        try:
+            assistant = Assistant(target, config)
+        except UnsuitableModelError as error:
+            raise LoadError(f"[load] the assistant in {path} can't run: {error}") from error
+        weights = _all_tensors(path)
+        weights.pop("lm_head.weight", None)  # its embedding
+        _fill(assistant, weights, path, evaluates_weights)
+        return assistant
+    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
+    words = [json.dumps([*kinds, config.get("dflash_config")]).lower()]
+    words += config or _all_tensors(path)
+    for kind, (pattern, reason) in _OTHER_DRAFTERS.items():
+        if any(map(pattern.search, words)):
+            raise LoadError(
+                f"[load] {path} has {kind} drafter, which is not supported: {reason}; give a head "
+                "of the model, or a small model with the same vocabulary"
+            )
+    return None
+
+
+def _all_tensors(folder: Path) -> dict[str, mx.array]:
+    """Those of a folder, not evaluated."""
+    tensors: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= cast(dict[str, mx.array], mx.load(str(file)))
+    return tensors
 
 
 def _wanted(layout: HeadLayout, last: int) -> str:
@@ -175,7 +242,11 @@ def _read(
 
 
 def _built(
-    target: LanguageModel, layout: HeadLayout, found: Mapping[str, mx.array], folder: Path
+    target: LanguageModel,
+    layout: HeadLayout,
+    found: Mapping[str, mx.array],
+    folder: Path,
+    evaluates_weights: bool,
 ) -> DraftHead:
     try:
         head = DraftHead(target, layout)
@@ -185,15 +256,24 @@ def _built(
     weights = _split_latents(_stacked_experts(_from_fp8(weights)), text_model(target).args)
     for name in ("embed_tokens", "lm_head"):
         of_part = {key: each for key, each in weights.items() if key.startswith(f"{name}.")}
-        if not _is_copy(of_part, name, target):
+        if not _is_copy(of_part, name, target, evaluates_weights):
             head.own(name)
         else:
             weights = {key: each for key, each in weights.items() if key not in of_part}
-    if layout.is_zero_centred and _is_stored_zero_centred(weights, target):
+    is_zero_centred = layout.is_zero_centred and evaluates_weights
+    if is_zero_centred and _is_stored_zero_centred(weights, target):
         weights = {
             key: each + 1 if each.ndim == 1 and key.endswith("norm.weight") else each
             for key, each in weights.items()
         }
+    _fill(head, weights, folder, evaluates_weights)
+    return head
+
+
+def _fill(
+    head: Head, weights: Mapping[str, mx.array], folder: Path, evaluates_weights: bool
+) -> None:
+    """Put the weights of a folder into a head, in the bits that they have."""
     _quantise(head, weights)
     expected = dict(tree_flatten(head.parameters()))
     problems = [f"{key} is missing" for key in expected if key not in weights]
@@ -212,9 +292,9 @@ def _built(
         )
     head.load_weights([(key, _cast(key, each, head.dtype)) for key, each in weights.items()])
     head.eval()
-    mx.eval(head.parameters())
+    if evaluates_weights:
+        mx.eval(head.parameters())
     head.name, head.path = folder.name, folder
-    return head
 
 
 def _renamed(found: Mapping[str, mx.array], layout: HeadLayout) -> dict[str, mx.array]:
@@ -308,7 +388,7 @@ def _form_of(weights: Mapping[str, Any], path: str, num_inputs: int) -> dict[str
     return form
 
 
-def _quantise(head: DraftHead, weights: Mapping[str, mx.array]) -> None:
+def _quantise(head: Head, weights: Mapping[str, mx.array]) -> None:
     """Quantise the modules whose weights are, each as it is."""
 
     def form(path: str, module: Module) -> bool | dict[str, Any]:
@@ -344,16 +424,21 @@ def _is_stored_zero_centred(weights: Mapping[str, mx.array], target: LanguageMod
     return distances[1] < distances[0]
 
 
-def _is_copy(part: Mapping[str, mx.array], name: str, target: LanguageModel) -> bool:
-    """Whether a head has no embedding or output layer of its own, or copies of the model's."""
+def _is_copy(
+    part: Mapping[str, mx.array], name: str, target: LanguageModel, evaluates_weights: bool
+) -> bool:
+    """Whether a head has no embedding or output layer of its own, or copies of the model's; without
+    their values, one for as many tokens is taken for a copy.
+    """
     if not part:
         return True
     text = text_model(target)
     theirs = embedding_of(text) if name == "embed_tokens" else output_of(text)
     size, number = text.args.hidden_size, theirs.weight.shape[0]
     rows = mx.arange(0, number, max(1, number // NUM_COMPARED))
-    if part[f"{name}.weight"].shape[0] != number:
-        return False
+    is_as_long = bool(part[f"{name}.weight"].shape[0] == number)
+    if not is_as_long or not evaluates_weights:
+        return is_as_long
     mine = _dense_rows(part, name, rows, size)
     known = _dense_rows(
         {f"{name}.{leaf}": array for leaf, array in theirs.items()}, name, rows, size
@@ -375,5 +460,7 @@ def _cast(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.array:
     """Dense weights in the model's dtype, as mixed ones would be computed in float32; the router's
     correction is added in float32.
     """
+    if tensor.dtype == mx.int64:  # the order of tokens by their centroids
+        return tensor.astype(mx.int32)
     is_floating = tensor.dtype in (mx.float32, mx.float16, mx.bfloat16)
     return tensor.astype(dtype) if is_floating and "correction_bias" not in name else tensor

@@ -211,6 +211,7 @@ def is_number(value: object) -> bool:
 
 
 BOOL = matching("True or False", lambda value: isinstance(value, bool), parse=bool)
+ANY_TEXT = matching("a text", lambda value: isinstance(value, str))
 TEXT = matching("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 TOKEN = whole(0, what="token ids")
 # Of a size or a count in Python or JSON, where numbers of other types are mistakes.
@@ -301,6 +302,11 @@ class Option(Argument):
     flag: Flag | None = Flag()
     default: Any = None
     default_text: str = ""
+
+
+def switch(help: str) -> Option:
+    """An option that a flag without a value turns on."""
+    return Option(help, BOOL, default=False)
 
 
 def declared(cls: type) -> dict[str, Any]:

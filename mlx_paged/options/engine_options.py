@@ -1,4 +1,5 @@
-"""The options of an engine, each declared once. Does not import MLX.
+"""The options of an engine, and those that programs load a model with, each declared once. Does not
+import MLX.
 
 ``LLM``, ``AsyncEngine``, ``Engine``, ``make_kv_cache``, ``generate`` and ``batch_generate`` take
 the options of one of these ``TypedDict``s, and all but ``make_kv_cache`` a ``draft_model``. A new
@@ -7,11 +8,13 @@ the declarations can be read.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from mlx_paged.options import config
 from mlx_paged.options.argument_values import (
+    ANY_TEXT,
     AT_LEAST_0,
     AT_LEAST_1,
     BOOL,
@@ -22,6 +25,7 @@ from mlx_paged.options.argument_values import (
     number,
     one_of,
     or_none,
+    switch,
     whole,
 )
 
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
 # The server's default, for the explanations of /v1/cache: some 20 MB of memory.
 DEFAULT_SERVER_HISTORY_TOKENS = 2**20
+
+EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 
 _SERVER = Flag(("server",))
 
@@ -351,4 +357,41 @@ ENGINE_OPTIONS: dict[str, Option] = declared(EngineOptions) | {
         flag=None,
         default_text="none: drafts are looked up in the request's own tokens",
     )
+}
+
+# What the programs load a model with, in addition to the options of an engine.
+LAUNCH_OPTIONS: dict[str, Option] = {
+    "model": Option(
+        f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL}",
+        ANY_TEXT,
+        default_text="the bundled demo model",
+    ),
+    "tokenizer": Option(
+        "folder or Hugging Face repo with the tokenizer",
+        replace(ANY_TEXT, metavar="FOLDER"),
+        default_text="the model's own",
+    ),
+    "dtype": Option(
+        "dtype of a GGUF file's scales, activations and K/V",
+        one_of("float32", "float16", "bfloat16"),
+        default_text="that of its matrices, or float32 if they are quantised, so that nothing is "
+        "lost",
+    ),
+    "adapter_path": Option(
+        "folder with LoRA or DoRA adapters for the model, as mlx-lm trains them", ANY_TEXT
+    ),
+    "draft_model": Option(
+        "folder or Hugging Face repo of a small model with the same tokenizer, or of a head of the "
+        "model, which generates drafts; auto for the head in the model's own folder",
+        ANY_TEXT,
+        default_text="none: drafts are looked up in the conversation",
+    ),
+    "no_generation_config": switch(
+        "ignore the model's generation_config.json: greedy, unless flags say otherwise"
+    ),
+    "force": switch("load the model even if it is larger than this machine's memory"),
+    "skip_check": switch(
+        "run the model even if the check at load finds that its logits differ from mlx-lm's"
+    ),
+    "no_thinking": switch("answer without reasoning, if the model's chat template supports it"),
 }

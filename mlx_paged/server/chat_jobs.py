@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,12 +17,12 @@ from mlx_paged.answers.tool_grammar import Tool, ToolGrammar, grammar_of_calls, 
 from mlx_paged.engine.input_processor import special_token_ids
 from mlx_paged.errors import ArgumentError
 from mlx_paged.options.sampling_declarations import StructuredOutputsParams
-from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.options.sampling_params import RequestOutputKind
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.errors import ApiError, api_error
 from mlx_paged.server.fields import make_params
 from mlx_paged.server.generations import Generation
-from mlx_paged.server.kept_answers import Upcoming, keep_answer, upcoming_tokens
+from mlx_paged.server.kept_answers import keep_answer, upcoming_tokens
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.service import Service
 
@@ -35,25 +34,18 @@ class ChatJob:
     Args:
         messages: in the form that chat templates take: a role, a text as content, and for the
             assistant ``tool_calls`` whose arguments are objects, not JSON texts.
-        params: sampling parameters.
+        generation: what is asked of the engine, still without the prompt and its answer's format.
         tool_choice: ``"none"``, ``"auto"``, ``"required"``, or the name of the tool to call.
         parallel_tool_calls: whether an answer may contain several calls.
         template_options: variables of the chat template.
-        user: the name of the user.
-        fields: as of :class:`Generation`.
     """
 
     messages: list[dict[str, Any]]
-    params: SamplingParams
+    generation: Generation
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = field(default_factory=dict)
-    priority: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
-    user: str = "-"
-    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
@@ -69,104 +61,86 @@ def prepare(work: Work, service: Service, job: ChatJob) -> Generation:
         PromptTooLongError: the conversation is too long to be encoded.
         CancelledWorkError: the client has disconnected.
     """
-    tokenizer, kept = service.tokenizer, service.kept_answers
+    asked, tokenizer, dialect = job.generation, service.tokenizer, Dialect.of(service.tokenizer)
     options = {**service.template_options, **job.template_options}
     if job.tools and (job.tool_choice != "none" or TemplateTraits.of(tokenizer).shows_tools):
         options["tools"] = [tool.form for tool in job.tools]
+    encode = partial(service.kept_answers.encode, tokenizer, cache_salt=asked.cache_salt)
     try:
         check = service.length_limit(work).check
-        prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
+        prompt = encode(job.messages, options, check_length=check)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param=error.argument) from error
-    dialect = Dialect.of(tokenizer)
-    fields = {"grammar": "tools", "structured_outputs": "tool_choice", **job.fields}
+    fields = {"grammar": "tools", "structured_outputs": "tool_choice", **asked.fields}
+    requested = asked.params.structured_outputs
+    choice = job.tool_choice if job.tools else "none"
     try:
-        calls = grammar_of_calls(
-            job.tools,
-            dialect,
-            job.tool_choice if job.tools else "none",
-            job.parallel_tool_calls,
-            job.params.structured_outputs,
-        )
+        calls = grammar_of_calls(job.tools, dialect, choice, job.parallel_tool_calls, requested)
     except ArgumentError as error:
         raise api_error(error, fields) from error
-    structured = job.params.structured_outputs if calls is None else calls.structured_outputs
+    structured = requested if calls is None else calls.structured_outputs
     if structured is not None:
         structured = replace(structured, **reasoning_before(dialect, prompt.text, calls))
-    answer_format = _format_of(service, job, prompt)
-    if calls is not None and calls.is_json:
-        answer_format = replace(answer_format, calls=JSON_LIST)
+    answer_format = _format_of(service, job, prompt, calls)
     values = {
         "output_kind": RequestOutputKind.DELTA,
         "structured_outputs": structured,
         **({} if structured else _limits_of_calls(dialect, job)),
     }
-    is_continued = options.get("continue_final_message", False)
-    return Generation(
-        prompt.token_ids,
-        make_params(job.params, values, fields),
-        job.priority,
-        job.cache_salt,
-        job.no_store,
-        answer_format,
+
+    def keep(completion: CompletionOutput) -> None:
+        """Keep a finished answer; if it has no calls, prefill the prompt of the next question."""
+        message = keep_answer(
+            service.kept_answers, tokenizer, prompt, answer_format, completion, asked.no_store
+        )
+        if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
+            return
+        computed = [*prompt.token_ids, *completion.token_ids]
+
+        def encode_question(question: str) -> list[int]:
+            messages = [*job.messages, message, {"role": "user", "content": question}]
+            return encode(messages, options).token_ids
+
+        upcoming = partial(upcoming_tokens, encode_question, computed)
+        service.idle_prefill.expect(prompt.key, upcoming, asked.options)
+
+    def parts() -> dict[str, StructuredOutputsParams]:
+        """What the grammar of an answer that calls tools is made of, by the client's fields."""
+        found = {} if calls is None else calls.parts()
+        if calls is not None and requested is not None:
+            found[fields["structured_outputs"]] = requested
+        return found
+
+    return replace(
+        asked,
+        prompt_token_ids=prompt.token_ids,
+        params=make_params(asked.params, values, fields),
+        answer_format=answer_format,
         # A continued message comes back together with its beginning, so it is not kept.
-        None if is_continued else partial(_keep, service, job, options, prompt, answer_format),
-        job.user,
-        fields,
-        partial(_parts_of, calls, job, fields),
+        when_finished=None if options.get("continue_final_message", False) else keep,
+        fields=fields,
+        parts=parts,
     )
-
-
-def _parts_of(
-    calls: ToolGrammar | None, job: ChatJob, fields: Mapping[str, str]
-) -> dict[str, StructuredOutputsParams]:
-    """What the grammar of an answer that calls tools is made of, by the client's fields."""
-    if calls is None:
-        return {}
-    parts = calls.parts()
-    if job.params.structured_outputs is not None:
-        parts[fields["structured_outputs"]] = job.params.structured_outputs
-    return parts
-
-
-def _keep(
-    service: Service,
-    job: ChatJob,
-    options: Mapping[str, Any],
-    prompt: Prompt,
-    answer_format: AnswerFormat,
-    completion: CompletionOutput,
-) -> None:
-    """Keep a finished answer; if it has no calls, prefill the prompt of the next question."""
-    kept, tokenizer = service.kept_answers, service.tokenizer
-    message = keep_answer(kept, tokenizer, prompt, answer_format, completion, job.no_store)
-    if message is None or message["tool_calls"] or service.settings.no_idle_prefill:
-        return
-    computed, salt = [*prompt.token_ids, *completion.token_ids], job.cache_salt
-
-    def encode(question: str) -> list[int]:
-        messages = [*job.messages, message, {"role": "user", "content": question}]
-        return kept.encode(tokenizer, messages, options, salt).token_ids
-
-    upcoming = Upcoming(partial(upcoming_tokens, encode, computed), job.user, salt, job.no_store)
-    service.idle_prefill.expect(prompt.key, upcoming)
 
 
 def _limits_of_calls(dialect: Dialect, job: ChatJob) -> dict[str, Any]:
     """Sampling parameters that prevent unwanted calls, if the model's marks are single tokens."""
     if not job.tools or dialect.calls is None:
         return {}
+    params = job.generation.params
     if job.tool_choice == "none":
         start = dialect.token_of(dialect.calls.start)
         none = {} if start is None else {start: -math.inf}
-        return {"logit_bias": {**job.params.logit_bias, **none}}
+        return {"logit_bias": {**params.logit_bias, **none}}
     if not job.parallel_tool_calls and (end := dialect.call_end_token) is not None:
         # The answer ends after its first call.
-        return {"stop_token_ids": (*job.params.stop_token_ids, end)}
+        return {"stop_token_ids": (*params.stop_token_ids, end)}
     return {}
 
 
-def _format_of(service: Service, job: ChatJob, prompt: Prompt) -> AnswerFormat:
+def _format_of(
+    service: Service, job: ChatJob, prompt: Prompt, calls: ToolGrammar | None
+) -> AnswerFormat:
     tokenizer, texts = service.tokenizer, service.token_texts
     tools = [tool.form for tool in job.tools if job.tool_choice != "none"]
     if tools and job.tool_choice == "auto" and Dialect.of(tokenizer).calls is None:
@@ -176,9 +150,11 @@ def _format_of(service: Service, job: ChatJob, prompt: Prompt) -> AnswerFormat:
             "send tool_choice 'required'",
             param="tools",
         )
-    skips_special = job.params.skip_special_tokens
+    skips_special = job.generation.params.skip_special_tokens
+    found = AnswerFormat.of(tokenizer, prompt.text, tools, None if job.parallel_tool_calls else 1)
     return replace(
-        AnswerFormat.of(tokenizer, prompt.text, tools, None if job.parallel_tool_calls else 1),
+        found,
+        calls=JSON_LIST if calls is not None and calls.is_json else found.calls,
         hides_special=skips_special,
         detokenizer=partial(texts.detokenizer, prompt.token_ids),
         skipped=special_token_ids(tokenizer) if skips_special else frozenset(),
@@ -189,9 +165,15 @@ def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call in the history, parsed into an object as chat templates take it. Text
     that is not a JSON object, for example of a truncated answer, is passed to the model as it is.
     """
+    # Some clients send "" for a function without parameters.
+    value = object_of(text) if text.strip() else {}
+    return {"arguments": text} if value is None else value
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """A JSON object; ``None`` if the text is none."""
     try:
-        # Some clients send "" for a function without parameters.
-        value = json.loads(text) if text.strip() else {}
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
+        return None
+    return value if isinstance(value, dict) else None

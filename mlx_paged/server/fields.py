@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.options.argument_values import Several
 from mlx_paged.options.sampling_declarations import (
@@ -25,6 +26,7 @@ from mlx_paged.options.sampling_declarations import (
 )
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError, api_error
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.schemas import ONE_OR_MORE, Body, Filled, OneOf, refused, short
 from mlx_paged.server.service import Service
 
@@ -59,36 +61,23 @@ def check_model_name(name: str, service: Service) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-class CacheFields(Body):
-    """Priority, and the use of the prefix cache and the disk."""
+class RequestFields(ModelFields):
+    """The fields of all requests for answers: the priority, the use of the prefix cache and of the
+    disk, and whether the answer is one object or a stream of events.
+    """
 
+    stream: bool = False
     priority: int = 0
-    cache_salt: Filled | None = None
+    cache_salt: str | None = None
     no_store: bool = False
-    # llama.cpp's: whether the prefix cache is used.
-    cache_prompt: bool = True
-    # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
-    prompt_cache_retention: Any = None
 
-    def job_fields(self) -> dict[str, Any]:
-        """The corresponding fields of :class:`~mlx_paged.server.chat_jobs.ChatJob`."""
-        is_in_memory = self.prompt_cache_retention == "in_memory"
+    def options(self) -> RequestOptions:
+        """The corresponding options of a request to the engine."""
         return {
             "priority": self.priority,
-            # A unique salt, so that nothing is shared.
-            "cache_salt": self.cache_salt if self.cache_prompt else uuid.uuid4().hex,
-            "no_store": self.no_store or is_in_memory or not self.cache_prompt,
+            "cache_salt": self.cache_salt or None,
+            "no_store": self.no_store,
         }
-
-
-class StreamOptions(Body):
-    include_obfuscation: Any = None
-
-
-def check_stream(options: StreamOptions | None, is_streamed: bool) -> None:
-    """Raise if there are options without a stream."""
-    if options is not None and not is_streamed:
-        raise refused("stream_options", "is given, but stream is not true")
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -343,3 +332,54 @@ def read_format(place: str, **options: Any) -> RequestedFormat:
         raise ApiError(400, f"{place} can't be used: {message}", param=place) from error
     in_field = f".{params.kind}" if "whitespace_flexible" in options else ""
     return RequestedFormat(params, place + in_field)
+
+
+class StreamOptions(Body):
+    include_obfuscation: Any = None
+
+
+class GenerationFields(RequestFields, SamplingFields):
+    """The fields that OpenAI's APIs share."""
+
+    cache_salt: Filled | None = None
+    # llama.cpp's: whether the prefix cache is used.
+    cache_prompt: bool = True
+    # OpenAI's: how long K/V are cached. "in_memory" means not on disk.
+    prompt_cache_retention: Any = None
+    stream_options: StreamOptions | None = None
+    # Without effect: they identify the user, or help other servers to find a cache.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    def check(self, service: Service) -> None:
+        """Check the model, and that there are options of a stream only with one."""
+        self.model_name(service)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "is given, but stream is not true")
+
+    def options(self) -> RequestOptions:
+        options = super().options()
+        if not self.cache_prompt:
+            options["cache_salt"] = uuid.uuid4().hex  # unique, so that nothing is shared
+        if self.prompt_cache_retention == "in_memory" or not self.cache_prompt:
+            options["no_store"] = True
+        return options
+
+    def generation(
+        self,
+        service: Service,
+        requested: RequestedFormat,
+        fields: Mapping[str, str] | None = None,
+        **values: Any,
+    ) -> Generation:
+        """What is asked of the engine, still without a prompt.
+
+        Args:
+            requested: the structured output.
+            fields, values: as of :meth:`sampling`.
+        """
+        fields = {**(fields or {}), **requested.fields}
+        values["structured_outputs"] = requested.params
+        params = self.sampling(service.default_params, fields, **values)
+        return Generation([], params, self.options(), fields=fields)

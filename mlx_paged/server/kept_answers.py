@@ -17,7 +17,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,6 +28,7 @@ from mlx_paged.answers.reader import read_answer
 from mlx_paged.answers.tokens import TokenPlaces
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.input_processor import special_token_ids
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.text_stream import token_texts_of
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.request import MAX_PRIORITY, CompletionOutput
@@ -97,8 +98,8 @@ def upcoming_tokens(
 
 def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 _ONE_TOKEN = SamplingParams(
@@ -106,22 +107,6 @@ _ONE_TOKEN = SamplingParams(
 )
 
 Encode: TypeAlias = Callable[[], tuple[Sequence[int], int]]
-
-
-@dataclass(frozen=True)
-class Upcoming:
-    """The likely beginning of a next prompt.
-
-    Args:
-        encode: returns its tokens, and how many of them are computed already. Called in a thread of
-            the tokenizer pool.
-        user, cache_salt, no_store: those of the conversation.
-    """
-
-    encode: Encode
-    user: str
-    cache_salt: str | None
-    no_store: bool
 
 
 class IdlePrefill:
@@ -135,11 +120,11 @@ class IdlePrefill:
     def __init__(
         self,
         engine: AsyncEngine,
-        run: Callable[[str, Encode], Awaitable[tuple[Sequence[int], int]]],
+        run: Callable[[str | None, Encode], Awaitable[tuple[Sequence[int], int]]],
     ):
         self._engine = engine
         self._run_in_thread = run
-        self._waiting: OrderedDict[bytes, Upcoming] = OrderedDict()
+        self._waiting: OrderedDict[bytes, tuple[Encode, RequestOptions]] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
         self._request_id: str | None = None  # of the piece being computed
         self._numbers = itertools.count()
@@ -149,14 +134,17 @@ class IdlePrefill:
         """Whether all expected prompts have been computed."""
         return self._task is None or self._task.done()
 
-    def expect(self, key: bytes, upcoming: Upcoming) -> None:
-        """Compute this when the engine is idle.
+    def expect(self, key: bytes, encode: Encode, options: RequestOptions) -> None:
+        """Compute the likely beginning of a next prompt when the engine is idle.
 
         Args:
             key: identifies the conversation; a later call with the same key replaces an earlier
                 one.
+            encode: returns the tokens, and how many of them are computed already. Called in a
+                thread of the tokenizer pool.
+            options: the engine's, of the conversation.
         """
-        self._waiting[key] = upcoming
+        self._waiting[key] = encode, options
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
         loop = asyncio.get_running_loop()
@@ -171,23 +159,23 @@ class IdlePrefill:
     async def _run(self) -> None:
         while self._waiting:
             await self._until_idle()
-            _, upcoming = self._waiting.popitem(last=False)
+            _, (encode, options) = self._waiting.popitem(last=False)
             try:
-                await self._compute(upcoming)
+                await self._compute(encode, {**options, "priority": MAX_PRIORITY})
             except Exception as error:
                 # For example, it does not fit into the context or the budget.
                 logger.debug("a prompt was not computed ahead: %s", type(error).__name__)
 
-    async def _compute(self, upcoming: Upcoming) -> None:
-        token_ids, num_known = await self._run_in_thread(upcoming.user, upcoming.encode)
+    async def _compute(self, encode: Encode, options: RequestOptions) -> None:
+        token_ids, num_known = await self._run_in_thread(options.get("user"), encode)
         if len(token_ids) - num_known < MIN_NEW_TOKENS:
             return
         ends = [*range(num_known + PIECE_LEN, len(token_ids), PIECE_LEN), len(token_ids)]
         for end in ends:
-            while not await self._compute_piece(upcoming, list(token_ids[:end])):
+            while not await self._compute_piece(options, list(token_ids[:end])):
                 pass
 
-    async def _compute_piece(self, upcoming: Upcoming, token_ids: list[int]) -> bool:
+    async def _compute_piece(self, options: RequestOptions, token_ids: list[int]) -> bool:
         """Compute the beginning of a prompt; returns false if that was interrupted."""
         await self._until_idle()
         self._request_id = f"ahead-{next(self._numbers)}"
@@ -196,10 +184,7 @@ class IdlePrefill:
                 {"prompt_token_ids": token_ids},
                 _ONE_TOKEN,
                 request_id=self._request_id,
-                priority=MAX_PRIORITY,
-                cache_salt=upcoming.cache_salt,
-                no_store=upcoming.no_store,
-                user=upcoming.user,
+                **options,
             ):
                 if output.outputs[0].finish_reason == "abort":
                     return False

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_paged.answers.template_traits import KEEPS_REASONING
 from mlx_paged.cli import flags
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import say, warnings_as_lines
@@ -56,13 +57,6 @@ FLAGS = {
     "api_key_file": "--api-key-file",
     "chat_template": "--chat-template",
     "chat_template_args": "--chat-template-args",
-}
-# Variables that make chat templates keep the reasoning of earlier answers: of Qwen 3.6 and Kimi
-# K2.6, of GLM since 4.7, and of Nemotron 3.
-KEEPS_REASONING = {
-    "preserve_thinking": True,
-    "clear_thinking": False,
-    "truncate_history_thinking": False,
 }
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
@@ -223,14 +217,13 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    what = f"must be a JSON object, got {shown(text)}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a JSON object, got {shown(text)}: {one_line(error)}"
-        ) from error
+        raise argparse.ArgumentTypeError(f"{what}: {one_line(error)}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+        raise argparse.ArgumentTypeError(what)
     return value
 
 
@@ -243,21 +236,21 @@ def follow(args: argparse.Namespace) -> None:
     from mlx_paged.engine.engine import Engine
 
     warnings.simplefilter("ignore")  # rank 0 shows them
-    model, tokenizer, options = _load(args, flags.find_model(args)[0])
+    model, tokenizer, options, _ = _load(args)
     Engine(model, tokenizer, **options).follow()
 
 
 def _load(
-    args: argparse.Namespace, folder: Path
-) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
-    """Load the model and the tokenizer of a folder; also returns the engine's options.
+    args: argparse.Namespace,
+) -> tuple[Module, TokenizerWrapper, dict[str, Any], dict[str, Any]]:
+    """:func:`flags.load_model` with ``--chat-template``.
 
     Raises:
         ArgumentError: the file ``--chat-template``, which replaces the model's own template, can't
             be read.
     """
     if args.chat_template is None:
-        return flags.load_model(args, "server", folder, None)
+        return flags.load_model(args, "server")
     try:
         template = Path(args.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -266,7 +259,7 @@ def _load(
             f"{system_reason(error)}",
             "chat_template",
         ) from error
-    return flags.load_model(args, "server", folder, {"chat_template": template})
+    return flags.load_model(args, "server", {"chat_template": template})
 
 
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
@@ -277,12 +270,13 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     """
     from mlx_paged import SamplingParams, StructuredOutputsParams
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http.limits import QueueLimit, counts_of
+    from mlx_paged.engine.stats import SequenceCounts
+    from mlx_paged.server.http.limits import QueueLimit
     from mlx_paged.server.service import Service
 
-    options, (folder, own) = template_options(args), flags.find_model(args)
-    model, tokenizer, chosen = _load(args, folder)
-    engine = AsyncEngine(model, tokenizer, **chosen)
+    options = template_options(args)
+    model, tokenizer, engine_options, sampling = _load(args)
+    engine = AsyncEngine(model, tokenizer, **engine_options)
 
     # Read the vocabulary for grammars now: later, its seconds would delay all requests. A tokenizer
     # that supports no grammars fails only the requests that need one.
@@ -299,7 +293,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         tokenizer,
         model_names=tuple(name for name in names if name != ANY_NAME) or (_model_name(args.model),),
         takes_any_name=ANY_NAME in names,
-        defaults=flags.chosen_sampling(args, own),
+        defaults=sampling,
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
@@ -307,7 +301,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admit=QueueLimit(
             settings.max_queue_len,
             engine.engine.scheduler.config.max_num_seqs,
-            partial(counts_of, engine),
+            partial(SequenceCounts.of, engine.engine.scheduler),
         ).admit,
         settings=settings,
     )
@@ -370,7 +364,7 @@ def _max_connections() -> int:
 
 def _announce(args: argparse.Namespace, service: Service, sockets: list[socket.socket]) -> None:
     """Print what is served, how and where."""
-    from mlx_paged.cli.descriptions import describe_engine
+    from mlx_paged.engine.descriptions import describe_engine
     from mlx_paged.server.http.http_server import url_of
 
     engine, settings = service.engine.engine, service.settings

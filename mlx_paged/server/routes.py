@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
@@ -16,11 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import mlx_paged
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.errors import shown
 from mlx_paged.options.sampling_params import SamplingParams
 from mlx_paged.request import RequestOutput
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import ApiError, until_disconnect
+from mlx_paged.server.fields import RequestFields
 from mlx_paged.server.generations import Answer, AnswerState, Generation
 from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.sse import EventStream
@@ -28,10 +30,9 @@ from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import Body, parse_json
 from mlx_paged.server.service import Service
 
-A = TypeVar("A", bound="AnsweredBody")
+A = TypeVar("A", bound=RequestFields)
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
-J = TypeVar("J", ChatJob, Generation)
 
 # Bytes that are parsed in the event loop, within 1 to 2 ms. More would delay streams.
 _SMALL_BODY = 2**15
@@ -84,14 +85,19 @@ class RequestContext(Generic[B]):
         """:meth:`Service.run_in_tokenizer_pool` for the user."""
         return await self.service.run_in_tokenizer_pool(self.principal.name, work)
 
-    def for_user(self, request: J) -> J:
+    def for_user(self, generation: Generation) -> Generation:
         """A copy for the user: with a cache salt that contains theirs, and with ``no_store`` if the
         header ``Cache-Control: no-store`` (RFC 9111) requests that.
         """
         directives = self.request.headers.get("cache-control", "").lower().split(",")
-        no_store = request.no_store or "no-store" in map(str.strip, directives)
-        salt = self.principal.salted(request.cache_salt)
-        return replace(request, user=self.principal.name, cache_salt=salt, no_store=no_store)
+        options: RequestOptions = {
+            **generation.options,
+            "user": self.principal.name,
+            "cache_salt": self.principal.salted(generation.cache_salt),
+        }
+        if "no-store" in map(str.strip, directives):
+            options["no_store"] = True
+        return replace(generation, options=options)
 
     async def prepare_chat(
         self, read: Callable[[B, Service], ChatJob], leaves_out: bool = False
@@ -108,7 +114,9 @@ class RequestContext(Generic[B]):
 
         def prepared(work: Work) -> tuple[B, Generation]:
             body = self.read_body(leaves_out)
-            return body, prepare(work, self.service, self.for_user(read(body, self.service)))
+            job = read(body, self.service)
+            job = replace(job, generation=self.for_user(job.generation))
+            return body, prepare(work, self.service, job)
 
         return await self.run_in_tokenizer_pool(prepared)
 
@@ -120,14 +128,6 @@ class RequestContext(Generic[B]):
             return EventStream(renderer.events(*answers), *answers)
         outputs = await self.service.whole(generations, renderer.request_id)
         return JSONResponse(renderer.whole(*outputs))
-
-
-class AnsweredBody(Protocol):
-    """A body that is answered as one object or as a stream of events."""
-
-    stream: bool
-
-    def model_name(self, service: Service) -> str: ...
 
 
 class Renderer(ABC, Generic[A]):

@@ -14,19 +14,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder, StoredAnswers
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.input_processor import LengthLimit
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.request import TokenRules
 from mlx_paged.engine.sampling.grammar import PLACE_IN_GRAMMAR
 from mlx_paged.engine.text_stream import TokenTexts, token_texts_of
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.options.sampling_declarations import KINDS
 from mlx_paged.options.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import PrefixReport, RequestOutput
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.generations import Answer, Generation
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.kept_answers import IdlePrefill, KeptItems
-from mlx_paged.server.prefix_reports import explanation, report_texts
-from mlx_paged.server.prompt_threads import LengthLimit, PromptThreads, Work
+from mlx_paged.server.prompt_threads import PromptThreads, Work
 from mlx_paged.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -35,10 +36,12 @@ T = TypeVar("T")
 # longer and have their own threads, so that no prompt waits for one.
 MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
 MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
+# Of each text of a prefix report, from the position on where a prompt differs from the cached one.
+NUM_TEXT_TOKENS = 48
 DEFAULT_TEMPERATURE = 1.0  # in OpenAI's and Anthropic's APIs
 
 
-def _no_limit(num_seqs: int, user: str) -> AbstractContextManager[object]:
+def _no_limit(num_seqs: int, user: str | None) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -77,7 +80,7 @@ class Service:
     created: int = 0
     kept_answers: ConversationEncoder = field(default_factory=ConversationEncoder)
     kept_items: KeptItems = field(default_factory=KeptItems)
-    admit: Callable[[int, str], AbstractContextManager[object]] = _no_limit
+    admit: Callable[[int, str | None], AbstractContextManager[object]] = _no_limit
     first_part_seconds: float = 10.0
     takes_any_name: bool = False
 
@@ -126,7 +129,7 @@ class Service:
             self.engine, lambda user, encode: self._threads.run(user, lambda _: encode())
         )
 
-    async def run_in_tokenizer_pool(self, user: str, work: Callable[[Work], T]) -> T:
+    async def run_in_tokenizer_pool(self, user: str | None, work: Callable[[Work], T]) -> T:
         """Run ``work``, which reads, renders or encodes a request, in one of a few threads that are
         shared fairly between users.
 
@@ -201,6 +204,9 @@ class Service:
     async def _start(
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
+        form = generation.answer_format
+        rules = rules._replace(answer_format=form if form.has_marks else None)
+        options: RequestOptions = {**generation.options, "token_rules": rules}
         with ExitStack() as places:
             places.enter_context(self.admit(generation.params.n, generation.user))
             self.idle_prefill.pause()
@@ -208,11 +214,7 @@ class Service:
                 {"prompt_token_ids": generation.prompt_token_ids},
                 generation.params,
                 request_id=f"{request_id or 'request'}-{next(self._numbers)}",
-                priority=generation.priority,
-                cache_salt=generation.cache_salt,
-                no_store=generation.no_store,
-                user=generation.user,
-                token_rules=rules._replace(answer_format=generation.marked_format),
+                **options,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(generation, outputs, places.pop_all(), self._note)
@@ -232,8 +234,18 @@ class Service:
         count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
         report = output.prefix_report
         if self.settings.log_cache and report is not None:
-            logger.info("cache: %s", explanation(report))
-            log_text("cache", lambda: report_texts(report, self.tokenizer))
+            logger.info("cache: %s", report.explanation)
+            log_text("cache", lambda: self.texts_of(report))
+
+    def texts_of(self, report: PrefixReport) -> dict[str, str]:
+        """The texts around the position where a prompt differs from the cached one."""
+        token_ids = {
+            "before": report.before,
+            "cached": report.expected[:NUM_TEXT_TOKENS],
+            "prompt": report.found[:NUM_TEXT_TOKENS],
+        }
+        decode = self.tokenizer.decode
+        return {name: decode(list(ids)) if ids else "" for name, ids in token_ids.items()}
 
     async def whole(
         self, generations: Sequence[Generation], request_id: str | None = None

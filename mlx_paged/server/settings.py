@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from mlx_paged.cli.flags import TEXT
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.options.argument_values import (
+    ANY_TEXT,
     AT_LEAST_0,
     BOOL,
     Domain,
@@ -122,7 +122,7 @@ class ServerSettings:
         Others: see their help.
     """
 
-    host: Annotated[str, _setting("address to listen on", TEXT)] = "127.0.0.1"
+    host: Annotated[str, _setting("address to listen on", ANY_TEXT)] = "127.0.0.1"
     port: Annotated[int, _setting("port to listen on, 0 for a free one", whole(0, 65535))] = 8000
     api_keys: tuple[ApiKey, ...] = ()
     allow_unauthenticated: Annotated[

@@ -15,7 +15,7 @@ from helpers.terminal import DEADLINE
 
 from mlx_paged import __version__
 from mlx_paged.cli.chat.program import setup_arg_parser
-from mlx_paged.cli.descriptions import in_words
+from mlx_paged.engine.descriptions import in_words
 
 HELLO = "Hello! How can I help you?\n"
 CHAT = f"{sys.executable} -m mlx_paged.chat"

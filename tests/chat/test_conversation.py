@@ -36,6 +36,12 @@ def converse(
     return Conversation(engine, tokenizer, **options)
 
 
+def ask_again(conversation: Conversation, text: str | None = None, **options):
+    assert conversation.last_turn is not None
+    before, last = conversation.last_turn
+    return list(conversation.ask(last if text is None else text, before=before, **options))
+
+
 def ask(conversation: Conversation, text: str, max_tokens: int = 30):
     responses = list(conversation.ask(text, SamplingParams(max_tokens=max_tokens)))
     return "".join(r.text for r in responses), responses[-1]
@@ -91,7 +97,7 @@ def test_an_answer_that_is_asked_for_again_follows_the_tokens_of_the_turns_befor
     first = list(conversation.tokens)
     ask(conversation, "again", max_tokens=8)
     for text in (None, "and again"):
-        list(conversation.ask_again(text, SamplingParams(max_tokens=8)))
+        ask_again(conversation, text, params=SamplingParams(max_tokens=8))
         assert prompts[-1].before.all_token_ids() == first
         assert conversation.tokens[: len(first)] == first
 
@@ -216,7 +222,7 @@ def test_a_turn_that_the_template_refuses_leaves_the_conversation_as_it_was(mode
     model_and_tokenizer[1].chat_template = "{{ raise_exception('no') }}"
     for try_it in (
         lambda: ask(conversation, "What is my name?"),
-        lambda: list(conversation.ask_again()),
+        lambda: ask_again(conversation),
         lambda: conversation.set_system_prompt("Be brief."),
         lambda: conversation.load_messages([{"role": "user", "content": "x"}]),
     ):
@@ -234,12 +240,12 @@ def test_an_answer_again_reuses_its_prompt_and_is_the_answer_of_a_fresh_conversa
     conversation = converse(model_and_tokenizer, kind)
     ask(conversation, "My name is Tom.")
     expected, last = ask(conversation, "What is my name?")
-    responses = list(conversation.ask_again(params=SamplingParams(max_tokens=30)))
+    responses = ask_again(conversation, params=SamplingParams(max_tokens=30))
     assert "".join(r.text for r in responses) == expected
     assert responses[-1].cached_tokens > last.prompt_tokens - 17 and len(conversation.messages) == 4
-    edited = list(conversation.ask_again("What is 3 + 4?", SamplingParams(max_tokens=30)))
+    edited = ask_again(conversation, "What is 3 + 4?", params=SamplingParams(max_tokens=30))
     assert "".join(r.text for r in edited) == "3 + 4 = 7"
-    assert conversation.last_user_text == "What is 3 + 4?" and len(conversation.messages) == 4
+    assert conversation.last_turn[1] == "What is 3 + 4?" and len(conversation.messages) == 4
 
 
 def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(model_and_tokenizer):
@@ -251,7 +257,7 @@ def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(mode
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(conversation.ask_again("What is 3 + 4?", progress=stop))
+        ask_again(conversation, "What is 3 + 4?", progress=stop)
     assert conversation.messages == messages
 
 

@@ -101,15 +101,14 @@ def shown(
         monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
     screen = Screen({"TERM": "xterm"} if environ is None else environ)
     settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
-    conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[])
 
-    def ask(*, params: Any, progress: Any) -> Iterator[Any]:
+    def ask(*_: Any, **__: Any) -> Iterator[Any]:
         for letter in answer:
             yield SimpleNamespace(text=letter, token=1, finish_reason=None)
 
     monkeypatch.setattr(f"{Dialogue.__module__}.describe_answer", lambda *_: "[figures]")
-    dialogue = Dialogue([conversation], settings, screen, Reader())
-    assert dialogue.show(ask) is False  # type: ignore[arg-type]
+    conversation: Any = SimpleNamespace(answer_format=SPELLED_OUT, tokens=[], ask=ask)
+    assert Dialogue([conversation], settings, screen, Reader()).ask("17 + 25?") is False
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -150,15 +149,14 @@ def test_an_answer_that_fails_leaves_the_next_one_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     screen = Screen({"TERM": "xterm"})
     settings = Settings(setup_arg_parser().parse_args([]), {})
-    conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[])
-    dialogue = Dialogue([conversation], settings, screen, Reader())
 
-    def fail(*, params: Any, progress: Any) -> Iterator[Any]:
+    def fail(*_: Any, **__: Any) -> Iterator[Any]:
         yield SimpleNamespace(text="The first", token=1)
         raise RuntimeError("the GPU is gone")
 
+    conversation: Any = SimpleNamespace(answer_format=PLAIN, tokens=[], ask=fail)
     with pytest.raises(RuntimeError, match="gone"):
-        dialogue.show(fail)  # type: ignore[arg-type]
+        Dialogue([conversation], settings, screen, Reader()).ask("hello")
     screen.warn("a warning")
     screen.answer("The second")
     screen.finish_answer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from mlx.utils import tree_flatten
 from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import load, load_draft_model
+from mlx_paged.loading.outline import read_outline
+from mlx_paged.models.kv_cache import weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.models.mlx_lm.draft_head import LAYOUTS, DraftHead, text_model
+from mlx_paged.models.mlx_lm.gemma4_assistant import Assistant
 
 Tensors = dict[str, mx.array]
 QWENS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -161,6 +165,31 @@ def test_a_head_is_found_where_conversions_leave_it(
     name = put(folder, folder.published())
     target, tokenizer = load(folder.path)  # Its own weights load beside the head's.
     folder.check(load_draft_model(name, tokenizer, target))
+
+
+def test_a_head_has_kv_of_the_models_dtype(tmp_path: Path):
+    target = Folder(tmp_path / "target", "qwen3_5").target
+    target.set_dtype(mx.bfloat16)
+    head = DraftHead(target, LAYOUTS[model_type_of(target)])
+    assert [spec.format.dtype for spec in head.layer_specs] == [mx.bfloat16]
+
+
+@pytest.mark.parametrize("put", [in_a_file_beside, in_a_folder_of_its_own])
+def test_the_outline_of_a_head_is_as_large_as_the_head(
+    folder: Folder, put: Callable[[Folder, Tensors], Any]
+):
+    nn.quantize(folder.head, 32, 4, class_predicate=lambda name, _: name == "projection")
+    tensors = folder.published()
+    # As published: a copy of the model's embedding.
+    embedding = text_model(folder.target).model.embed_tokens.weight
+    tensors[f"{folder.prefix}embed_tokens.weight"] = embedding
+    name = put(folder, tensors)
+    outline = read_outline(folder.path, draft_model=name)
+    assert outline.num_bytes_to_download == 0
+    found = outline.draft_model
+    assert isinstance(found, DraftHead) and found.is_of(outline.model)
+    assert weight_nbytes(found) == weight_nbytes(folder.head)
+    assert found.layer_specs == folder.head.layer_specs
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.mtp.", "model.mtp.", "mtp.layers.0."])
@@ -331,7 +360,84 @@ def test_the_names_of_other_families(tmp_path: Path, kind: str):
     folder.check(load_draft_model("auto", tokenizer, target), atol=1e-6)
 
 
+# Assistants
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    path = tmp_path_factory.mktemp("folder") / "target"
+    target, _ = load(make_folder(path, config_of("gemma4")))
+    assert isinstance(target, LanguageModel)
+    return target
+
+
+def write_assistant(folder: Path, target: LanguageModel, bits: int | None) -> Assistant:
+    """A folder of a random assistant, as it is published or quantised; returns the assistant."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"head_dim": 16, "global_head_dim": 32, "vocab_size": target.args.vocab_size}
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
+    config |= {"text_config": text | {"layer_types": kinds}, "use_ordered_embeddings": True}
+    assistant = Assistant(target, config | {"num_centroids": 32})
+    if bits is not None:
+        nn.quantize(assistant, 32, bits)
+    tensors = dict(tree_flatten(assistant.parameters()))
+    order = "masked_embedding.token_ordering"
+    tensors |= {order: tensors[order].astype(mx.int64), "lm_head.weight": mx.zeros(1)}
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config | {"num_centroids": 32}))
+    return assistant
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_an_assistant_is_its_folder(tmp_path: Path, gemma: LanguageModel, bits: int | None):
+    written = write_assistant(tmp_path / "assistant", gemma, bits)
+    found = load_draft_model(tmp_path / "assistant", None, gemma)
+    assert isinstance(found, Assistant)
+    ours, theirs = (dict(tree_flatten(each.parameters())) for each in (written, found))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+    assert gemma.path is not None
+    outline = read_outline(gemma.path, draft_model=tmp_path / "assistant")
+    assert isinstance(outline.draft_model, Assistant)
+    assert weight_nbytes(outline.draft_model) == weight_nbytes(found)
+
+
+def test_an_assistant_of_another_model_is_refused_by_name(
+    tmp_path: Path, gemma: LanguageModel, qwen: Folder
+):
+    write_assistant(tmp_path / "assistant", gemma, None)
+    message = r"the assistant in .*assistant can't run: it reads the K/V of a Gemma 4, and the mod"
+    with pytest.raises(ArgumentError, match=message):
+        load_draft_model(tmp_path / "assistant", None, qwen.target)
+
+
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "message"),
+    [
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "fc", "a DFlash drafter"),
+        ({"architectures": ["DFlash2DraftModel"]}, "fc", "a DFlash drafter"),
+        ({"speculators_model_type": "dspark"}, "fc", "a DSpark drafter"),
+        ({"architectures": ["Gemma4ForDraft"], "markov_rank": 256}, "fc", "a DSpark drafter"),
+        ({"dflash_config": {"projector_type": "dspark"}}, "fc", "a DSpark drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "fc", "an EAGLE drafter"),
+        (None, "hidden_norm", "a DFlash drafter"),
+        (None, "markov_head.w1", "a DSpark drafter"),
+        (None, "midlayer.self_attn.q_proj", "an EAGLE drafter"),
+    ],
+)
+def test_other_drafters_are_refused_by_name(
+    qwen: Folder, tmp_path: Path, config: dict[str, Any] | None, tensor: str, message: str
+):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {f"{tensor}.weight": mx.zeros(1)})
+    with pytest.raises(ArgumentError, match=f"has {message}, which is not supported: it"):
+        load_draft_model(tmp_path, None, qwen.target)
 
 
 def test_a_head_that_the_configuration_does_not_describe(tmp_path: Path):

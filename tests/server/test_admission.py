@@ -6,8 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from mlx_paged.engine.stats import SequenceCounts
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.http.limits import Counts, QueueLimit
+from mlx_paged.server.http.limits import QueueLimit
 
 
 class Engine:
@@ -20,9 +21,10 @@ class Engine:
         self.seconds = 100.0
 
     def admission(self, max_queue_len: int, max_num_seqs: int) -> QueueLimit:
-        def counts() -> Counts:
+        def counts() -> SequenceCounts:
             num_running, num_waiting, num_new = self.counts
-            return Counts(num_running, num_waiting, {None: num_running + num_waiting - num_new})
+            begun = {None: num_running + num_waiting - num_new}
+            return SequenceCounts(num_running, num_waiting, begun)
 
         return QueueLimit(max_queue_len, max_num_seqs, counts, lambda: self.seconds)
 
@@ -146,7 +148,7 @@ def test_a_server_that_just_began_takes_its_rate_from_that_time():
 
 
 def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the_queue():
-    admission = QueueLimit(20, 64, lambda: Counts(64, 0, {"ann": 64}))
+    admission = QueueLimit(20, 64, lambda: SequenceCounts(64, 0, {"ann": 64}))
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(admission.admit(1, "ann"))
@@ -162,10 +164,10 @@ def test_a_user_with_less_than_an_equal_share_is_admitted_though_others_fill_the
 
 
 def test_the_sequences_of_a_user_that_the_engine_has_are_not_counted_twice():
-    counts = [Counts(2, 0, {"ann": 2})]
+    counts = [SequenceCounts(2, 0, {"ann": 2})]
     admission = QueueLimit(2, 2, lambda: counts[0])
     with admission.admit(1, "ann"), admission.admit(1, "bob"):
-        counts[0] = Counts(2, 1, {"ann": 2})  # The third one is Bob's.
+        counts[0] = SequenceCounts(2, 1, {"ann": 2})  # The third one is Bob's.
         # Two of four places are half.
         with admission.admit(1, "bob"):
             for user in ("ann", "bob"):

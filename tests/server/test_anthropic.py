@@ -251,7 +251,7 @@ def test_fields_become_parameters(shared_agent_service):
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         cache_control={"type": "ephemeral"},
     )
-    params = body.params
+    params = body.generation.params
     values = (params.max_tokens, params.temperature, params.top_p, params.top_k, params.stop)
     assert values == (200, 0.5, 0.9, 7, ("END",))
     assert params.structured_outputs is not None

@@ -19,15 +19,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged.answers.conversation_encoder import ConversationEncoder
+from mlx_paged.engine import input_processor
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.input_processor import PIECE_LEN, LengthLimit
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.server import prompt_threads
 from mlx_paged.server.app import App
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import MAX_STOPS_LEN, MAX_WORDS_LEN, SamplingFields
 from mlx_paged.server.openai import answers
 from mlx_paged.server.openai import chat as openai_chat
-from mlx_paged.server.prompt_threads import PIECE_LEN, LengthLimit, Work
+from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.schemas import MAX_CHILDREN
 from mlx_paged.server.service import MAX_PREPARING_OF_USER, Service
 
@@ -100,7 +101,7 @@ def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
 
 @mostly_slow("num_words", [60, 520])
 def test_a_text_that_may_fit_is_encoded_whole(client, service, monkeypatch, num_words: int):
-    monkeypatch.setattr(prompt_threads, "PIECE_LEN", 1000)
+    monkeypatch.setattr(input_processor, "PIECE_LEN", 1000)
     text = "the end of the story " * num_words
     num_tokens = len(service.tokenizer.encode(text))
     ask_for = partial(client.completions.create, model="demo", prompt=text, max_tokens=1)
@@ -122,7 +123,7 @@ def test_counting_ends_when_the_client_leaves(spied: Service, monkeypatch: pytes
         cancelled.set()
 
     monkeypatch.setattr(Work, "cancel", spied_cancel)
-    monkeypatch.setattr(prompt_threads, "PIECE_LEN", 16)
+    monkeypatch.setattr(input_processor, "PIECE_LEN", 16)
     tokenizer.go_on.clear()
     with serving(App(spied)) as url:
         client = RawClient(url, "/v1/completions", {"prompt": "the end " * 200})
@@ -182,7 +183,7 @@ def test_no_text_that_fits_is_refused_for_its_cuts(byte_level: TokenizerWrapper,
 def test_without_a_context_there_is_a_limit_all_the_same(
     byte_level: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prompt_threads, "MAX_PROMPT_TOKENS", 1000)
+    monkeypatch.setattr(input_processor, "MAX_PROMPT_TOKENS", 1000)
     limit = LengthLimit(byte_level, None, None, lambda: None)
     with pytest.raises(PromptTooLongError, match="more than 1,250 tokens; the server accepts"):
         limit.check("b c " * PIECE_LEN)

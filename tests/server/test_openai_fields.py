@@ -181,12 +181,12 @@ def test_every_sampling_parameter_is_a_field_of_openais_endpoints(shared_service
     given = {5: 1.5} if name == "logit_bias" else value
     expected = getattr(SamplingParams(**{name: given}), name)
     params = [
-        chat(shared_service, **{name: value}).params,
+        chat(shared_service, **{name: value}).generation.params,
         completion(shared_service, **{name: value})[1].params,
     ]
     if name not in ("n", "prompt_logprobs"):  # Responses have neither.
         body = ResponsesRequest.read({"input": "Hello", name: value})
-        params.append(read_responses_body(body, shared_service).params)
+        params.append(read_responses_body(body, shared_service).generation.params)
     assert [getattr(each, name) for each in params] == [expected] * len(params)
 
 
@@ -508,9 +508,9 @@ def test_variables_of_the_template(shared_service, body, options):
 
 
 def test_the_newer_name_of_max_tokens_counts(shared_service):
-    params = chat(shared_service, max_tokens=5, max_completion_tokens=7).params
+    params = chat(shared_service, max_tokens=5, max_completion_tokens=7).generation.params
     assert params.max_tokens == 7
-    assert chat(shared_service).params.max_tokens is None
+    assert chat(shared_service).generation.params.max_tokens is None
     assert completion(shared_service)[1].params.max_tokens == 16
 
 

@@ -248,7 +248,7 @@ def test_fields_become_parameters(shared_agent_service):
         truncation="auto",
         store=False,
     )
-    params = body.params
+    params = body.generation.params
     values = (params.max_tokens, params.temperature, params.top_p, params.top_k, params.logprobs)
     assert values == (200, 0.5, 0.9, 7, 3)
     assert (body.tool_choice, body.parallel_tool_calls) == ("read", False)

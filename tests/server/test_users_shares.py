@@ -17,8 +17,9 @@ import pytest
 from helpers.fast_lane import mostly_slow
 from helpers.servers import make_service, serving, wait_until
 
+from mlx_paged.engine.stats import SequenceCounts
 from mlx_paged.server.app import App
-from mlx_paged.server.http.limits import QueueLimit, counts_of
+from mlx_paged.server.http.limits import QueueLimit
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ServerSettings, read_api_keys
 
@@ -72,8 +73,9 @@ class Steps:
 def server_of_two(max_queue_len: int = 256, **options: Any) -> Iterator[tuple[Service, str, Steps]]:
     keys = read_api_keys(["ann A", "ann A2", "bob B"])
     service = make_service(kv_cache_bytes="3000blocks", seed=0, **options)
-    max_num_seqs = service.engine.engine.scheduler.config.max_num_seqs
-    admission = QueueLimit(max_queue_len, max_num_seqs, partial(counts_of, service.engine))
+    scheduler = service.engine.engine.scheduler
+    counts = partial(SequenceCounts.of, scheduler)
+    admission = QueueLimit(max_queue_len, scheduler.config.max_num_seqs, counts)
     settings = ServerSettings(api_keys=keys, no_idle_prefill=True)
     service = replace(service, settings=settings, admit=admission.admit)
     with service.engine, serving(App(service)) as url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_paged.block_store.directory import replaced_file
-from mlx_paged.cli.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.cli.chat.dialogue import Dialogue
 from mlx_paged.cli.chat.program import FLAGS, VARIABLES, canonical_name
 from mlx_paged.cli.program import error_line
 from mlx_paged.cli.streams import OutputLostError
+from mlx_paged.engine.descriptions import describe_stats
 from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
 
 FORMAT = "mlx_paged.chat"
@@ -106,26 +108,28 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
-    had_answer = conversation.messages[-1:] and conversation.messages[-1]["role"] == "assistant"
-    dialogue.show(conversation.ask_again)
+    if conversation.last_turn is None:
+        raise ValueError("there is no message of the user yet")
+    before, text = conversation.last_turn
+    had_answer = conversation.messages[-1]["role"] == "assistant"
+    dialogue.ask(text, before)
     if had_answer and dialogue.settings.sampling.is_greedy:
         greedy = "[greedy: the same answer each time; /set temp 0.7 varies it]"
         dialogue.screen.say(greedy, is_dim=True)
 
 
 def _edit(dialogue: Dialogue, argument: str) -> str | None:
-    before = dialogue.conversation.last_user_text
-    if before is None:
+    if dialogue.conversation.last_turn is None:
         raise ValueError("there is no message to edit yet")
-    text = argument
+    (before, last), text = dialogue.conversation.last_turn, argument
     if not argument:
         if not dialogue.reader.is_interactive:
             raise ValueError("without a terminal, /edit needs the new text: /edit TEXT")
         with suppress(EOFError):
-            text = dialogue.reader.read(before)
+            text = dialogue.reader.read(last)
     if not text.strip():
         return "nothing has changed"
-    dialogue.show(partial(dialogue.conversation.ask_again, text))
+    dialogue.ask(text, before)
     return None
 
 
@@ -146,6 +150,8 @@ def _set(dialogue: Dialogue, argument: str) -> str | None:
     if not name:
         dialogue.screen.say_rows([(name, settings.get(name)) for name in VARIABLES])
         return None
+    if name not in VARIABLES:
+        raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")
     if value:
         settings.set(name, value)
     return f"{name} {settings.get(name)}"
@@ -223,7 +229,17 @@ def _reset(dialogue: Dialogue, argument: str) -> str:
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
-    dialogue.screen.say(describe_stats(dialogue.branches))
+    conversation, branches = dialogue.conversation, dialogue.branches
+    engine, num_branches = conversation.engine, len(branches) - 1
+    held = f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}"
+    *lines, memory = describe_stats(engine)
+    if num_branches and engine.cache.kind == "paged":
+        tables = [engine.cached_block_ids(each.tokens) for each in branches]
+        lines.append(
+            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
+            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
+        )
+    dialogue.screen.say("\n".join([held, *lines, memory]))
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:
@@ -266,8 +282,7 @@ COMMAND_TABLE = (
     ),
     Command("/exit", "", "leave the chat (also /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {command.name: command for command in COMMAND_TABLE}
-COMMANDS["/quit"] = COMMANDS["/exit"]
+COMMANDS = {each.name: each for each in COMMAND_TABLE} | {"/quit": COMMAND_TABLE[-1]}
 
 
 # Saved conversations
@@ -331,16 +346,14 @@ def is_transcript(file: Path) -> bool:
 
 
 def _read_json(file: Path) -> Any:
+    if os.path.exists(file) and not os.path.isfile(file):  # reading a pipe would not end
+        raise ValueError(f"{file} is not a file")
     try:
-        is_other = file.exists() and not file.is_file()  # reading a pipe would not end
-        content = None if is_other else json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a conversation: {one_line(error)}") from error
-    if is_other:
-        raise ValueError(f"{file} is not a file")
-    return content
 
 
 def _expand(path: str) -> Path:

@@ -23,7 +23,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
 from mlx_paged.options.sampling_params import SamplingParams
 
-AnswerStream: TypeAlias = Generator[GenerationResponse, None, None]
+Messages: TypeAlias = list[dict[str, Any]]
 
 
 class Conversation:
@@ -123,10 +123,12 @@ class Conversation:
         return copy.copy(self)
 
     @property
-    def last_user_text(self) -> str | None:
-        """The last message of the user, ``None`` before the first."""
-        index = self._last_user_index()
-        return None if index is None else str(self.messages[index]["content"])
+    def last_turn(self) -> tuple[Messages, str] | None:
+        """The messages before the last one of the user, and its text; ``None`` before the first."""
+        for at in reversed(range(len(self.messages))):
+            if self.messages[at]["role"] == "user":
+                return self.messages[:at], self.messages[at]["content"]
+        return None
 
     def ask(
         self,
@@ -134,7 +136,8 @@ class Conversation:
         params: SamplingParams | None = None,
         *,
         progress: Progress | None = None,
-    ) -> AnswerStream:
+        before: Messages | None = None,
+    ) -> Generator[GenerationResponse, None, None]:
         """One turn: yield the answer piece by piece.
 
         An answer that is cut short (closed by the caller, or at ``max_tokens``) stays in the
@@ -144,6 +147,8 @@ class Conversation:
             text: the message: a text, or a list of text parts.
             params: ``max_tokens`` and how to sample; greedy by default.
             progress: called with the prompt tokens done so far and their total.
+            before: the messages that it follows, in the place of all so far: those before the last
+                turn, if this one replaces it.
 
         Raises:
             PromptTooLongError: the conversation with this turn exceeds the budget or the context
@@ -151,35 +156,7 @@ class Conversation:
             ChatTemplateError: the message is not text, or the template rejects the conversation.
             ValueError: an empty message.
         """
-        return self._answer(self.messages, text, params, progress)
-
-    def ask_again(
-        self,
-        text: str | None = None,
-        params: SamplingParams | None = None,
-        *,
-        progress: Progress | None = None,
-    ) -> AnswerStream:
-        """Repeat the last turn, as :meth:`ask`: replace its answer, and with ``text`` its message.
-
-        Raises:
-            ValueError: there is no turn yet.
-            Others: see :meth:`ask`.
-        """
-        begin = self._last_user_index()
-        if begin is None:
-            raise ValueError("[chat] there is no message of the user yet")
-        text = self.messages[begin]["content"] if text is None else text
-        return self._answer(self.messages[:begin], text, params, progress)
-
-    def _answer(
-        self,
-        before: list[dict[str, Any]],
-        text: str | Sequence[str | Mapping[str, Any]],
-        params: SamplingParams | None,
-        progress: Progress | None,
-    ) -> AnswerStream:
-        """The answer to a message after the messages ``before``."""
+        before = self.messages if before is None else before
         messages = [*before, *normalise_messages([{"role": "user", "content": text}])]
         if not messages[-1]["content"].strip():
             raise ValueError("[chat] the message is empty")
@@ -209,11 +186,7 @@ class Conversation:
         write = render_after_prefix if self._prefix else render_chat
         return self._encoder.encode(self.tokenizer, messages, self._template_options, write=write)
 
-    def _last_user_index(self) -> int | None:
-        each = enumerate(self.messages)
-        return max((at for at, message in each if message["role"] == "user"), default=None)
-
-    def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
+    def _replace_messages(self, messages: Messages) -> None:
         if self._prefix and messages and messages[0]["role"] == "system":
             raise ValueError(
                 "[chat] a system prompt can't follow a prompt cache, which already begins the "
@@ -226,5 +199,5 @@ class Conversation:
         self.messages = messages
 
 
-def _system_message(text: str | None) -> list[dict[str, Any]]:
+def _system_message(text: str | None) -> Messages:
     return [] if text is None else [{"role": "system", "content": text}]

@@ -5,39 +5,38 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.answers.tokens import Piece, ReasoningSplitter
 from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
-from mlx_paged.cli.descriptions import (
+from mlx_paged.cli.streams import say
+from mlx_paged.engine.descriptions import (
+    acceptance_by_position,
     context_length,
     describe_backend,
     describe_context,
     describe_device,
     describe_disk_tier,
+    describe_drafts,
     describe_memory,
     describe_model,
     describe_token_size,
     in_words,
 )
-from mlx_paged.cli.flags import EXAMPLE_MODEL
-from mlx_paged.cli.streams import say
 from mlx_paged.engine.thread import EngineCall
-from mlx_paged.models.memory import format_nbytes, memory_size
-from mlx_paged.request import SpecDecodingStats
+from mlx_paged.models.memory import memory_size
+from mlx_paged.options.engine_options import EXAMPLE_MODEL
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.chat.conversation import AnswerStream, Conversation
+    from mlx_paged.cli.chat.conversation import Conversation, Messages
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
-    from mlx_paged.options.sampling_params import SamplingParams
 
 
 # The fields of GenerationResponse that --json reports.
@@ -66,16 +65,11 @@ class Dialogue:
     def conversation(self) -> Conversation:
         return self.branches[-1]
 
-    def ask(self, text: str) -> bool:
-        """Show the answer to a message; returns whether Ctrl-C interrupted it."""
-        return self.show(partial(self.conversation.ask, text))
-
-    def show(self, ask: Callable[..., AnswerStream]) -> bool:
-        """Show one answer and its statistics; returns whether Ctrl-C interrupted it.
+    def ask(self, text: str, before: Messages | None = None) -> bool:
+        """Show the answer to a message and its statistics; returns whether Ctrl-C interrupted it.
 
         Args:
-            ask: generates an answer with ``params``, and calls ``progress`` between the steps of
-                its prompt.
+            before: the messages that it follows; by default all so far.
 
         Raises:
             OutputLostError: stdout can't be written; the conversation keeps the answer so far.
@@ -93,9 +87,8 @@ class Dialogue:
                 is_hidden = is_hidden and not text
                 screen.answer(text, piece.is_reasoning)
 
-        params = self.settings.next_params()
         try:
-            response, is_interrupted = self._stream(ask, params, show)
+            response, is_interrupted = self._stream(text, before, show)
         except BaseException:
             screen.abandon_answer()
             raise
@@ -104,7 +97,8 @@ class Dialogue:
             figures = describe_answer(self.conversation, response, self.is_verbose)
             screen.say(figures, is_dim=not self.is_verbose)
             if response.finish_reason == "length":
-                screen.say(describe_cut(response, params.max_tokens, self.conversation.engine))
+                max_tokens = self.settings.sampling.max_tokens
+                screen.say(describe_cut(response, max_tokens, self.conversation.engine))
         if is_interrupted:
             screen.say("[stopped]")
         return is_interrupted
@@ -122,8 +116,7 @@ class Dialogue:
         def keep(piece: Piece) -> None:
             texts[piece.is_reasoning] += piece.text
 
-        ask, params = partial(self.conversation.ask, text), self.settings.next_params()
-        response, is_interrupted = self._stream(ask, params, keep)
+        response, is_interrupted = self._stream(text, None, keep)
         if response is None:
             raise KeyboardInterrupt
         reasoning, said = texts.values()
@@ -138,15 +131,12 @@ class Dialogue:
         }
 
     def _stream(
-        self,
-        ask: Callable[..., AnswerStream],
-        params: SamplingParams,
-        show: Callable[[Piece], None],
+        self, text: str, before: Messages | None, show: Callable[[Piece], None]
     ) -> tuple[GenerationResponse | None, bool]:
         """Show the pieces of an answer; returns its last response, if there was one, and whether
         Ctrl-C interrupted it.
         """
-        conversation, screen = self.conversation, self.screen
+        conversation, screen, params = self.conversation, self.screen, self.settings.next_params()
         response, splitter = None, None
         shown = PromptProgress(num_known=len(conversation.tokens))
         with interrupted_waits(self.reader.close) as interrupted:
@@ -158,7 +148,8 @@ class Dialogue:
 
             try:
                 # Closing the generator adds the answer so far to the conversation.
-                with closing(ask(params=params, progress=progress)) as answer:
+                answer = conversation.ask(text, params, progress=progress, before=before)
+                with closing(answer):
                     for response in answer:
                         if splitter is None:
                             # After the prompt, whose end may open the reasoning.
@@ -186,15 +177,10 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
     other time it is only recorded in the list, so that no update of the conversation is torn. The
     second one exits the process at once, since the running step may take long.
 
-    Has no effect in other threads, to which Python delivers no signals.
-
     Args:
         leave: called before the process exits.
     """
     caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if caught:
@@ -203,10 +189,9 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
             # Python and MLX are not shut down, which could fail in the middle of a step.
             os._exit(130)
         caught.append(number)
-        while frame is not None:
-            if frame.f_code is EngineCall.result.__code__:
-                raise KeyboardInterrupt
-            frame = frame.f_back
+        wait = EngineCall.result.__code__
+        if any(each.f_code is wait for each, _ in traceback.walk_stack(frame)):
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
     try:
@@ -230,8 +215,6 @@ def say_start(
     """Say what a user has to know before the first message: the model, its device and its cache, in
     one line, its most important parts first, or in several with ``--verbose``; and warnings.
     """
-    tier = engine.disk_tier
-    is_disk_off = tier is not None and tier.stats().failure is not None
     if args.verbose:
         screen.say("\n".join(_start_in_full(args, engine, settings)))
         if is_dialogue:
@@ -245,12 +228,12 @@ def say_start(
             f"context {length}" if length == "without end" else f"context: {length}",
             settings.describe_sampling() + own,
         ]
-        if tier is not None and not is_disk_off:
-            number = tier.stats().num_blocks
-            parts.append(f"{number:,} blocks on disk" if number else "disk cache")
+        disk = None if engine.disk_tier is None else engine.disk_tier.stats()
+        if disk is not None and disk.failure is None:
+            parts.append(f"{disk.num_blocks:,} blocks on disk" if disk.num_blocks else "disk cache")
         screen.say_in_a_line(parts, "/help" * is_dialogue)
-        for words in describe_disk_tier(engine) if is_disk_off else ():
-            screen.say(f"[{words}]")
+        if disk is not None and disk.failure is not None:
+            screen.say(f"[{describe_disk_tier(engine)[0]}]")
     nbytes, memory = engine.cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
         screen.say(
@@ -296,12 +279,12 @@ def describe_answer(
             f"{response.time_to_first_token:.2f} s to first token",
             f"{response.generation_tps:.1f} tokens/s",
             f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
-            f"{speed}, drafts accepted {_by_position(drafts)}" * bool(drafts.num_drafts),
+            f"{speed}, drafts accepted {acceptance_by_position(drafts)}" * bool(drafts.num_drafts),
             f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
         ]
         return f"[{' | '.join(filter(None, parts))}]"
     held = engine.cache.nbytes_held / 1e6
-    accepted = f"\nDrafts: {_describe_drafts(drafts)}; {speed}"
+    accepted = f"\nDrafts: {describe_drafts(drafts)}; {speed}"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -311,17 +294,6 @@ def describe_answer(
         f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
         f"Peak memory: {response.peak_memory:.3f} GB" + accepted * bool(drafts.num_drafts)
     )
-
-
-def _describe_drafts(drafts: SpecDecodingStats) -> str:
-    return (
-        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
-        f"({drafts.acceptance_rate:.1%}), by position {_by_position(drafts)}"
-    )
-
-
-def _by_position(drafts: SpecDecodingStats) -> str:
-    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -337,40 +309,3 @@ def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: E
         f"[the answer was cut: the context of {limit:,} tokens is full{flag}; /reset begins a new "
         "conversation]"
     )
-
-
-def describe_stats(branches: Sequence[Conversation]) -> str:
-    """Use of the K/V cache, hits of the prefix cache, and what the branches share."""
-    conversation, engine = branches[-1], branches[-1].engine
-    stats, cache, config = engine.stats(), engine.cache, engine.cache.config
-    lines = [
-        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}",
-        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
-        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
-        f"each, {stats.num_evictions} evicted so far",
-        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
-        f"found ({stats.hit_rate:.1%})",
-    ]
-    if (tier := stats.disk_tier) is not None:
-        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
-        lines += [
-            *describe_disk_tier(engine),
-            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
-            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
-            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
-            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
-        ]
-    if (drafts := stats.spec_decoding).num_drafts:
-        lines.append(
-            f"drafts: {_describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
-            "step with drafts"
-        )
-    num_branches = len(branches) - 1
-    if num_branches and cache.kind == "paged":
-        tables = [engine.cached_block_ids(each.tokens) for each in branches]
-        lines.append(
-            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
-            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
-        )
-    held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
-    return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])

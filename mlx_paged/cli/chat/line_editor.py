@@ -81,11 +81,9 @@ class LineEditor(Reader):
         return clean(self._session.prompt(default=text))
 
     def confirm(self, question: str) -> bool:
-        try:
-            with create_app_session(output=self._output):
-                return confirm(question)
-        except EOFError:
-            return False
+        with contextlib.suppress(EOFError), create_app_session(output=self._output):
+            return confirm(question)
+        return False
 
     def close(self) -> None:
         with contextlib.suppress(termios.error):  # the terminal is closed

@@ -21,11 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_paged.cli import flags
 from mlx_paged.cli.chat.terminal import Reader, Screen, clean, read_stdin
-from mlx_paged.cli.flags import TEXT, switch
 from mlx_paged.cli.program import Parser, import_first, is_follower, run_program
 from mlx_paged.cli.streams import warnings_as_lines, write
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.options.argument_values import AT_LEAST_0, AT_LEAST_1, Domain, Option, one_of
+from mlx_paged.options.argument_values import (
+    ANY_TEXT,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    Domain,
+    Option,
+    one_of,
+    switch,
+)
 from mlx_paged.options.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.options.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.options.sampling_params import SamplingParams
@@ -36,10 +43,10 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
-    "system_prompt": Option("system prompt of the conversation", TEXT),
+    "system_prompt": Option("system prompt of the conversation", replace(ANY_TEXT, parse=clean)),
     "prompt_cache_file": Option(
         "continue the prompt whose K/V and token ids are in this file, such as a snapshot",
-        replace(TEXT, metavar="FILE"),
+        replace(ANY_TEXT, metavar="FILE"),
     ),
     "allow_other_model": switch(
         "use --prompt-cache-file with --model even if the file names another model"
@@ -195,20 +202,18 @@ def _read_words(args: argparse.Namespace) -> None:
     if not (is_model_given or is_one_word):
         return
     import_first("mlx_paged.loading")
-    from mlx_paged.loading.folder import is_model, local_model_of, way_to_get
+    from mlx_paged.loading.folder import local_model_of
 
-    model, way = local_model_of(word), way_to_get(word)
+    model, way = local_model_of(word)
     if is_model_given:
         if model is None and way is None:
             raise ValueError(
                 f"there is no model {shown(word)}; a message of several words needs quotes"
             )
         args.model = model or word
-    elif model is not None and is_model(model):
+    elif model is not None:
         args.model, args.message = model, None
-    elif model is not None or way is not None:
-        if model is not None:
-            way = "a model is a folder with config.json and weights, or a .gguf file"
+    elif way is not None:
         quoted = shlex.quote(word) if shlex.quote(word) != word else f"'{word}'"
         raise ValueError(
             f"there is no model {shown(word)} on this machine; {way}. To send this as a message, "
@@ -275,14 +280,11 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         facts = PrefixFacts.read(args.prompt_cache_file)
         if not args.allow_other_model or args.model is None:
             args.model = _model_of(facts, args.model)
-    folder, own = flags.find_model(args)
-    settings = Settings(args, own)
     config = None if facts is None else dict(facts.tokenizer_config)
-    model, tokenizer, options = flags.load_model(args, "chat", folder, config)
+    model, tokenizer, options, sampling = flags.load_model(args, "chat", config)
     # As in mlx_lm.chat, XTC never removes line breaks and the end of sequence.
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    spared = [*newline, *tokenizer.eos_token_ids]
-    settings.sampling = replace(settings.sampling, xtc_special_tokens=spared)
+    sampling["xtc_special_tokens"] = [*newline, *tokenizer.eos_token_ids]
     # One answer at a time; the branches stay in the prefix cache.
     options |= {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
     engine = Engine(model, tokenizer, **with_step_seconds(options))
@@ -292,14 +294,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     elif facts is not None:
         # The model was chosen by the file.
         prefix = engine.import_prompt_cache(facts.file, allow_other_model=True)
-    conversation = Conversation(
-        engine,
-        tokenizer,
-        system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
-        template_options={"enable_thinking": False} if args.no_thinking else {},
-        prefix=prefix,
-    )
-    return conversation, settings
+    thinking = {"enable_thinking": False} if args.no_thinking else {}
+    conversation = Conversation(engine, tokenizer, args.system_prompt, thinking, prefix)
+    return conversation, Settings(args, sampling)
 
 
 def _model_of(facts: PrefixFacts, given: str | None) -> str | None:
@@ -328,13 +325,13 @@ def _model_of(facts: PrefixFacts, given: str | None) -> str | None:
 # What /set changes
 
 
-# Sampling parameters that have a flag, by their names in /set.
+# Sampling parameters by their names in /set.
 _FIELDS = {
     each.flag_name(name).removeprefix("--"): name
     for name, each in SAMPLING_PARAMS.items()
     if each.flag is not None
-}
-_SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
+} | {"seed": "seed"}
+_SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens", "seed")
 # The settings by name, with their values.
 VARIABLES: dict[str, Domain[Any]] = {
     **{name: SAMPLING_PARAMS[field].flag_domain for name, field in _FIELDS.items()},
@@ -348,24 +345,22 @@ class Settings:
 
     Args:
         args: the flags; a sampling flag that was not given is ``None``.
-        own: the model's recommended sampling, by field of ``SamplingParams``; flags override it.
+        chosen: the sampling, by field of ``SamplingParams``.
 
     Attributes:
-        sampling: parameters of the next answer, without its seed.
+        sampling: parameters of the next answers; ``seed`` is that of their seeds.
         from_model: names of the sampling settings that the model recommends.
-        seed: of the seeds of the next answers.
         thinking: ``"show"`` or ``"hide"``: what becomes of the model's reasoning.
     """
 
-    def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
-        chosen = flags.chosen_sampling(args, own)
+    def __init__(self, args: argparse.Namespace, chosen: Mapping[str, Any]):
         # The text is searched for reasoning marks, which may be special tokens.
         self.sampling = SamplingParams(
-            max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
+            max_tokens=args.max_tokens, seed=args.seed, skip_special_tokens=False, **chosen
         )
-        self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
+        not_given = {name for name, value in vars(args).items() if value is None}
+        self.from_model = [canonical_name(name) for name in chosen if name in not_given]
         self.thinking = "hide" if args.hide_thinking else "show"
-        self.seed = args.seed
         self._seeds = random.Random(args.seed)
 
     def next_params(self) -> SamplingParams:
@@ -386,18 +381,16 @@ class Settings:
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
-        """The value of a setting as text; raises ``ValueError`` for an unknown name."""
-        _check_name(name)
-        value = getattr(self.sampling if name in _FIELDS else self, _FIELDS.get(name, name))
+        """The value of a setting as text."""
+        value = getattr(self.sampling, _FIELDS[name]) if name in _FIELDS else self.thinking
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def set(self, name: str, text: str) -> None:
         """Change one setting.
 
         Raises:
-            ValueError: the name is unknown, or the value is invalid.
+            ValueError: the value is invalid.
         """
-        _check_name(name)
         try:
             value = VARIABLES[name].read_flag(text)
         except argparse.ArgumentTypeError as error:
@@ -405,7 +398,7 @@ class Settings:
         if name in _FIELDS:
             self.sampling = replace(self.sampling, **{_FIELDS[name]: value})
         else:
-            setattr(self, name, value)
+            self.thinking = value
         if name == "seed":
             self._seeds = random.Random(value)
 
@@ -414,8 +407,3 @@ def canonical_name(name: str) -> str:
     """``top_p``, ``TOP-P`` and ``--top-p`` are ``top-p``; ``temperature`` is ``temp``."""
     name = name.lower().lstrip("-").replace("_", "-")
     return "temp" if name == "temperature" else name
-
-
-def _check_name(name: str) -> None:
-    if name not in VARIABLES:
-        raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")

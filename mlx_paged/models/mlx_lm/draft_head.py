@@ -11,6 +11,7 @@ positions by one does not change the layer's results.
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -197,29 +198,99 @@ REFUSED = {
 }
 
 
-class DraftHead(LanguageModel):
-    """A head of a model, with random weights; :meth:`draft` runs it.
+class Head(LanguageModel):
+    """What drafts from the hidden rows of one model, with random weights.
 
     Args:
-        target: the model that it drafts for. Its embedding and its output layer are used, and not
-            part of the head.
+        target: the model that it drafts for. Its weights are not the head's.
+        kind: what it is to the model, for messages.
+
+    Attributes:
+        hidden_size: of the model.
+        takes_normed: whether it takes the hidden rows after the model's last norm.
+    """
+
+    takes_normed = True
+    _text: Any
+
+    def __init__(self, target: LanguageModel, kind: str):
+        super().__init__()
+        text = text_model(target)
+        self.args = target.args
+        self.model_type = f"{model_type_of(target)} {kind}"
+        self.description = f"{model_type_of(target)}, {kind}"
+        self.hidden_size: int = text.args.hidden_size
+        object.__setattr__(self, "_text", text)  # not as a module
+
+    def _complete(self) -> None:
+        """Called when all modules are made."""
+        object.__setattr__(self, "_attention", AttentionPatch())
+        self.eval()
+        # What is not a weight, such as RoPE's frequencies, nothing else evaluates; and what one
+        # thread leaves lazy another one can't.
+        mx.eval(
+            [value for each in self.modules() for name, value in each.items() if name[0] == "_"]
+        )
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = last_norm(self._text).weight.dtype
+        return dtype
+
+    @property
+    def layer_specs(self) -> list[LayerSpec]:
+        return []
+
+    def is_of(self, model: LanguageModel) -> bool:
+        """Whether the head was made for this model."""
+        return text_model(model) is self._text
+
+    @property
+    def shared_output(self) -> Module | None:
+        """The model's layer that computes the logits of drafts, unless the head has its own."""
+        return None
+
+    @abstractmethod
+    def draft(
+        self,
+        tokens: mx.array,  # [num_tokens] int32
+        hidden: mx.array,  # [num_tokens, hidden_size]: of the token before each
+        layers: Sequence[LayerKV],
+    ) -> tuple[mx.array, mx.array]:
+        """Run the open step of a cache.
+
+        Args:
+            layers: those that the head needs: its own, or the model's if it has none.
+
+        Returns:
+            Logits ``[num_rows, vocab_size]`` of the tokens that follow, and the rows
+            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft. The
+            latter in the place of both in a step without logits.
+        """
+
+    def __call__(
+        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
+    ) -> mx.array:
+        raise NotImplementedError("[draft head] runs on hidden rows; call draft()")
+
+
+class DraftHead(Head):
+    """A head of a model with a layer of its own.
+
+    Args:
+        target: the model that it drafts for. Its embedding and its output layer are used.
         layout: how the head's parts are joined.
 
     Raises:
         UnsuitableModelError: the layer can't run on packed input.
     """
 
-    _text: Any
     _spec: LayerSpec
 
     def __init__(self, target: LanguageModel, layout: HeadLayout):
-        super().__init__()
-        text = text_model(target)
-        args, eps = text.args, last_norm(text).eps
-        self.args, self.layout = target.args, layout
-        self.model_type = f"{model_type_of(target)} head"
-        self.description = f"{model_type_of(target)}, head"
-        self.hidden_size = size = args.hidden_size
+        super().__init__(target, "head")
+        args, eps, size = self._text.args, last_norm(self._text).eps, self.hidden_size
+        self.layout, self.takes_normed = layout, layout.takes_normed
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.embedding_norm = nn.RMSNorm(size, eps=eps)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
@@ -232,22 +303,16 @@ class DraftHead(LanguageModel):
                 f"the model's configuration does not describe it ({type(error).__name__}: "
                 f"{one_line(error)})"
             ) from error
-        # Not as modules: the target's weights are not the head's.
-        object.__setattr__(self, "_text", text)
-        object.__setattr__(self, "_attention", AttentionPatch())
+        # The dtype of its K/V follows from that of its weights.
+        self.set_dtype(self.dtype)
+        self._complete()
         object.__setattr__(self, "_spec", self._recorded(window))
-        self.eval()
-        # What is not a weight, such as RoPE's frequencies, nothing else evaluates; and what one
-        # thread leaves lazy another one can't.
-        mx.eval(
-            [value for each in self.modules() for name, value in each.items() if name[0] == "_"]
-        )
 
     def own(self, name: str) -> None:
         """Give the head an embedding (``embed_tokens``) or an output layer (``lm_head``) of its
         own, with random weights.
         """
-        size = self._text.args.hidden_size
+        size = self.hidden_size
         if name == "embed_tokens":
             self.embed_tokens = nn.Embedding(self.args.vocab_size, size)
         else:
@@ -268,38 +333,16 @@ class DraftHead(LanguageModel):
         return kv.spec
 
     @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = last_norm(self._text).weight.dtype
-        return dtype
-
-    @property
     def layer_specs(self) -> list[LayerSpec]:
         return [self._spec]
 
-    def is_of(self, model: LanguageModel) -> bool:
-        """Whether the head was made for this model."""
-        return text_model(model) is self._text
-
     @property
     def shared_output(self) -> Module | None:
-        """The model's layer that computes the logits of drafts, unless the head has its own."""
-        if "lm_head" in self:
-            return None
-        return cast(Module, output_of(self._text))
+        return None if "lm_head" in self else cast(Module, output_of(self._text))
 
     def draft(
-        self,
-        tokens: mx.array,  # [num_tokens] int32
-        hidden: mx.array,  # [num_tokens, hidden_size]: of the token before each
-        layers: Sequence[LayerKV],
+        self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerKV]
     ) -> tuple[mx.array, mx.array]:
-        """Run the open step of a cache on the head's layer.
-
-        Returns:
-            Logits ``[num_rows, vocab_size]`` of the tokens that follow, and the rows
-            ``[num_rows, hidden_size]`` that take the place of hidden rows for the next draft. The
-            latter in the place of both in a step without logits.
-        """
         (kv,) = layers
         embed = self.embed_tokens if "embed_tokens" in self else embedding_of(self._text)
         pair = [self.embedding_norm(embed(tokens)), self.hidden_norm(hidden)]
@@ -318,11 +361,6 @@ class DraftHead(LanguageModel):
         output: Any = self.lm_head if "lm_head" in self else output_of(self._text)
         logits: mx.array = getattr(output, "as_linear", output)(rows)
         return logits
-
-    def __call__(
-        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
-    ) -> mx.array:
-        raise NotImplementedError("[draft head] runs on hidden rows; call draft()")
 
 
 def text_model(target: LanguageModel) -> Any:

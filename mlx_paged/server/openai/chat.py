@@ -13,17 +13,14 @@ from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.conversations import (
     Content,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
-    CacheFields,
     Effort,
     FormatFields,
-    ModelFields,
-    SamplingFields,
+    GenerationFields,
     StreamOptions,
-    check_stream,
     effort_options,
     first_given,
 )
@@ -135,19 +132,14 @@ class UsageOptions(StreamOptions):
     continuous_usage_stats: bool = False
 
 
-class OpenAIFields(ModelFields, CacheFields, FormatFields, SamplingFields):
+class OpenAIFields(GenerationFields, FormatFields):
     """The fields that chat and completions share."""
 
-    stream: bool = False
     stream_options: UsageOptions | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    # Without effect: they identify the user, or help other servers to find a cache.
-    user: Any = None
     metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -210,33 +202,25 @@ class ChatRequest(OpenAIFields, TemplateFields):
 
 def read_chat(request: ChatRequest, service: Service) -> ChatJob:
     """Turn the body into a job."""
-    request.model_name(service)
-    check_stream(request.stream_options, request.stream)
+    request.check(service)
     tools = read_tools(request.tools)
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("top_logprobs", "is given, but logprobs is not true")
     max_tokens = first_given(request.max_completion_tokens, request.max_tokens, service.max_tokens)
-    requested = request.structured()
-    fields = {"logprobs": "top_logprobs", **requested.fields}
+    fields = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
+    messages = read_messages(request.messages)
+    values = {"max_tokens": max_tokens, "logprobs": request.num_top_logprobs}
     job = ChatJob(
-        messages=read_messages(request.messages),
-        params=request.sampling(
-            service.default_params,
-            fields,
-            max_tokens=max_tokens,
-            logprobs=request.num_top_logprobs,
-            structured_outputs=requested.params,
-        ),
-        tools=tools,
-        tool_choice=_read_tool_choice(request.tool_choice, tools),
-        parallel_tool_calls=request.parallel_tool_calls,
-        template_options=request.template_options(),
-        fields=fields,
-        **request.job_fields(),
+        messages,
+        request.generation(service, request.structured(), fields, **values),
+        tools,
+        _read_tool_choice(request.tool_choice, tools),
+        request.parallel_tool_calls,
+        request.template_options(),
     )
-    if request.stream and job.params.prompt_logprobs is not None:
+    if request.stream and job.generation.params.prompt_logprobs is not None:
         raise refused("prompt_logprobs", "can't be streamed")
     return job
 
@@ -287,6 +271,4 @@ def _read_call(call: ChatToolCall) -> dict[str, Any]:
 def read_tools(tools: Sequence[ChatTool]) -> tuple[Tool, ...]:
     """The tools, without unknown fields."""
     forms = [tool.model_dump(exclude_unset=True) for tool in tools]
-    read = tuple(Tool(form, f"tools[{index}].function") for index, form in enumerate(forms))
-    refuse_second_names(read)
-    return read
+    return unique_tools(Tool(form, f"tools[{i}].function") for i, form in enumerate(forms))

@@ -12,6 +12,7 @@ from mlx_paged.options.argument_values import check_token_ids
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.errors import api_error
 from mlx_paged.server.fields import ModelFields, TokenIds, check_model_name
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.openai.chat import (
     ChatTool,
     Conversation,
@@ -109,7 +110,7 @@ def _tokens(
     else:
         job = ChatJob(
             messages=read_messages(body.messages or ()),
-            params=service.default_params,
+            generation=Generation([], service.default_params),
             tools=read_tools(body.tools),
             template_options=body.template_options(),
         )

@@ -18,18 +18,14 @@ from mlx_paged.server.conversations import (
     Content,
     History,
     checked_tool_choice,
-    refuse_second_names,
     texts_of,
+    unique_tools,
 )
 from mlx_paged.server.fields import (
-    CacheFields,
     Effort,
     Format,
-    ModelFields,
-    SamplingFields,
-    StreamOptions,
+    GenerationFields,
     TextFormat,
-    check_stream,
     effort_options,
     first_given,
 )
@@ -147,7 +143,7 @@ class TextOptions(Body):
     format: Format | None = None
 
 
-class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
+class ResponsesRequest(GenerationFields):
     """The body of ``POST /v1/responses``."""
 
     input: Annotated[str | Items, OneOf()]
@@ -162,8 +158,6 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     max_output_tokens: int | None = None
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextOptions = Field(default_factory=TextOptions)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     # Accepted, but nothing is stored, and the answer says so.
     store: bool | None = None
@@ -173,9 +167,6 @@ class ResponsesRequest(ModelFields, CacheFields, SamplingFields):
     service_tier: Literal["auto", "default"] | None = None
     n: Literal[1] | None = None
     prompt_logprobs: None = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     client_metadata: Any = None
     max_tool_calls: Any = None  # counts only tools that run on the server
@@ -222,7 +213,7 @@ def read_responses_body(
     Args:
         owner: the user whose kept items the body may refer to.
     """
-    request.model_name(service)
+    request.check(service)
     tools = _read_tools(request.tools)
     requested = request.tool_choice
     if isinstance(requested, NamedTool):
@@ -233,29 +224,20 @@ def read_responses_body(
     options = effort_options(request.reasoning.effort)
     if request.text.verbosity is not None:
         options["verbosity"] = request.text.verbosity  # Some templates may use it.
-    structured = (request.text.format or TextFormat(type="text")).requested("text.format")
-    fields = {
-        "max_tokens": "max_output_tokens",
-        "logprobs": "top_logprobs",
-        **structured.fields,
-    }
-    params = request.sampling(
-        service.default_params,
-        fields,
+    generation = request.generation(
+        service,
+        (request.text.format or TextFormat(type="text")).requested("text.format"),
+        {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
         max_tokens=first_given(request.max_output_tokens, service.max_tokens),
         logprobs=num_top_logprobs,
-        structured_outputs=structured.params,
     )
-    check_stream(request.stream_options, request.stream)
     return ChatJob(
         _read_conversation(request, partial(service.kept_items.find, owner)),
-        params,
+        generation,
         tools,
         choice,
         request.parallel_tool_calls,
         options,
-        fields=fields,
-        **request.job_fields(),
     )
 
 
@@ -279,12 +261,10 @@ def _read_tools(tools: Sequence[AnyTool]) -> tuple[Tool, ...]:
         else:
             found.append((place, each))
     empty = {"type": "object", "properties": {}}
-    read = tuple(
+    return unique_tools(
         Tool.of(place, tool.name, tool.description, tool.parameters or empty, tool.strict)
         for place, tool in found
     )
-    refuse_second_names(read)
-    return read
 
 
 # Input

@@ -29,7 +29,6 @@ from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.run_step import run_step
 from mlx_paged.ops import StateStack
-from mlx_paged.server.prefix_reports import explanation
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
@@ -177,7 +176,7 @@ def test_a_hit_that_is_lost_for_want_of_a_state_is_told_and_the_next_one_is_not_
     text = (
         "0 of 39 tokens cached: from token 0 on its K/V are there, and the recurrent state was not"
     )
-    assert explanation(reports[1]).startswith(text)
+    assert reports[1].explanation.startswith(text)
     assert engine.prefix_history.num_missed_tokens["no_state"] == 39
     stats = engine.stats()
     # At the ends of three prompts and an answer, and where the second prompt left the first.
