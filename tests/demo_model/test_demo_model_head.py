@@ -125,8 +125,8 @@ def subtract_one_from_norms(head: DraftHead, _: pytest.MonkeyPatch) -> None:
 def keep_rows_of_the_token_before(_: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = HeadDrafter.follow
 
-    def following(self: Any, batch: Any, tokens: mx.array, hidden: mx.array) -> None:
-        follow(self, batch, tokens, mx.concatenate([hidden[:1], hidden[:-1]]))
+    def following(self: Any, batch: Any, tokens: mx.array, hidden: mx.array, *more: Any) -> None:
+        follow(self, batch, tokens, mx.concatenate([hidden[:1], hidden[:-1]]), *more)
 
     monkeypatch.setattr(HeadDrafter, "follow", following)
 
