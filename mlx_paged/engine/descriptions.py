@@ -1,4 +1,4 @@
-"""Short descriptions of an engine and its cache, which programs print when they start."""
+"""An engine, its cache and its statistics in words, for the programs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mlx_paged.models.mlx_lm import check_model
 if TYPE_CHECKING:
     from mlx_paged.cache import KVCache
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.request import SpecDecodingStats
 
 
 def describe_engine(model: str | None, engine: Engine) -> list[str]:
@@ -120,3 +121,44 @@ def context_length(engine: Engine) -> tuple[str, bool]:
     if num_held < (sys.maxsize if limit is None else limit):
         return f"{num_held:,}{'' if limit is None else f' of {limit:,}'} tokens", True
     return "without end" if limit is None else f"{limit:,} tokens", False
+
+
+def describe_stats(engine: Engine) -> list[str]:
+    """Lines about the blocks, the hits of the prefix cache and of the tier on disk, and drafts; the
+    last one is about memory.
+    """
+    stats, config = engine.stats(), engine.cache.config
+    lines = [
+        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
+        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
+        f"each, {stats.num_evictions} evicted so far",
+        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
+        f"found ({stats.hit_rate:.1%})",
+    ]
+    if (tier := stats.disk_tier) is not None:
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        lines += [
+            *describe_disk_tier(engine),
+            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
+            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
+            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
+            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
+        ]
+    if (drafts := stats.spec_decoding).num_drafts:
+        lines.append(
+            f"drafts: {describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
+            "step with drafts"
+        )
+    held, budget = format_nbytes(stats.nbytes_held), format_nbytes(stats.nbytes_budget)
+    return [*lines, f"K/V memory: {held} allocated, budget {budget}"]
+
+
+def describe_drafts(drafts: SpecDecodingStats) -> str:
+    return (
+        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
+        f"({drafts.acceptance_rate:.1%}), by position {acceptance_by_position(drafts)}"
+    )
+
+
+def acceptance_by_position(drafts: SpecDecodingStats) -> str:
+    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)

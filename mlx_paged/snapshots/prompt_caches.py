@@ -358,9 +358,10 @@ class PrefixFacts(NamedTuple):
     """What a file with the K/V of a prefix says before a model is loaded.
 
     Args:
-        is_snapshot: whether it is a snapshot, which says nothing then, or a prompt cache.
-        model: the name that mlx-lm was given.
-        tokenizer_config: fields in the place of those of the model's ``tokenizer_config.json``.
+        is_snapshot: whether it is a snapshot, whose model is compared when it is read, and not a
+            prompt cache of mlx-lm's.
+        model: the name of the model, as it was given to mlx-lm.
+        tokenizer_config: replaces fields of the model's ``tokenizer_config.json``.
     """
 
     file: Path

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_paged.block_store.directory import replaced_file
-from mlx_paged.cli.chat.dialogue import Dialogue, describe_stats
+from mlx_paged.cli.chat.dialogue import Dialogue
 from mlx_paged.cli.chat.program import FLAGS, VARIABLES, canonical_name
 from mlx_paged.cli.program import error_line
 from mlx_paged.cli.streams import OutputLostError
+from mlx_paged.engine.descriptions import describe_stats
 from mlx_paged.errors import CacheFullError, one_line, reason, system_reason, without_room
 
 FORMAT = "mlx_paged.chat"
@@ -149,6 +150,8 @@ def _set(dialogue: Dialogue, argument: str) -> str | None:
     if not name:
         dialogue.screen.say_rows([(name, settings.get(name)) for name in VARIABLES])
         return None
+    if name not in VARIABLES:
+        raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")
     if value:
         settings.set(name, value)
     return f"{name} {settings.get(name)}"
@@ -226,7 +229,17 @@ def _reset(dialogue: Dialogue, argument: str) -> str:
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
-    dialogue.screen.say(describe_stats(dialogue.branches))
+    conversation, branches = dialogue.conversation, dialogue.branches
+    engine, num_branches = conversation.engine, len(branches) - 1
+    held = f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}"
+    *lines, memory = describe_stats(engine)
+    if num_branches and engine.cache.kind == "paged":
+        tables = [engine.cached_block_ids(each.tokens) for each in branches]
+        lines.append(
+            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
+            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
+        )
+    dialogue.screen.say("\n".join([held, *lines, memory]))
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:
@@ -269,8 +282,7 @@ COMMAND_TABLE = (
     ),
     Command("/exit", "", "leave the chat (also /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {command.name: command for command in COMMAND_TABLE}
-COMMANDS["/quit"] = COMMANDS["/exit"]
+COMMANDS = {each.name: each for each in COMMAND_TABLE} | {"/quit": COMMAND_TABLE[-1]}
 
 
 # Saved conversations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -16,20 +17,21 @@ from mlx_paged.cli.chat.program import Settings
 from mlx_paged.cli.chat.terminal import PromptProgress, Reader, Screen
 from mlx_paged.cli.streams import say
 from mlx_paged.engine.descriptions import (
+    acceptance_by_position,
     context_length,
     describe_backend,
     describe_context,
     describe_device,
     describe_disk_tier,
+    describe_drafts,
     describe_memory,
     describe_model,
     describe_token_size,
     in_words,
 )
 from mlx_paged.engine.thread import EngineCall
-from mlx_paged.models.memory import format_nbytes, memory_size
+from mlx_paged.models.memory import memory_size
 from mlx_paged.options.engine_options import EXAMPLE_MODEL
-from mlx_paged.request import SpecDecodingStats
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.conversation import Conversation, Messages
@@ -187,10 +189,9 @@ def interrupted_waits(leave: Callable[[], None]) -> Iterator[list[int]]:
             # Python and MLX are not shut down, which could fail in the middle of a step.
             os._exit(130)
         caught.append(number)
-        while frame is not None:
-            if frame.f_code is EngineCall.result.__code__:
-                raise KeyboardInterrupt
-            frame = frame.f_back
+        wait = EngineCall.result.__code__
+        if any(each.f_code is wait for each, _ in traceback.walk_stack(frame)):
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
     try:
@@ -214,8 +215,6 @@ def say_start(
     """Say what a user has to know before the first message: the model, its device and its cache, in
     one line, its most important parts first, or in several with ``--verbose``; and warnings.
     """
-    tier = engine.disk_tier
-    is_disk_off = tier is not None and tier.stats().failure is not None
     if args.verbose:
         screen.say("\n".join(_start_in_full(args, engine, settings)))
         if is_dialogue:
@@ -229,12 +228,12 @@ def say_start(
             f"context {length}" if length == "without end" else f"context: {length}",
             settings.describe_sampling() + own,
         ]
-        if tier is not None and not is_disk_off:
-            number = tier.stats().num_blocks
-            parts.append(f"{number:,} blocks on disk" if number else "disk cache")
+        disk = None if engine.disk_tier is None else engine.disk_tier.stats()
+        if disk is not None and disk.failure is None:
+            parts.append(f"{disk.num_blocks:,} blocks on disk" if disk.num_blocks else "disk cache")
         screen.say_in_a_line(parts, "/help" * is_dialogue)
-        for words in describe_disk_tier(engine) if is_disk_off else ():
-            screen.say(f"[{words}]")
+        if disk is not None and disk.failure is not None:
+            screen.say(f"[{describe_disk_tier(engine)[0]}]")
     nbytes, memory = engine.cache.config.nbytes, memory_size()
     if args.kv_cache_bytes is not None and nbytes > memory:
         screen.say(
@@ -280,12 +279,12 @@ def describe_answer(
             f"{response.time_to_first_token:.2f} s to first token",
             f"{response.generation_tps:.1f} tokens/s",
             f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused{disk}",
-            f"{speed}, drafts accepted {_by_position(drafts)}" * bool(drafts.num_drafts),
+            f"{speed}, drafts accepted {acceptance_by_position(drafts)}" * bool(drafts.num_drafts),
             f"{in_words(num_held)} of {in_words(config.num_slots)} tokens of K/V in use",
         ]
         return f"[{' | '.join(filter(None, parts))}]"
     held = engine.cache.nbytes_held / 1e6
-    accepted = f"\nDrafts: {_describe_drafts(drafts)}; {speed}"
+    accepted = f"\nDrafts: {describe_drafts(drafts)}; {speed}"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused{disk}), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -295,17 +294,6 @@ def describe_answer(
         f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated\n"
         f"Peak memory: {response.peak_memory:.3f} GB" + accepted * bool(drafts.num_drafts)
     )
-
-
-def _describe_drafts(drafts: SpecDecodingStats) -> str:
-    return (
-        f"{drafts.num_accepted_tokens:,} of {drafts.num_draft_tokens:,} accepted "
-        f"({drafts.acceptance_rate:.1%}), by position {_by_position(drafts)}"
-    )
-
-
-def _by_position(drafts: SpecDecodingStats) -> str:
-    return ", ".join(f"{rate:.0%}" for rate in drafts.acceptance_rate_per_pos)
 
 
 def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: Engine) -> str:
@@ -321,40 +309,3 @@ def describe_cut(response: GenerationResponse, max_tokens: int | None, engine: E
         f"[the answer was cut: the context of {limit:,} tokens is full{flag}; /reset begins a new "
         "conversation]"
     )
-
-
-def describe_stats(branches: Sequence[Conversation]) -> str:
-    """Use of the K/V cache, hits of the prefix cache, and what the branches share."""
-    conversation, engine = branches[-1], branches[-1].engine
-    stats, cache, config = engine.stats(), engine.cache, engine.cache.config
-    lines = [
-        f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens):,}",
-        f"blocks: {stats.num_cached_blocks:,} of {config.num_blocks:,} hold K/V "
-        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
-        f"each, {stats.num_evictions} evicted so far",
-        f"prefix cache: {stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} prompt tokens "
-        f"found ({stats.hit_rate:.1%})",
-    ]
-    if (tier := stats.disk_tier) is not None:
-        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
-        lines += [
-            *describe_disk_tier(engine),
-            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
-            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
-            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
-            f"{tier.num_evicted_blocks} evicted; {format_nbytes(tier.nbytes_written)} written",
-        ]
-    if (drafts := stats.spec_decoding).num_drafts:
-        lines.append(
-            f"drafts: {_describe_drafts(drafts)}; {drafts.mean_acceptance_length:.1f} tokens per "
-            "step with drafts"
-        )
-    num_branches = len(branches) - 1
-    if num_branches and cache.kind == "paged":
-        tables = [engine.cached_block_ids(each.tokens) for each in branches]
-        lines.append(
-            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
-            f"have {sum(map(len, tables))} blocks, {len(set().union(*tables))} of them distinct"
-        )
-    held, budget = format_nbytes(cache.nbytes_held), format_nbytes(config.nbytes)
-    return "\n".join([*lines, f"K/V memory: {held} allocated, budget {budget}"])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "seed": Option("random seed for sampling", AT_LEAST_0, default=0),
-    "system_prompt": Option("system prompt of the conversation", ANY_TEXT),
+    "system_prompt": Option("system prompt of the conversation", replace(ANY_TEXT, parse=clean)),
     "prompt_cache_file": Option(
         "continue the prompt whose K/V and token ids are in this file, such as a snapshot",
         replace(ANY_TEXT, metavar="FILE"),
@@ -294,13 +294,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     elif facts is not None:
         # The model was chosen by the file.
         prefix = engine.import_prompt_cache(facts.file, allow_other_model=True)
-    conversation = Conversation(
-        engine,
-        tokenizer,
-        system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
-        template_options={"enable_thinking": False} if args.no_thinking else {},
-        prefix=prefix,
-    )
+    thinking = {"enable_thinking": False} if args.no_thinking else {}
+    conversation = Conversation(engine, tokenizer, args.system_prompt, thinking, prefix)
     return conversation, Settings(args, sampling)
 
 
@@ -386,8 +381,7 @@ class Settings:
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
-        """The value of a setting as text; raises ``ValueError`` for an unknown name."""
-        _check_name(name)
+        """The value of a setting as text."""
         value = getattr(self.sampling, _FIELDS[name]) if name in _FIELDS else self.thinking
         return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -395,9 +389,8 @@ class Settings:
         """Change one setting.
 
         Raises:
-            ValueError: the name is unknown, or the value is invalid.
+            ValueError: the value is invalid.
         """
-        _check_name(name)
         try:
             value = VARIABLES[name].read_flag(text)
         except argparse.ArgumentTypeError as error:
@@ -414,8 +407,3 @@ def canonical_name(name: str) -> str:
     """``top_p``, ``TOP-P`` and ``--top-p`` are ``top-p``; ``temperature`` is ``temp``."""
     name = name.lower().lstrip("-").replace("_", "-")
     return "temp" if name == "temperature" else name
-
-
-def _check_name(name: str) -> None:
-    if name not in VARIABLES:
-        raise ValueError(f"unknown setting {name!r}; the settings are {', '.join(VARIABLES)}")

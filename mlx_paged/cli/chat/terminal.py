@@ -119,16 +119,14 @@ class Screen:
         beginning if it is too long.
         """
         parts, width = list(map(harmless, parts)), self._width
-        line = _bracketed([*parts, last])
         if width is not None:
             from rich.cells import cell_len
 
-            while len(parts) > 1 and cell_len(line) > width:
+            while len(parts) > 1 and cell_len(_bracketed([*parts, last])) > width:
                 parts.pop()
-                line = _bracketed([*parts, last])
-            if (excess := cell_len(line) - width) > 0:
-                line = _bracketed([f"...{parts[0][excess + 3 :]}", last])
-        self.say(line)
+            if (excess := cell_len(_bracketed([*parts, last])) - width) > 0:
+                parts = [f"...{parts[0][excess + 3 :]}"]
+        self.say(_bracketed([*parts, last]))
 
     def say_rows(self, rows: Sequence[tuple[str, str]]) -> None:
         """Write a table of two columns. On a terminal the second one is wrapped."""

@@ -5,7 +5,6 @@ events, in blocks of thinking, text and tool use.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from mlx_paged.server.anthropic.messages import (
     MessagesRequest,
     read_messages_body,
 )
+from mlx_paged.server.chat_jobs import object_of
 from mlx_paged.server.generations import (
     Answer,
     AnswerBlock,
@@ -122,10 +122,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
             "cache_read_input_tokens": usage.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {
-                "thinking_tokens": usage.num_reasoning_tokens,
-                **usage.predictions,
-            },
+            "output_tokens_details": usage.output_details("thinking_tokens"),
             "service_tier": "standard",
         }
 
@@ -149,7 +146,7 @@ class MessageRenderer(Renderer[MessagesRequest]):
         """A whole block, or its beginning without a text."""
         text = block.text if is_whole else ""
         if block.call is not None:
-            arguments = _object_of(text) if is_whole else {}
+            arguments = object_of(text) if is_whole else {}
             if arguments is None:
                 # Python reads no integer of more than 4,300 digits.
                 return {"type": "text", "text": f"{block.call.name} {text}"}
@@ -168,14 +165,6 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-
-
-def _object_of(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def signature_of(thinking: str) -> str:

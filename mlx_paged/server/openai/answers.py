@@ -87,17 +87,16 @@ class OpenAIRenderer(Renderer[F]):
         yield DONE
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """The fields of ``usage`` that chat and completions share."""
-    shown: dict[str, Any] = {
+def usage_of(usage: Usage, reasoning: str = "") -> dict[str, Any]:
+    """The field ``usage``; ``reasoning`` as of :meth:`Usage.output_details`."""
+    details = usage.output_details(reasoning)
+    return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        **({"completion_tokens_details": details} if details else {}),
     }
-    if usage.predictions:
-        shown["completion_tokens_details"] = usage.predictions
-    return shown
 
 
 class ChatRenderer(OpenAIRenderer[ChatRequest]):
@@ -117,9 +116,7 @@ class ChatRenderer(OpenAIRenderer[ChatRequest]):
                 yield chunk
 
     def usage(self) -> dict[str, Any]:
-        usage = self.states[0].usage
-        details = {"reasoning_tokens": usage.num_reasoning_tokens, **usage.predictions}
-        return {**usage_of(usage), "completion_tokens_details": details}
+        return usage_of(self.states[0].usage, "reasoning_tokens")
 
     def whole(self, *outputs: RequestOutput) -> dict[str, Any]:
         [output] = outputs

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.responses import Response
 
 from mlx_paged.engine.input_processor import MAX_PROMPT_TOKENS, encode_prompt
@@ -25,7 +25,7 @@ from mlx_paged.server.openai.answers import (
 from mlx_paged.server.openai.chat import OpenAIFields
 from mlx_paged.server.prompt_threads import Work
 from mlx_paged.server.routes import RequestContext
-from mlx_paged.server.schemas import MEMBER, refused
+from mlx_paged.server.schemas import OneOf, refused
 from mlx_paged.server.service import Service
 
 MAX_PROMPTS = 1024
@@ -33,31 +33,14 @@ MAX_CHOICES = 1024  # prompts times completions
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def _kind_of(value: object) -> str:
-    """The kind of a prompt, as errors name it."""
-    kind = "token ids" if isinstance(value, list) else "a text" if isinstance(value, str) else ""
-    return MEMBER + kind
-
-
-def _kind_of_all(value: object) -> str:
-    is_list = isinstance(value, list) and not (value and all(isinstance(n, int) for n in value))
-    return f"{MEMBER}a list" if is_list else _kind_of(value)
-
-
-_Text = Annotated[str, Tag(f"{MEMBER}a text")]
-_TokenIds = Annotated[TokenIds, Tag(f"{MEMBER}token ids")]
-Prompt = Annotated[_Text | _TokenIds, Discriminator(_kind_of)]
-_Several = Annotated[
-    list[Prompt],
-    Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-    Tag(f"{MEMBER}a list"),
-]
+Prompt = Annotated[str | TokenIds, OneOf()]
+_Several = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(OpenAIFields):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Annotated[_Text | _TokenIds | _Several, Discriminator(_kind_of_all)]
+    prompt: Annotated[str | TokenIds | _Several, OneOf()]
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -67,8 +50,8 @@ class CompletionRequest(OpenAIFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts and token ids."""
-        prompts: Any = self.prompt
-        return list(prompts) if _kind_of_all(prompts) == f"{MEMBER}a list" else [prompts]
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
     def num_tokens(self, service: Service) -> int:
         """The maximum number of tokens of an answer."""

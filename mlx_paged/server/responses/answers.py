@@ -151,10 +151,7 @@ class ResponseRenderer(Renderer[ResponsesRequest]):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": usage.num_reasoning_tokens,
-                **usage.predictions,
-            },
+            "output_tokens_details": usage.output_details("reasoning_tokens"),
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
 
