@@ -241,6 +241,7 @@ def main() -> None:
     }
     print_card("Draft heads", setting)
     tokenizer = engines[NONE].tokenizer
+    assert tokenizer is not None
     figures = []
     for task in args.tasks:
         asked = questions(tokenizer, task, args.questions, args.seed)
