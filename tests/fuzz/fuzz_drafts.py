@@ -30,8 +30,10 @@ STRUCTURES = ({"regex": "[0-9 ]{4,40}"}, {"regex": "[a-z ]+"}, {"choice": ["The 
 # Of log-probabilities: logits of the demo model are up to 25, where float32's unit of rounding is
 # 2e-6, and sums are taken in another order where a step has other rows.
 ATOL = 1e-4
-# What a structure can't be combined with, or leaves without a token.
-APART = {"allowed_token_ids", "logit_bias", "logits_processors", "sampler", "stop_token_ids"}
+# What a structure can't be combined with, or leaves without a token: which of a request's
+# completions is the first to fail depends on the steps.
+APART = {"allowed_token_ids", "logit_bias", "logits_processors", "min_tokens", "sampler"}
+APART.add("stop_token_ids")
 
 
 @cache
